@@ -6,8 +6,13 @@ import os
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+# On a loaded machine an example may take any time.
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 
 # These share the cluster with a node: there is one of it on a machine.
 NODE = (

@@ -169,9 +169,8 @@ class Load:
 def _group(lease: wire.Lease, ids: bytes, logprobs: bytes) -> wire.Group:
     return wire.Group(
         lease_id=lease.lease_id,
-        split=lease.split,
+        prompt=lease.prompt,
         slot=lease.slot,
-        prompt_index=lease.prompt_index,
         prompt_id=lease.prompt_id,
         prompt_token_ids=ids[:128],
         completions=[
@@ -180,10 +179,10 @@ def _group(lease: wire.Lease, ids: bytes, logprobs: bytes) -> wire.Group:
                 logprobs=logprobs,
                 versions=[wire.VersionSpan(lease.policy_version, 0)],
                 finish_reason="stop",
-                score=float(i % 2),
             )
-            for i in range(lease.completions)
+            for _ in range(lease.completions)
         ],
+        verdicts=wire.Verdicts(scores=[float(i % 2) for i in range(lease.completions)]),
         generation_seconds=0.0,
     )
 

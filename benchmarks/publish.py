@@ -44,11 +44,12 @@ from aiohttp import web
 
 from scalerl_api import wire
 from scalerl_api.spec import ScratchModel
-from scalerl_api.weights import lay_out
+from scalerl_api.weight_layout import lay_out
+from scalerl_generator.actor_api import actor_app
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.weight_control import WeightControl, control_app
+from scalerl_generator.weight_control import WeightControl
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
@@ -113,7 +114,7 @@ class Generator:
         metrics = ActorMetrics(state, busy)
         async with VllmClient(self._url, self.token) as client:
             runner = web.AppRunner(
-                control_app(WeightControl(client, state, busy, metrics), metrics, self.token, lambda: None)
+                actor_app(WeightControl(client, state, busy, metrics), metrics, self.token, lambda: None)
             )
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._control_port).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from metrics_catalogue import Registered, registered
+from registered_metrics import Registered, registered
 
 from scalerl_operator import crd
 

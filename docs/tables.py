@@ -44,13 +44,13 @@ def tables() -> dict[str, str]:
     """All tables of docs/operations.md by the name of their place in it."""
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     return {
-        "phases": table("phase", "what it says", rows=[(f"`{p}`", p.text) for p in Phase]),
+        "phases": table("phase", "meaning", rows=[(f"`{p}`", p.text) for p in Phase]),
         "conditions": table(
-            "condition", "what `True` says", "what to do where it is not as it should be",
+            "condition", "meaning of `True`", "what to do if there is a problem",
             rows=[(f"`{c}`", c.text, c.todo) for c in ConditionType],
         ),
         "edits": table(
-            "field of `spec`", "an edit under way",
+            "field of `spec`", "effect of an edit",
             rows=[
                 (", ".join(f"`{path}`" for path, other in EDITS.items() if other == edit), f"{edit.effect.text} {edit.note}".strip())
                 for edit in dict.fromkeys(EDITS.values())

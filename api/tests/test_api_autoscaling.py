@@ -35,7 +35,7 @@ def test_defaults_leave_a_run_alone() -> None:
     assert (spec.on_stop, spec.target, spec.deadline, spec.generators) == ("Suspend", None, None, None)
 
 
-def test_a_full_spec_survives_its_own_manifest() -> None:
+def test_full_spec_round_trips_through_manifest() -> None:
     run = parsed(
         '{mode: Auto, minGain: "0.01", horizon: "4", target: "0.6", pricePerDeviceHour: "2.5", '
         'valuePerPoint: "100", maxDeviceHours: "1e3", deadline: 2026-08-01T12:00:00+02:00, '
@@ -66,7 +66,7 @@ def test_a_full_spec_survives_its_own_manifest() -> None:
         ('{deadline: "2026-02-30 12:00:00Z"}', "spec.autoscaling.deadline", "with its time zone"),
         ("{generators: {min: 3, max: 2}}", "spec.autoscaling.generators", "at least min (3)"),
         ("{generators: {max: 1}}", "spec", "generator.replicas (2) must lie within autoscaling.generators"),
-        ("{generators: {min: 3, max: 4}}", "spec", "(min=3 max=4)"),
+        ("{generators: {min: 3, max: 4}}", "spec", 'autoscaling.generators ({"min": 3, "max": 4})'),
         ("{generators: {min: 0, max: 4}}", "spec.autoscaling.generators.min", "greater than or equal to 1"),
         ("{cooldownSeconds: 0}", "spec.autoscaling.cooldownSeconds", "greater than or equal to 1"),
         ("{stopAfter: 0}", "spec.autoscaling.stopAfter", "greater than or equal to 1"),
@@ -74,7 +74,7 @@ def test_a_full_spec_survives_its_own_manifest() -> None:
         ("{coolDown: 5}", "spec.autoscaling.coolDown", "did you mean cooldownSeconds"),
     ],
 )
-def test_what_is_refused_names_its_field(autoscaling: str, where: str, says: str) -> None:
+def test_refusal_names_field(autoscaling: str, where: str, says: str) -> None:
     with pytest.raises(SpecError) as refused:
         parsed(autoscaling)
     (problem,) = refused.value.problems

@@ -59,7 +59,7 @@ def test_an_object_of_a_cluster_becomes_a_run() -> None:
     assert parse_run(yaml.safe_dump(run.to_manifest()), "run.yaml") == run
 
 
-def test_a_file_may_not_say_what_a_server_says() -> None:
+def test_file_with_server_fields_is_refused() -> None:
     with pytest.raises(SpecError, match=r"metadata\.uid: unknown field"):
         parse_run(yaml.safe_dump(OBJECT), "run.yaml")
 
@@ -173,7 +173,7 @@ def test_a_roles_template_wins_over_the_one_for_all() -> None:
         ({"size": "10GB"}, "like 512Mi or 2Gi"),
     ],
 )
-def test_a_claim_is_theirs_or_ours(storage: dict[str, Any], says: str) -> None:
+def test_claim_is_existing_or_created(storage: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError) as refused:
         run_from_object(spec_with(storage=storage))
     assert says in str(refused.value)
@@ -226,5 +226,5 @@ def test_options_of_vllm_are_refused_in_every_way_to_write_them(argument: str) -
 
 
 @pytest.mark.parametrize("argument", ["--seed=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"])
-def test_and_others_are_free(argument: str) -> None:
+def test_other_names_are_allowed(argument: str) -> None:
     assert free_option(argument) == argument

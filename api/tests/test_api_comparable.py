@@ -70,3 +70,17 @@ def test_another_source_of_the_model_is_named(spec: RunSpec) -> None:
 def test_fields_that_may_differ_exist() -> None:
     known = set(EDITS)
     assert all(any(path == k or path.startswith(k + ".") for k in known) for path in MAY_DIFFER)
+
+
+def test_split_of_compute_must_agree(spec: RunSpec) -> None:
+    """It says how long the weights are trained before RL; without it, maxComputeTokens only ends the run."""
+    limited = changed(spec, "budget", {"maxComputeTokens": 2000})
+    assert comparable(limited, spec) == ""
+    spec = changed(spec, "warmStart", {"steps": 77})
+    split = changed(spec, "budget", {"maxComputeTokens": 1000, "split": {"beta": "0.2"}})
+    assert comparable(split, split) == ""
+    other = changed(split, "budget.split.beta", "0.5")
+    assert comparable(other, split) == "budget.split.beta is '0.5', this run's is '0.2'"
+    more = changed(split, "budget.maxComputeTokens", 3000)
+    assert comparable(split, more) == "budget.maxComputeTokens is 1000, this run's is 3000"
+    assert comparable(spec, split) == "budget.maxComputeTokens is not set, this run's is 1000"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.curve import curve_csv, curve_points
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.curve import curve_csv, curve_figures, curve_points
+from scalerl_api.wire import EvaluationPoint, PassAt
 
 COUNT = st.integers(0, 10**12)
 THOUSANDTHS = st.integers(0, 10**9).map(lambda n: n / 1000)
@@ -26,12 +26,26 @@ POINT = st.builds(
     wall_seconds=THOUSANDTHS,
     device_seconds=THOUSANDTHS,
     given_up_prompts=COUNT,
+    parts=st.dictionaries(st.sampled_from(["process", "outcome"]), st.floats(-1, 1)),
+    pass_at=st.lists(st.sampled_from([2, 4, 16]), unique=True).map(
+        lambda ks: [PassAt(k, k / 100, k / 200, k / 50) for k in sorted(ks)]
+    ),
 )
 
 
 @given(st.lists(POINT, max_size=5))
-def test_a_curve_is_read_as_it_was_written(points: list[EvaluationPoint]) -> None:
-    assert curve_points(curve_csv(points)) == points
+def test_curve_round_trip(points: list[EvaluationPoint]) -> None:
+    """Also where some points have columns that others do not have."""
+    text = curve_csv(points)
+    assert curve_points(text) == points
+    for point, figures in zip(points, curve_figures(text), strict=True):
+        assert {name: value for name, value in figures.items() if name.startswith("reward_part_")} == {
+            f"reward_part_{name}": value for name, value in point.parts.items()
+        }
+        for at in point.pass_at:
+            assert [figures[f"pass_at_{at.k}{limit}"] for limit in ("", "_low", "_high")] == [
+                *(at.mean, at.low, at.high)
+            ]
 
 
 def test_columns_that_an_earlier_release_did_not_write_are_0() -> None:
@@ -49,6 +63,6 @@ def test_columns_that_an_earlier_release_did_not_write_are_0() -> None:
         ('"', "no curve"),
     ],
 )
-def test_what_is_no_curve_is_refused(text: str, says: str) -> None:
+def test_invalid_curve_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         curve_points(text)

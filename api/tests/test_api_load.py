@@ -55,12 +55,6 @@ def test_defaults_survive_a_round_trip() -> None:
     [
         ("spec.model.scratch.layer", 3, "spec.model.scratch.layer", "did you mean layers?"),
         ("spec.recipe.promptsPerSteps", 3, "spec.recipe.promptsPerSteps", "did you mean promptsPerStep?"),
-        (
-            "spec.recipe.maxStalenessSteps",
-            3,
-            "spec.recipe.maxStalenessSteps",
-            "recipe.offPolicy.pipeline.maxStalenessSteps",
-        ),
         ("spec.zzz", 3, "spec.zzz", "known here: autoscaling"),
         ("spec.model.dtype", "fp16", "spec.model.dtype", "'bfloat16' or 'float32'"),
         ("spec.recipe.temperature", 0.5, "spec.recipe.temperature", 'write it as a string: "0.5"'),
@@ -181,8 +175,13 @@ def test_defaults_survive_a_round_trip() -> None:
             "",
         ),
         ("spec.trainer.microBatchTokens", 63, "spec.trainer.microBatchTokens", "greater than or equal to 64"),
-        ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch"),
-        ("spec.task.jsonl", {"path": "a"}, "spec.task", "exactly one of reasoningGym, jsonl"),
+        ("spec.model.path", "/m", "spec.model", "exactly one of hub, path, scratch; given are path, scratch"),
+        (
+            "spec.task.jsonl",
+            {"path": "a"},
+            "spec.task",
+            "exactly one of reasoningGym, jsonl, opGraph; given are reasoningGym, jsonl",
+        ),
         ("spec.budget", {}, "spec.budget", "at least one of maxSteps"),
         ("spec.budget", None, "spec.budget", "required"),
         ("spec.weightSync.backend", "NCCL", "spec", "needs generator.devices"),
@@ -217,6 +216,24 @@ def test_defaults_survive_a_round_trip() -> None:
             {"replicas": 7, "devices": 7},
             "spec",
             "(7) and trainer.devices (7) must be at most recipe.promptsPerStep (48): each rank takes a prompt or more",
+        ),
+        (
+            "spec.recipe.length",
+            {"interruption": {"maxTokens": 14336}},
+            "spec",
+            "interruption.maxTokens (14336) must be less than recipe.maxCompletionTokens (16)",
+        ),
+        (
+            "spec.recipe.length",
+            {"overlong": {"bufferTokens": 20000}},
+            "spec",
+            "overlong.bufferTokens (20000) must be less than recipe.maxCompletionTokens (16)",
+        ),
+        (
+            "spec.recipe.length",
+            {"penalty": {"bufferTokens": 9, "maxTokens": 8}},
+            "spec.recipe.length.penalty",
+            "bufferTokens (9) must be at most maxTokens (8)",
         ),
         ("spec.trainer.devices", 9, "spec.trainer.devices", "less than or equal to 8"),
         ("spec.generator.kvCache", "2GB", "spec.generator.kvCache", "like 512Mi or 2Gi"),
@@ -263,7 +280,7 @@ def test_a_lease_outlives_one_grading() -> None:
     parse_run(yaml.safe_dump(run), "run.yaml")
 
 
-def test_what_is_written_means_the_same_to_every_reader() -> None:
+def test_written_values_parse_alike_in_every_reader() -> None:
     manifest = parse_run(yaml.safe_dump(GOOD), "run.yaml").to_manifest()
     text = to_yaml(manifest)
     assert "epsilon: '1e-15'" in text
@@ -279,7 +296,7 @@ def test_parameters_of_a_task_keep_their_type(value: Any) -> None:
     assert (kept, type(kept)) == (value, type(value))
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     text = with_field("spec.recipe", {"temperature": 1.5, "promptsPerStep": 0, "typo": 1})
     assert len(problems(text)) == 3
 
@@ -301,7 +318,7 @@ def test_all_problems_come_at_once() -> None:
         ("a: " + "[" * 5000, "nested too deeply"),
     ],
 )
-def test_what_is_not_one_yaml_object(text: str, says: str) -> None:
+def test_file_must_hold_one_yaml_object(text: str, says: str) -> None:
     assert says in problems(text)[0]
 
 

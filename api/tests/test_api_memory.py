@@ -60,7 +60,7 @@ def test_recomputed_activations_cost_less_with_many_layers() -> None:
 
 
 @pytest.mark.parametrize(("stage", "world"), [(4, 1), (-1, 1), (1, 0)])
-def test_what_does_not_exist_is_refused(stage: int, world: int) -> None:
+def test_unknown_names_are_refused(stage: int, world: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         rank_memory(SIZE, dtype="float32", zero_stage=stage, world=world, micro_batch_tokens=1)
 
@@ -83,6 +83,17 @@ def test_on_accelerators_the_host_needs_nothing_and_the_weights_are_shared() -> 
 def test_ranks_of_all_nodes_divide_the_optimizer_state() -> None:
     run = spec(trainer={"replicas": 2, "devices": 4, "microBatchTokens": 64}, generator={"devices": 1})
     assert trainer_rank_memory(SIZE, run).optimizer == 12 * SIZE.parameters // 8
+
+
+def test_kl_reference_has_parameters_alone() -> None:
+    run = {"zeroStage": 3, "replicas": 2, "microBatchTokens": 64}
+    without = spec(trainer=run)
+    penalty = {"maxCompletionTokens": 16, "kl": {"penalty": {"coefficient": "0.04"}}}
+    memory, more = (trainer_rank_memory(SIZE, s) for s in (without, spec(trainer=run, recipe=penalty)))
+    assert (memory.reference, more.reference) == (0, memory.parameters)
+    assert more.total == memory.total + memory.parameters
+    assert "reference" in str(more)
+    assert "reference" not in str(memory)
 
 
 def test_an_untied_head_counts_twice() -> None:

@@ -18,7 +18,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_process_learns_where_it_stands(variables: dict[str, str], tmp_path: Path) -> None:
+def test_process_environment_is_parsed(variables: dict[str, str], tmp_path: Path) -> None:
     found = ProcessEnvironment.read(variables)
     assert found.paths.root == tmp_path
     assert (found.name, found.token) == ("generator-0", "secret")

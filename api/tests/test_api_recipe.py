@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from scalerl_api.load import SpecError, accepted_run, parse_run, to_yaml
 from scalerl_api.recipe import ONE_OF, PRESETS, RecipeSpec, resolve
-from scalerl_api.recipe.presets import cel, completed
+from scalerl_api.recipe.earlier import with_earlier_names
+from scalerl_api.recipe.presets import DEFAULTS, cel, completed
 from scalerl_api.recipe.spec import Preset
+from scalerl_api.spec_warnings import warnings_of
 
 RUN: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",
@@ -50,7 +52,7 @@ def test_preset_scalerl_is_the_defaults() -> None:
     assert RecipeSpec.model_construct(**plain) == RecipeSpec()
 
 
-def test_what_the_spec_gives_wins_over_the_preset() -> None:
+def test_spec_overrides_preset() -> None:
     recipe = RecipeSpec.model_validate(
         {"preset": "dapo", "loss": {"ppoClip": {"clipHigh": "0.3"}}, "promptsPerStep": 4}
     )
@@ -78,7 +80,9 @@ def test_an_empty_choice_that_no_preset_makes_is_the_default(name: str) -> None:
 
 
 def test_two_alternatives_are_refused() -> None:
-    with pytest.raises(ValidationError, match="give no more than one of none, interruption"):
+    with pytest.raises(
+        ValidationError, match=r"give no more than one of none, .*overlong; given are interruption, penalty"
+    ):
         RecipeSpec.model_validate({"length": {"penalty": {}, "interruption": {}}})
 
 
@@ -86,6 +90,20 @@ def test_every_one_of_lists_the_fields_of_its_model() -> None:
     for name, alternatives in ONE_OF.items():
         field = next(f for n, f in RecipeSpec.model_fields.items() if f.alias == name)
         assert [f.alias for f in field.annotation.model_fields.values()] == list(alternatives)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("curriculum", [{"edgeOfCompetence": {}}, {"sec": {"edges": [3]}}])
+def test_defaults_of_a_member_have_a_source(curriculum: dict[str, Any]) -> None:
+    """A change of a field's default, or of its entry, shows here."""
+    choices = {c.field: c for c in resolve(RecipeSpec.model_validate({"curriculum": curriculum})).choices}
+    own = [path for path in DEFAULTS if path.startswith(f"curriculum.{next(iter(curriculum))}.")]
+    assert own
+    for path in own:
+        assert (choices[path].value, choices[path].origin) == (DEFAULTS[path].value, "default")
+        assert choices[path].source == DEFAULTS[path].source
+    given = {"edgeOfCompetence": {"passRate": "0.5"}}
+    given_choices = resolve(RecipeSpec.model_validate({"curriculum": given})).choices
+    assert "curriculum.edgeOfCompetence.passRate: 0.5 (spec)" in [f"{c.field}: {c}" for c in given_choices]
 
 
 def test_origins() -> None:
@@ -97,7 +115,7 @@ def test_origins() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_manifest_tells_the_same_recipe_and_origins(preset: str) -> None:
+def test_manifest_round_trip_keeps_recipe_and_origins(preset: str) -> None:
     run = parse_run(to_yaml(with_recipe(preset=preset, completionsPerPrompt=4)), "run.yaml")
     again = parse_run(to_yaml(run.to_manifest()), "run.yaml")
     assert again == run
@@ -120,20 +138,119 @@ def test_completing_twice_changes_nothing(recipe: dict[str, Any]) -> None:
     assert RecipeSpec.model_validate(completed(recipe)) == RecipeSpec.model_validate(recipe)
 
 
-def test_fields_of_the_release_before_name_their_successor() -> None:
-    old = with_recipe(loss={"name": "GRPO"}, maxStalenessSteps=2, fp32Head=True)
-    with pytest.raises(SpecError) as refused:
-        parse_run(to_yaml(old), "run.yaml")
-    found = {problem.where: problem.hint for problem in refused.value.problems}
-    assert found["spec.recipe.loss.name"] == "it is recipe.loss.cispo or recipe.loss.ppoClip now"
-    assert found["spec.recipe.maxStalenessSteps"] == "it is recipe.offPolicy.pipeline.maxStalenessSteps now"
-    assert found["spec.recipe.fp32Head"] == "it is recipe.fp32Logits now"
+OLD_DEFAULTS = {
+    "loss": {"name": "CISPO", "ratioCap": "5", "clipLow": "0.2", "clipHigh": "0.2"},
+    "advantageNormalization": "Batch",
+    "maxStalenessSteps": 8,
+    "fp32Head": True,
+}
+"""As an API server of the release before wrote them."""
+WITHOUT_NAMES = {"length": {"none": {}}, "curriculum": {"uniform": {}}}
+"""What that release did, for which it had no fields."""
 
 
-def test_accepted_spec_of_the_release_before_is_read() -> None:
-    """With the preset's values where its own names are gone."""
-    recipe = accepted_run(with_recipe(loss={"name": "GRPO"}, fp32Head=True, promptsPerStep=4)).spec.recipe
-    assert (recipe.loss.name, recipe.fp32_logits, recipe.prompts_per_step) == ("cispo", "Both", 4)
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ({}, {}),
+        ({"loss": {"name": "CISPO", "ratioCap": 4}}, {"loss": {"cispo": {"ratioCap": 4}}}),
+        (
+            {"loss": {"name": "GRPO", "ratioCap": "4", "clipHigh": "0.3"}},
+            {"loss": {"ppoClip": {"clipHigh": "0.3"}}},
+        ),
+        ({"advantageNormalization": "Group"}, {"advantage": {"normalization": "Group"}}),
+        ({"maxStalenessSteps": 2}, {"offPolicy": {"pipeline": {"maxStalenessSteps": 2}}}),
+        ({"fp32Head": False}, {"fp32Logits": "None"}),
+    ],
+)
+@pytest.mark.parametrize("read", [lambda run: parse_run(to_yaml(run), "run.yaml"), accepted_run])
+def test_names_of_the_release_before_are_read(old: dict[str, Any], now: dict[str, Any], read: Any) -> None:
+    """Alone, and among the defaults that an API server wrote."""
+    expected = read(with_recipe(**now, **WITHOUT_NAMES)).spec.recipe
+    for written in (
+        old if old else OLD_DEFAULTS,
+        OLD_DEFAULTS | {"advantage": {"baseline": "GroupMean"}} | old,
+    ):
+        recipe = read(with_recipe(**written)).spec.recipe
+        assert recipe.model_dump() == expected.model_dump()
+        assert all(name.read for name in recipe.earlier_names)
+        again = with_earlier_names(recipe.model_dump(by_alias=True, exclude_none=True))
+        assert RecipeSpec.model_validate(again).model_dump() == expected.model_dump()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"loss": {"cispo": {"ratioCap": "4"}}},
+        {"loss": {"ppoClip": {"clipHigh": "0.3"}}, "fp32Logits": "None"},
+    ],
+)
+def test_a_pod_of_the_release_before_reads_the_recipe_of_its_run(recipe: dict[str, Any]) -> None:
+    """It knows the earlier names alone, and drops the others."""
+    given = {
+        **recipe,
+        "advantage": {"normalization": "Group"},
+        "offPolicy": {"pipeline": {"maxStalenessSteps": 2}},
+    }
+    spec = RecipeSpec.model_validate({**given, **WITHOUT_NAMES})
+    written = with_earlier_names(spec.model_dump(by_alias=True, exclude_none=True))
+    known = {name: value for name, value in written.items() if name in OLD_DEFAULTS}
+    known["loss"] = {name: value for name, value in known["loss"].items() if name in OLD_DEFAULTS["loss"]}  # type: ignore[operator]
+    assert RecipeSpec.model_validate(known).model_dump() == spec.model_dump()
+
+
+def test_earlier_names_warn_unless_they_hold_the_default() -> None:
+    names = [name.name for name in RecipeSpec.model_validate(OLD_DEFAULTS).earlier_names]
+    assert names == ["length", "curriculum"], "with the next release they would have other defaults"
+    run = parse_run(to_yaml(with_recipe(loss={"name": "GRPO"}, maxStalenessSteps=2)), "run.yaml")
+    found = {problem.where: problem.hint for problem in warnings_of(run.spec) if "release" in problem.message}
+    assert found == {
+        "spec.recipe.loss.name": "write recipe.loss",
+        "spec.recipe.maxStalenessSteps": "write recipe.offPolicy",
+        "spec.recipe.length": "write recipe.length",
+        "spec.recipe.curriculum": "write recipe.curriculum",
+    }
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        {"preset": "dapo"},
+        {"preset": "ppo-off-policy", "loss": {"gspo": {}}},
+        {
+            "loss": {"ppoClip": {}},
+            "advantage": {"normalization": "None"},
+            "offPolicy": {"pipeline": {}},
+            "fp32Logits": "Trainer",
+            "length": {"penalty": {}},
+            "curriculum": {"passRateBand": {}},
+        },
+    ],
+)
+def test_newer_fields_win_over_what_an_api_server_kept(newer: dict[str, Any]) -> None:
+    """A manifest with new names was applied to an object of the release before."""
+    kept = {**OLD_DEFAULTS, "maxStalenessSteps": 3, **newer}
+    kept["loss"] = {**OLD_DEFAULTS["loss"], **newer.get("loss", {})}  # type: ignore[dict-item]
+    recipe = RecipeSpec.model_validate(kept)
+    assert recipe.model_dump() == RecipeSpec.model_validate(newer).model_dump()
+    assert [(name.name, name.read) for name in recipe.earlier_names] == [("maxStalenessSteps", False)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"loss": {"name": "PPO"}},
+        {"loss": {"name": ["GRPO"]}},
+        {"maxStalenessSteps": "2"},
+        {"fp32Head": "yes"},
+        {"advantageNormalization": 3},
+        {"advantage": 3, "advantageNormalization": "Group"},
+        {"loss": 3},
+    ],
+)
+def test_earlier_names_with_values_that_never_were_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        parse_run(to_yaml(with_recipe(**bad)), "run.yaml")
 
 
 def test_cel_of_a_number_is_what_resolves() -> None:
@@ -141,3 +258,49 @@ def test_cel_of_a_number_is_what_resolves() -> None:
         "(has(self.recipe.promptsPerStep) ? self.recipe.promptsPerStep : "
         "self.recipe.preset in ['dapo', 'minimax-m1'] ? 80 : 48)"
     )
+
+
+# --- distillation -----------------------------------------------------------------------------
+
+TEACHER = {"teacher": {"url": "http://teacher:8000"}}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_distillation_that_ignores_rewards_filters_no_group(preset: str) -> None:
+    """Whatever the preset has, and however often the manifest is completed."""
+    alone = RecipeSpec.model_validate({"preset": preset, "distillation": TEACHER})
+    assert not alone.zero_variance_filter
+    assert RecipeSpec.model_validate(alone.model_dump(by_alias=True, exclude_none=True)) == alone
+    assert RecipeSpec(preset=preset, distillation=alone.distillation) == alone  # type: ignore[arg-type]
+    added = RecipeSpec.model_validate({"preset": preset, "distillation": TEACHER | {"rewards": "Added"}})
+    assert added.zero_variance_filter == RecipeSpec.model_validate({"preset": preset}).zero_variance_filter
+
+
+@pytest.mark.parametrize(
+    ("field", "recipe"),
+    [
+        ("zeroVarianceFilter", {"zeroVarianceFilter": True}),
+        ("refill", {"refill": {}}),
+        ("length.penalty", {"length": {"penalty": {}}}),
+        ("length.overlong", {"length": {"overlong": {}}}),
+    ],
+)
+def test_distillation_refuses_what_reads_the_rewards_it_ignores(field: str, recipe: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=rf"recipe\.{field} cannot go with recipe\.distillation"):
+        parse_run(to_yaml(with_recipe(**recipe, distillation=TEACHER)), "run.yaml")
+    added = TEACHER | {"rewards": "Added"}
+    parse_run(to_yaml(with_recipe(**recipe, distillation=added)), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "url", ["teacher:8000", "http://user:password@teacher", "ftp://teacher", "http://teacher:8000/?key=1"]
+)
+def test_teacher_url_is_an_address_without_secrets(url: str) -> None:
+    with pytest.raises(ValidationError, match="must be http://host:port"):
+        RecipeSpec.model_validate({"distillation": {"teacher": {"url": url}}})
+
+
+def test_distillation_warns_of_another_temperature_than_the_teachers() -> None:
+    for temperature, warned in (("1.0", []), ("0.7", ["spec.recipe.temperature"])):
+        run = parse_run(to_yaml(with_recipe(distillation=TEACHER, temperature=temperature)), "run.yaml")
+        assert [w.where for w in warnings_of(run.spec) if "teacher" in str(w)] == warned

@@ -1,7 +1,7 @@
 """A thousand runs on a real API server, and the operator as a process of its own.
 
 All of it on two cores: etcd, API server, controller-manager, scheduler, four nodes without machines (a pod is Running
-as soon as it is scheduled, and runs nothing, so a preparation goes on for ever), this client, and the operator: its
+as soon as it is scheduled, and runs nothing, so a preparation continues for ever), this client, and the operator: its
 ``main``, as the image runs it, with a service account's token.
 
 The runs are ``examples/tiny/run-kubernetes.yaml``, which brings a pod template of its own: workloads with it go through a
@@ -121,7 +121,7 @@ class Load:
         return time.monotonic() - began
 
     async def _without(self, kind: str) -> list[str]:
-        found = await self.api.list(kind, NAMESPACE, label_selector=names.RUN, metadata_only=True)
+        found, _ = await self.api.list_at(kind, NAMESPACE, label_selector=names.RUN, metadata_only=True)
         there = {o["metadata"]["labels"][names.RUN] for o in found}
         return [name for name in self.runs if name not in there]
 

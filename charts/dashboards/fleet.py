@@ -1,4 +1,4 @@
-"""All runs beside each other."""
+"""Comparison of all runs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NOW = Section(
     "Now",
     (
         number(
-            "Runs at work",
-            "Coordinators whose run is in its phase `running`.",
+            "Running",
+            "Runs in the phase `running`.",
             f'count(max by (namespace, run) (scalerl_coordinator_phase{{{HERE}, phase="running"}} == 1)) or vector(0)',
         ),
         number(
-            "Runs that wait",
-            "No generator of theirs holds weights yet.",
+            "Waiting",
+            "Runs without a generator that holds weights.",
             f'count(max by (namespace, run) (scalerl_coordinator_phase{{{HERE}, phase="waiting"}} == 1)) or vector(0)',
         ),
         number(
@@ -39,24 +39,24 @@ NOW = Section(
         ),
         number(
             "Tokens generated",
-            "A second, by all generators.",
+            "Per second, over all generators.",
             f"sum({rate('scalerl_actor_tokens_total')})",
             unit="tps",
         ),
         number(
             "Tokens trained",
-            "A second, by all trainers.",
+            "Per second, over all trainers.",
             f"sum({rate('scalerl_trainer_tokens_total')})",
             unit="tps",
         ),
         number(
-            "Devices at work",
-            "Device-seconds that all runs take a second.",
+            "Devices in use",
+            "Device-seconds per second, over all runs.",
             f"sum({rate('scalerl_coordinator_device_seconds_total')})",
         ),
         Panel(
             "Runs",
-            "Where each run stands.",
+            "State of each run.",
             (
                 Query(each(f"scalerl_coordinator_step{{{HERE}}}"), "step"),
                 Query(each(f"scalerl_coordinator_evaluation_reward{{{HERE}}}"), "reward"),
@@ -75,11 +75,11 @@ NOW = Section(
 )
 
 COMPARED = Section(
-    "Beside each other",
+    "Comparison",
     (
         lines(
             "Reward",
-            "Held-out reward at the newest evaluation. Runs on different tasks do not compare.",
+            "Held-out reward at the latest evaluation. Not comparable between tasks.",
             (each(f"scalerl_coordinator_evaluation_reward{{{HERE}}}"), NAME),
             width=12,
             maximum=1.0,
@@ -87,33 +87,33 @@ COMPARED = Section(
         ),
         lines(
             "Step",
-            "Steps trained; a flat line stands still.",
+            "Steps trained; a flat line means no progress.",
             (each(f"scalerl_coordinator_step{{{HERE}}}"), NAME),
             width=12,
         ),
-        lines("Tokens generated", "A second.", (rate("scalerl_actor_tokens_total"), NAME), unit="tps"),
-        lines("Tokens trained", "A second.", (rate("scalerl_trainer_tokens_total"), NAME), unit="tps"),
+        lines("Tokens generated", "Per second.", (rate("scalerl_actor_tokens_total"), NAME), unit="tps"),
+        lines("Tokens trained", "Per second.", (rate("scalerl_trainer_tokens_total"), NAME), unit="tps"),
         lines(
-            "Devices", "Device-seconds a second.", (rate("scalerl_coordinator_device_seconds_total"), NAME)
+            "Devices", "Device-seconds per second.", (rate("scalerl_coordinator_device_seconds_total"), NAME)
         ),
         lines(
             "Generators busy",
-            "Over the run, with a request in flight.",
+            "Fraction of the run with a request in flight.",
             (each(f"scalerl_coordinator_generator_busy_fraction{{{HERE}}}"), NAME),
             unit="percentunit",
             maximum=1.0,
         ),
         lines(
             "Trainer busy",
-            "Over the run.",
+            "Fraction of the run spent computing.",
             (each(f"scalerl_coordinator_trainer_busy_fraction{{{HERE}}}"), NAME),
             unit="percentunit",
             maximum=1.0,
         ),
         lines(
             "Mismatch",
-            "KL estimate of trainer against generators on tokens sampled and trained at one version; above 0.01 they "
-            "disagree.",
+            "KL estimate of trainer against generators on tokens sampled and trained at one version; above "
+            "0.01 indicates a mismatch.",
             (each(f'scalerl_coordinator_mismatch_kl{{{HERE}, source="sampled", positions="all"}}'), NAME),
             minimum=None,
         ),
@@ -123,7 +123,7 @@ COMPARED = Section(
 BOARD = Board(
     uid="scalerl-fleet",
     title="ScaleRL / fleet",
-    description="All runs beside each other.",
+    description="Comparison of all runs.",
     sections=(NOW, COMPARED),
     variables=(Variable("namespace", "scalerl_coordinator_step", many=True),),
     links=(("Run", "scalerl-run"), ("Operator", "scalerl-operator")),

@@ -30,43 +30,50 @@ def by_position(title: str, description: str, source: str) -> Panel:
 
 
 CURVE = Section(
-    "How far it is",
+    "Progress",
     (
         number(
             "Reward",
-            "Held-out reward at the newest evaluation.",
+            "Held-out reward at the latest evaluation.",
             newest("scalerl_coordinator_evaluation_reward"),
         ),
         number("Step", "Steps trained.", newest("scalerl_coordinator_step")),
         number("Generators", "Registered with the coordinator.", newest("scalerl_coordinator_members")),
         number(
             "Device-hours",
-            "Devices times time, over all lives of the run.",
+            "Devices times time, including earlier attempts.",
             f"max(scalerl_coordinator_device_seconds_total{{{RUN}}}) / 3600",
         ),
         number(
             "Last checkpoint",
-            "Step of the newest checkpoint on disk.",
+            "Step of the latest checkpoint.",
             newest("scalerl_trainer_checkpoint_step"),
         ),
         number(
             "Mismatch",
-            "KL estimate of trainer against generators on tokens sampled and trained at one version; above 0.01 they "
-            "disagree.",
+            "KL estimate of trainer against generators on tokens sampled and trained at one version; above "
+            "0.01 indicates a mismatch.",
             newest("scalerl_coordinator_mismatch_kl", 'source="sampled", positions="all"'),
         ),
         lines(
             "Reward",
-            "Held-out reward of each evaluation, and the mean reward of what is trained on.",
+            "Mean score of each evaluation on held-out prompts, and of each step on training prompts.",
             (newest("scalerl_coordinator_evaluation_reward"), "held out"),
-            (stat_of("reward_mean"), "trained on"),
+            (stat_of("reward_mean"), "training prompts"),
             width=12,
             maximum=1.0,
             minimum=None,
         ),
         lines(
+            "pass@k",
+            "Estimated chance that at least one of k completions of a held-out prompt scores 1.",
+            (f"max by (k) (scalerl_coordinator_evaluation_pass_at{{{RUN}}})", "pass@{{k}}"),
+            width=6,
+            maximum=1.0,
+        ),
+        lines(
             "Tokens",
-            "Sampled by generators; trained on (those with a gradient).",
+            "Sampled by generators; trained (with a gradient).",
             (rate("scalerl_actor_tokens_total"), "generated"),
             (rate("scalerl_trainer_tokens_total"), "trained"),
             unit="tps",
@@ -74,7 +81,7 @@ CURVE = Section(
         ),
         lines(
             "Busy",
-            "Over the run: generators with a request in flight, trainer computing. The lower one waits for the other.",
+            "Fraction of the run: generators with a request in flight, trainer computing. The lower one waits for the other.",
             (newest("scalerl_coordinator_generator_busy_fraction"), "generators"),
             (newest("scalerl_coordinator_trainer_busy_fraction"), "trainer"),
             unit="percentunit",
@@ -85,53 +92,69 @@ CURVE = Section(
 )
 
 POLICY = Section(
-    "Is it healthy",
+    "Health",
     (
         lines(
             "Staleness",
-            "Steps between sampling and training of a token, in the newest step, and the most that is allowed.",
+            "Steps between sampling and training of a token, in the latest step, and the maximum allowed.",
             (stat_of("staleness_mean"), "mean"),
             (stat_of("staleness_max"), "oldest"),
             (newest("scalerl_coordinator_staleness_bound_steps"), "allowed"),
         ),
         by_position(
             "Mismatch: sampled",
-            "KL estimate of trainer against generators by a token's position, on tokens that the weights sampled which "
-            "train on them. It must not grow with the position.",
+            "KL estimate of trainer against generators by a token's position, on tokens sampled and trained with "
+            "the same weights. It must not grow with the position.",
             "sampled",
         ),
         by_position(
             "Mismatch: probe",
-            "The same on sequences that one generator scores again after a publish.",
+            "The same on sequences that one generator rescores after a publish.",
             "probe",
         ),
         by_position(
             "Ratio",
-            "The same on all trained tokens: numerical differences and staleness together.",
+            "The same on all trained tokens: numerical mismatch and staleness combined.",
             "ratio",
         ),
-        lines("Largest ratio", "Of any token of the newest step.", (stat_of("ratio_max"), "ratio")),
         lines(
-            "Beyond the ratio",
-            "Share of the newest step's tokens with a ratio beyond 10 either way. Above 10 % a step is skipped.",
+            "Largest ratio", "Maximum over the tokens of the latest step.", (stat_of("ratio_max"), "ratio")
+        ),
+        lines(
+            "Tokens with extreme ratios",
+            "Fraction of the latest step's tokens with a ratio above 10 or below 1/10. Above 10 % the step is skipped.",
             (stat_of("ratio_beyond_fraction"), "share"),
             unit="percentunit",
         ),
         lines(
             "Skipped steps",
-            "Not applied: loss or gradient not finite, or ratios that exploded.",
+            "Updates not applied: loss or gradient not finite, or exploding ratios.",
             (f"sum(increase(scalerl_coordinator_skipped_steps_total{{{RUN}}}[$__rate_interval]))", "steps"),
         ),
-        lines("Loss", "Of the newest step.", (stat_of("loss"), "loss"), minimum=None),
+        lines("Loss", "Latest step.", (stat_of("loss"), "loss"), minimum=None),
         lines("Gradient norm", "Before clipping.", (stat_of("grad_norm"), "norm")),
-        lines("Entropy", "Of the policy, in nats a token.", (stat_of("entropy"), "entropy")),
+        lines("Entropy", "Of the policy, in nats per token.", (stat_of("entropy"), "entropy")),
         lines(
-            "Cut off",
-            "Share of completions cut at the length limit. Above 10 % precedes collapse, below 5 % is healthy. Interrupted: "
-            "whose thought was ended by recipe.length.interruption.",
+            "KL to the reference",
+            "Mean estimate over the latest step's tokens, in nats per token; only with recipe.kl.penalty.",
+            (stat_of("reference_kl"), "estimate"),
+            minimum=None,
+        ),
+        lines(
+            "KL to the teacher",
+            "Mean estimate over the latest step's tokens, in nats per token; only with recipe.distillation. Unanswered: failed "
+            "requests to the teacher, whose groups wait.",
+            (stat_of("teacher_kl"), "estimate"),
+            (f"sum(increase(scalerl_actor_teacher_failures_total{{{RUN}}}[$__rate_interval]))", "unanswered"),
+            minimum=None,
+        ),
+        lines(
+            "Truncated",
+            "Fraction of completions truncated at the length limit. Above 10 % precedes collapse, below 5 % is healthy. "
+            "Interrupted: reasoning ended by recipe.length.interruption.",
             (
                 f"{rate('scalerl_actor_truncated_rollouts_total')} / {rate('scalerl_actor_rollouts_total')}",
-                "cut off",
+                "truncated",
             ),
             (
                 f"{rate('scalerl_actor_interrupted_rollouts_total')} / {rate('scalerl_actor_rollouts_total')}",
@@ -139,10 +162,10 @@ POLICY = Section(
             ),
             unit="percentunit",
         ),
-        lines("Completion length", "Mean of the newest step.", (stat_of("completion_tokens_mean"), "tokens")),
+        lines("Completion length", "Mean of the latest step.", (stat_of("completion_tokens_mean"), "tokens")),
         lines(
             "Filtered",
-            "Share of prompts whose completions all score alike, so that nothing is learnt from them.",
+            "Fraction of prompts whose completions all have the same reward and provide no gradient.",
             (stat_of("filtered_fraction"), "share"),
             unit="percentunit",
             maximum=1.0,
@@ -154,19 +177,19 @@ ROLLOUTS = Section(
     "Rollouts",
     (
         lines(
-            "By fate",
-            "Trained, filtered, given up, of skipped steps, queued for a step, leased.",
+            "By outcome",
+            "Trained, filtered, given up, skipped, queued, leased.",
             (f"max by (fate) (scalerl_coordinator_rollouts{{{RUN}}})", "{{fate}}"),
         ),
         lines(
             "Dropped",
-            "Not accepted, by reason.",
+            "Rejected rollouts, by reason.",
             (rate("scalerl_coordinator_dropped_rollouts_total", "reason"), "{{reason}}"),
             unit="cps",
         ),
         lines(
             "Given up",
-            "Share of the last half hour's slots that train nothing: their prompt is too long for the context, or failed again and again.",
+            "Fraction of the last half hour's slots that were given up: prompt too long for the context, or repeated failures.",
             (
                 f"sum by (why) (increase(scalerl_coordinator_given_up_slots_total{{{RUN}}}[30m])) / ignoring (why) "
                 f"group_left () sum (increase(scalerl_coordinator_closed_slots_total{{{RUN}}}[30m]))",
@@ -176,10 +199,10 @@ ROLLOUTS = Section(
         ),
         lines(
             "Expired leases, failures",
-            "Work that had to be given to someone else; groups that could not be generated; completions without a "
-            "verdict; tokens without a log-probability. None of the latter three is trained on.",
+            "Leases reassigned to other generators; groups that could not be generated; completions without a verdict; "
+            "tokens without a log-probability. The last three are excluded from training.",
             (rate("scalerl_coordinator_expired_leases_total"), "expired leases"),
-            (rate("scalerl_coordinator_timed_out_leases_total"), "of those, no token for leaseSeconds"),
+            (rate("scalerl_coordinator_timed_out_leases_total"), "of those, no progress for leaseSeconds"),
             (rate("scalerl_actor_failed_groups_total"), "failed groups"),
             (rate("scalerl_actor_masked_tokens_total"), "masked tokens"),
             (rate("scalerl_actor_grading_errors_total"), "verifier failures"),
@@ -192,20 +215,23 @@ TRAINER = Section(
     "Trainer",
     (
         Panel(
-            "Where a second goes",
-            "Share of wall time by phase, rank 0.",
+            "Time by phase",
+            "Fraction of wall-clock time, rank 0.",
             (Query(rate("scalerl_trainer_seconds_total", "phase"), "{{phase}}"),),
             "percentunit",
             "stacked",
         ),
         quantiles(
             "Step",
-            "From the batch's arrival to the applied update, without waiting.",
+            "From the arrival of the batch to the applied update, without waiting.",
             "scalerl_trainer_step_seconds",
             RUN,
         ),
         quantiles(
-            "Publish", "Weights from the trainer into all generators.", "scalerl_trainer_publish_seconds", RUN
+            "Publish",
+            "Transfer of the weights from the trainer to all generators.",
+            "scalerl_trainer_publish_seconds",
+            RUN,
         ),
         lines(
             "Publishes and checkpoints",
@@ -222,7 +248,7 @@ TRAINER = Section(
             (f"max by (pod) (scalerl_actor_weight_version{{{RUN}}})", "{{pod}}"),
             minimum=None,
         ),
-        lines("Learning rate", "Of the newest step.", (stat_of("learning_rate"), "learning rate")),
+        lines("Learning rate", "Latest step.", (stat_of("learning_rate"), "learning rate")),
     ),
 )
 
@@ -231,13 +257,13 @@ PROCESSES = Section(
     (
         lines(
             "Memory",
-            "Resident memory of each process of the run; vLLM's servers are not among them.",
+            "Resident memory of each process of the run, without the vLLM servers.",
             (f"max by (role, pod) (process_resident_memory_bytes{{{RUN}}})", "{{role}} {{pod}}"),
             unit="bytes",
         ),
         lines(
             "CPU",
-            "Cores in use by each process.",
+            "Cores used by each process.",
             (
                 f"sum by (role, pod) (rate(process_cpu_seconds_total{{{RUN}}}[$__rate_interval]))",
                 "{{role}} {{pod}}",
@@ -245,7 +271,7 @@ PROCESSES = Section(
         ),
         lines(
             "Open files",
-            "File descriptors: a count that only grows is a leak.",
+            "File descriptors; steady growth indicates a leak.",
             (f"max by (role, pod) (process_open_fds{{{RUN}}})", "{{role}} {{pod}}"),
         ),
     ),
@@ -256,49 +282,54 @@ GENERATORS = Section(
     (
         lines(
             "Tokens",
-            "Sampled a second, by generator.",
+            "Sampled per second, by generator.",
             (rate("scalerl_actor_tokens_total", "pod"), "{{pod}}"),
             unit="tps",
         ),
         lines(
             "Busy",
-            "Share of time with a request in flight.",
+            "Fraction of time with a request in flight.",
             (rate("scalerl_actor_busy_seconds_total", "pod"), "{{pod}}"),
             unit="percentunit",
         ),
         lines(
             "In flight",
-            "Groups at the server.",
+            "Groups in flight at the server.",
             (f"max by (pod) (scalerl_actor_in_flight_groups{{{RUN}}})", "{{pod}}"),
         ),
         quantiles(
-            "Generation", "From request to last token of a group.", "scalerl_actor_generation_seconds", RUN
+            "Generation",
+            "From the request to the last token of a group.",
+            "scalerl_actor_generation_seconds",
+            RUN,
         ),
         quantiles(
-            "Weight update", "As a generator sees it, by phase.", "scalerl_actor_update_seconds", RUN, "phase"
+            "Weight update", "Duration per generator, by phase.", "scalerl_actor_update_seconds", RUN, "phase"
         ),
-        quantiles("Grading", "Scoring of a group.", "scalerl_actor_grading_seconds", RUN),
+        quantiles("Grading", "Duration of grading a group.", "scalerl_actor_grading_seconds", RUN),
         Panel(
             "Staleness of groups",
-            "Weight versions between a group's oldest token and the weights held when it was done.",
+            "Weight versions between the oldest token of a group and the weights when it was complete.",
             (Query(rate("scalerl_actor_lease_staleness_versions_bucket", "le"), "{{le}}"),),
             "short",
             "heat",
         ),
         lines(
-            "Trouble",
-            "Servers found dead, coordinators lost, updates failed, requests sent again; tokens of unfinished completions "
-            "that continued on a restarted server.",
+            "Failures and recovery",
+            "Lost servers and coordinators, failed updates, resubmitted requests; tokens of unfinished completions resumed on a "
+            "restarted server, or taken over from another generator; leases whose partial completions were discarded.",
             (rate("scalerl_actor_server_losses_total"), "server lost"),
             (rate("scalerl_actor_coordinator_losses_total"), "coordinator lost"),
             (rate("scalerl_actor_update_failures_total"), "update failed"),
-            (rate("scalerl_actor_resubmitted_requests_total"), "sent again"),
-            (rate("scalerl_actor_resumed_tokens_total"), "tokens continued"),
+            (rate("scalerl_actor_resubmitted_requests_total"), "resubmitted"),
+            (rate("scalerl_actor_resumed_tokens_total"), "tokens resumed"),
+            (rate("scalerl_actor_handed_over_tokens_total"), "tokens taken over"),
+            (rate("scalerl_actor_dropped_partials_total"), "partials discarded"),
             unit="cps",
         ),
         lines(
             "Group occupancy",
-            "Mean share of a group's sequences that still grow: low means stragglers.",
+            "Mean fraction of a group's sequences that are still generating; low values indicate stragglers.",
             (f"max by (pod) (scalerl_actor_group_occupancy{{{RUN}}})", "{{pod}}"),
             unit="percentunit",
         ),
@@ -315,24 +346,24 @@ COORDINATOR = Section(
             unit="reqps",
         ),
         quantiles(
-            "Answers",
-            "Seconds to an answer, by path; the long polls of lease, next and begin wait for work.",
+            "Latency",
+            "Seconds, by path; lease, next and begin are long polls that wait for work.",
             "scalerl_coordinator_request_seconds",
             RUN,
             "path",
         ),
         lines(
             "Received",
-            "Bodies of requests.",
+            "Request bodies.",
             (rate("scalerl_coordinator_received_bytes_total"), "bytes"),
             unit="Bps",
         ),
         lines(
             "Journal",
-            "Seconds a group commit takes.",
+            "Duration of a group commit, in seconds.",
             (
                 f"{rate('scalerl_coordinator_journal_sync_seconds_total')} / {rate('scalerl_coordinator_journal_syncs_total')}",
-                "a sync",
+                "per sync",
             ),
             unit="s",
         ),
@@ -344,7 +375,7 @@ COORDINATOR = Section(
         ),
         lines(
             "Disk",
-            "1 while the journal takes nothing; checkpoints that could not be written.",
+            "1 while the journal cannot be written; failed checkpoints.",
             (newest("scalerl_coordinator_journal_refusing"), "journal refuses"),
             (
                 f"sum(increase(scalerl_coordinator_checkpoint_failures_total{{{RUN}}}[$__rate_interval]))",
@@ -353,7 +384,7 @@ COORDINATOR = Section(
         ),
         lines(
             "Exports",
-            "Models written to the volume and copied elsewhere, with those that failed; they are tried again.",
+            "Models written to the volume and copied to trainer.export.to, by outcome; failures are retried.",
             (
                 f"sum by (operation, outcome) (increase(scalerl_trainer_exports_total{{{RUN}}}[$__rate_interval]))",
                 "{{operation}} {{outcome}}",
@@ -362,7 +393,7 @@ COORDINATOR = Section(
         ),
         lines(
             "Experiment trackers",
-            "Newest step that each was given, and attempts that failed; they are tried again.",
+            "Latest step delivered, and failed attempts, which are retried.",
             (f"max by (tracker) (scalerl_coordinator_tracker_step{{{RUN}}})", "{{tracker}}"),
             (
                 f"sum by (tracker) (increase(scalerl_coordinator_tracker_failures_total{{{RUN}}}[$__rate_interval]))",
@@ -375,7 +406,7 @@ COORDINATOR = Section(
 BOARD = Board(
     uid="scalerl-run",
     title="ScaleRL / run",
-    description="One run, from its curve down to its disk.",
+    description="One run, from its curve to its disk.",
     sections=(CURVE, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
     variables=(
         Variable("namespace", "scalerl_coordinator_step"),

@@ -25,15 +25,15 @@ def total(gauge: str) -> str:
 NOW = Section(
     "Now",
     (
-        number("Leaders", "One, always.", total(names.LEADER)),
-        number("Replicas", "That Prometheus reaches.", total("up")),
-        number("Runs", "That the leader knows.", total(names.RUNS)),
-        number("Due", "Runs that wait to be looked at.", total(names.QUEUE_DEPTH)),
-        number("In work", "Runs that are being reconciled.", total(names.QUEUE_IN_WORK)),
+        number("Leaders", "Should be 1.", total(names.LEADER)),
+        number("Replicas", "Scraped by Prometheus.", total("up")),
+        number("Runs", "Known to the leader.", total(names.RUNS)),
+        number("Due", "Runs waiting for a reconcile.", total(names.QUEUE_DEPTH)),
+        number("In progress", "Runs that are being reconciled.", total(names.QUEUE_IN_WORK)),
         number("Failing", "Runs whose last reconcile ended with an error.", total(names.QUEUE_FAILING)),
         Panel(
-            "Runs that are not as they should be",
-            "Conditions, with their reasons; docs/operations.md says what to do about each.",
+            "Runs with problems",
+            "Conditions with their reasons; docs/operations.md explains each.",
             (
                 Query(
                     f"max by (namespace, run, condition, reason) ({names.RUN_PROBLEM}{{{ANY_RUN}}})",
@@ -46,7 +46,7 @@ NOW = Section(
         ),
         lines(
             "Runs by phase",
-            "As the leader last reconciled them.",
+            "As last reconciled by the leader.",
             (f"max by (phase) ({names.RUNS}{{{OPERATOR}}})", "{{phase}}"),
             height=9,
         ),
@@ -54,37 +54,37 @@ NOW = Section(
 )
 
 WORK = Section(
-    "Looks at runs",
+    "Reconciles",
     (
         lines(
-            "Looks",
+            "Reconciles",
             "By result.",
             (rate(f"{names.RECONCILE_SECONDS}_count", "result"), "{{result}}"),
             unit="ops",
         ),
-        quantiles("A look", "Seconds, by result.", names.RECONCILE_SECONDS, OPERATOR, "result"),
+        quantiles("Reconcile duration", "Seconds, by result.", names.RECONCILE_SECONDS, OPERATOR, "result"),
         lines(
             "Queue",
-            "Runs that wait, are in work, failed last time.",
+            "Runs that are due, in progress, or failed last time.",
             (total(names.QUEUE_DEPTH), "due"),
-            (total(names.QUEUE_IN_WORK), "in work"),
+            (total(names.QUEUE_IN_WORK), "in progress"),
             (total(names.QUEUE_FAILING), "failing"),
         ),
         lines(
             "Leader",
-            "1 for the replica that writes.",
+            "1 for the leader.",
             (f"max by (pod) ({names.LEADER}{{{OPERATOR}}})", "{{pod}}"),
             maximum=1.0,
         ),
         lines(
             "Decisions",
-            "Of the autoscaler, by state.",
+            "Decisions of the autoscaler, by state.",
             (rate(names.DECISIONS, "state"), "{{state}}"),
             unit="cps",
         ),
         lines(
             "Trainer restarts",
-            "Attempts that ended before the run did, in an hour, by run.",
+            "Attempts that ended before the run, per hour and run.",
             (
                 f"max by (namespace, run) (increase({names.TRAINER_RESTARTS}{{{ANY_RUN}}}[1h]))",
                 "{{namespace}}/{{run}}",
@@ -98,14 +98,14 @@ API = Section(
     (
         lines(
             "Calls",
-            "By verb and code; 0 is no answer.",
+            "By verb and code; 0 means no response.",
             (rate(names.API_REQUESTS, "verb, code"), "{{verb}} {{code}}"),
             unit="reqps",
         ),
-        quantiles("Answers", "Seconds, by verb.", names.API_SECONDS, OPERATOR, "verb"),
+        quantiles("API latency", "Seconds, by verb.", names.API_SECONDS, OPERATOR, "verb"),
         lines(
             "Writes",
-            "That were taken, by kind; none while nothing changes.",
+            "Successful writes, by kind; none while nothing changes.",
             (rate(names.WRITES, "kind"), "{{kind}}"),
             unit="wps",
         ),
@@ -116,8 +116,8 @@ API = Section(
             (f"max by (kind) ({names.CACHED_OBJECTS}{{{OPERATOR}}})", "{{kind}}"),
         ),
         lines(
-            "Mended",
-            "Objects that no watch event had reported; more than one now and then is worth a look.",
+            "Repaired",
+            "Objects in the cache that the watches had missed; should be rare.",
             (f"sum(rate({names.CACHE_REPAIRS}{{{OPERATOR}}}[$__rate_interval]))", "objects"),
             unit="cps",
         ),
@@ -129,23 +129,23 @@ FORECASTS = Section(
     (
         lines(
             "Requests",
-            "By what was asked and how it was answered; only the leader asks, once an evaluation.",
+            "By path and status; only the leader sends requests, one per evaluation.",
             (
                 f"sum by (path, status) (rate({curvefit.REQUESTS_METRIC}_total{{{CURVEFIT}}}[$__rate_interval]))",
                 "{{path}} {{status}}",
             ),
             unit="reqps",
         ),
-        quantiles("An answer", "Seconds, with the wait for it.", curvefit.SECONDS_METRIC, CURVEFIT, "path"),
-        quantiles("Points", "Of a request's curve.", curvefit.POINTS_METRIC, CURVEFIT, unit="short"),
+        quantiles("Latency", "Seconds, including queueing.", curvefit.SECONDS_METRIC, CURVEFIT, "path"),
+        quantiles("Points", "Number of points in a request.", curvefit.POINTS_METRIC, CURVEFIT, unit="short"),
         lines(
-            "In work",
-            "Requests that are computed or wait for it, by replica; at 64 others are refused.",
+            "In progress",
+            "Requests being computed or queued, by replica; rejected beyond 64.",
             (f"max by (pod) ({curvefit.PENDING_METRIC}{{{CURVEFIT}}})", "{{pod}}"),
         ),
         lines(
             "Refused",
-            "By code; a curve that cannot be fitted is no fault of the service.",
+            "By code; includes curves that cannot be fitted.",
             (
                 f"sum by (code) (rate({curvefit.REFUSED_METRIC}_total{{{CURVEFIT}}}[$__rate_interval]))",
                 "{{code}}",
@@ -153,8 +153,8 @@ FORECASTS = Section(
             unit="reqps",
         ),
         lines(
-            "Reached",
-            "Replicas whose curve fits Prometheus reaches.",
+            "Replicas scraped",
+            "Curve-fit sidecars scraped by Prometheus.",
             (f"sum(up{{{CURVEFIT}}})", "replicas"),
         ),
     ),
@@ -165,7 +165,7 @@ PROCESS = Section(
     (
         quantiles(
             "Event loop lag",
-            "How late a task comes back; what blocks the loop shows here.",
+            "Delay with which a sleeping task resumes; high if something blocks the loop.",
             names.LOOP_LAG_SECONDS,
             OPERATOR,
         ),
@@ -186,7 +186,7 @@ PROCESS = Section(
 BOARD = Board(
     uid="scalerl-operator",
     title="ScaleRL / operator",
-    description="The operator itself, and what is wrong with its runs.",
+    description="The operator, and problems of its runs.",
     sections=(NOW, WORK, API, FORECASTS, PROCESS),
     variables=(Variable("namespace", names.LEADER),),
     links=(("Fleet", "scalerl-fleet"), ("Run", "scalerl-run")),

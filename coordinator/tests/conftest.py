@@ -132,7 +132,9 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
     )
     paths = RunPaths(root)
     journal = Journal(paths.journal, **options)
-    core = Core.begin(settings, make_sampler(settings.curriculum, 397, 0), load_state(journal), nonce, 0.0)
+    core = Core.begin(
+        settings, make_sampler(settings.curriculum, 397, 0, float), load_state(journal), nonce, 0.0
+    )
     await journal.start()
     train = Prompts("train", 397)
     server = Server(core, journal, RunFiles(paths), TOKEN, train, Prompts("held-out", 3))

@@ -130,6 +130,7 @@ def make_group(
     scores: list[float] | None = None,
     version: int | None = None,
     logprob: float = -0.5,
+    parts: dict[str, list[float]] | None = None,
 ) -> wire.Group:
     """A group for ``lease``; scores vary unless given."""
     if scores is None:
@@ -139,9 +140,8 @@ def make_group(
     logprobs = struct.pack("<f", logprob) * tokens
     return wire.Group(
         lease_id=lease.lease_id,
-        split=lease.split,
+        prompt=lease.prompt,
         slot=lease.slot,
-        prompt_index=lease.prompt_index,
         prompt_id=lease.prompt_id,
         prompt_token_ids=struct.pack("<3i", 1, 2, 3),
         completions=[
@@ -150,10 +150,10 @@ def make_group(
                 logprobs=logprobs,
                 versions=[wire.VersionSpan(version, 0)],
                 finish_reason="stop",
-                score=score,
             )
-            for score in scores
+            for _ in scores
         ],
+        verdicts=wire.Verdicts(scores=scores, parts=parts or {}),
         generation_seconds=0.1,
     )
 

@@ -12,6 +12,7 @@ import msgspec
 from coordinator_client import make_group
 
 from scalerl_api import wire
+from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
@@ -52,6 +53,7 @@ def make_settings(**changes: Any) -> Settings:
         "max_steps": None,
         "generator_devices": 1,
         "trainer_devices": 2,
+        "curriculum": CurriculumSpec(uniform=UniformSpec()),
     }
     return Settings(identity=msgspec.structs.replace(identity, **fields), **{**values, **changes})
 
@@ -80,8 +82,14 @@ class World:
 
     def _begin(self, state: CoordinatorState) -> None:
         self.process += 1
-        sampler = make_sampler(self.settings.curriculum, TRAIN_PROMPTS, self.settings.identity.seed)
-        self.core = Core.begin(self.settings, sampler, state, f"p{self.process}", self.now)
+        sampler = make_sampler(
+            self.settings.curriculum, TRAIN_PROMPTS, self.settings.identity.seed, lambda prompt: prompt % 5
+        )
+        labels = {
+            task: [{"parity": str(p % 2)} for p in range(self.settings.identity.evaluation_set(task).prompts)]
+            for task in self.settings.identity.set_tasks
+        }
+        self.core = Core.begin(self.settings, sampler, state, f"p{self.process}", self.now, labels)
         self.rollouts = GeneratorRequests(self.core)
         self.training = TrainerRequests(self.core)
         self.write()
@@ -338,7 +346,7 @@ def check_consistency(world: World) -> None:
     assert min(counts.trained, counts.filtered, counts.queued, counts.skipped, counts.given_up) >= 0
     if not world.changed:
         size, rollouts = identity.prompts_per_step, identity.completions_per_prompt
-        done = rollouts * (state.first_kept_step * size + len(state.groups))
+        done = rollouts * (state.first_kept_step * size + len(state.groups)) + counts.refilled
         assert counts.acknowledged + counts.given_up == done
     if state.rows and state.first_kept_step == 0:
         skipped = [g for step in range(state.version) if step in state.skips for g in state.step_groups(step)]
@@ -351,16 +359,28 @@ def check_consistency(world: World) -> None:
     assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
     assert set(state.expired_lease_of) <= set(state.reissue)
+    assert set(state.tries) <= set(places)
+    assert all(one.group.filtered for tries in state.tries.values() for one in tries)
+    if state.first_kept_step == 0:
+        assert counts.refilled == sum(one.group.rollouts for tries in state.tries.values() for one in tries)
     assert all(state.closed(step) for step in range(state.first_kept_step, state.version))
     filled = Counter(state.step_of(slot) for slot in state.groups)
     assert {step: groups for step, groups in state.filled.items() if groups} == filled
     assert set(state.progress_at) == set(range(state.first_kept_step, state.version)) or not state.rows
-    for version, evaluation in state.evaluations.items():
+    for (version, task), evaluation in state.evaluations.items():
         held = [
             lease.slot
             for lease in state.leases.values()
-            if lease.split is wire.Split.HELD_OUT and lease.policy_version == version
+            if lease.split is wire.Split.HELD_OUT
+            and (lease.policy_version, lease.prompt.task) == (version, task)
         ]
         assert sorted([*held, *evaluation.todo, *evaluation.results]) == list(range(evaluation.prompts))
-    assert len({p.version for p in state.points}) == len(state.points)
+    assert len({(p.version, p.task) for p in state.points}) == len(state.points)
+    for (
+        point
+    ) in state.points:  # every prompt of its set, each with all its samples: none is lost or counted twice
+        assert point.prompts == identity.evaluation_set(point.task).prompts
+    for lease in state.leases.values():
+        if lease.split is wire.Split.HELD_OUT:
+            assert lease.prompt.index == lease.slot
     assert sorted(world.core.book._open) == sorted(state.leases)

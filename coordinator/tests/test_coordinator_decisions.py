@@ -201,7 +201,7 @@ def test_a_full_disk_leaves_the_log_whole(tmp_path: Path, little_space: None) ->
 def test_of_two_writers_every_acknowledged_line_is_kept_once(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[int, bytes, bool]]
 ) -> None:
-    """Each writer goes on from what it read last; a lost answer is repeated."""
+    """Each writer continues from what it read last; a lost answer is repeated."""
     log = DecisionLog(tmp_path_factory.mktemp("log") / "decisions.jsonl")
     known, acknowledged = [b"", b""], b""
     for who, line, lost in turns:

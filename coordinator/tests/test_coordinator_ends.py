@@ -17,7 +17,7 @@ def test_max_steps_finishes_after_last_evaluation():
     assert world.next("t").action is NextAction.PUBLISH
     world.publish("t")
     assert world.next("t") is None
-    assert build_status(world.core).waiting_for == "the evaluation of version 1: 0 of 2 prompts"
+    assert build_status(world.core).waiting_for == "the evaluation of version 1: 0 of 2 held-out prompts"
     world.serve(world.member, 1)
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSteps")

@@ -18,7 +18,7 @@ from scalerl_coordinator import core as core_module
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal_records import AnyRecord
-from scalerl_coordinator.samplers import SeededEpochs
+from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import PromptError, SourceError
 
@@ -198,12 +198,9 @@ async def test_push_accepts_longest_group(local, visitor, serving_on, tmp_path, 
         member = await join(client)
         lease = (await client.lease(member, 0, 1)).leases[0]
         group = make_group(lease, tokens=16)
-        completions = [
-            msgspec.structs.replace(c, grading_error="x" * 8000, finish_reason="length")
-            for c in group.completions
-        ]
+        verdicts = wire.Verdicts(scores=group.verdicts.scores, errors=dict.fromkeys(range(2), "x" * 8000))
         group = msgspec.structs.replace(
-            group, completions=completions, prompt_token_ids=bytes(4 * 48), prompt_id="train/long" * 100
+            group, verdicts=verdicts, prompt_token_ids=bytes(4 * 48), prompt_id="train/long" * 100
         )
         reply = await client.push(member, [group])
         assert reply.results == ["invalid"]  # for its prompt's name alone: it was read
@@ -235,7 +232,10 @@ async def test_curve_write_error_is_logged_once_and_retried(local, visitor, capl
     curve.unlink(missing_ok=True)
     curve.mkdir()
     local.server._points_written = None  # as after a new point
-    await asyncio.sleep(1.2)  # some ticks
+    async with asyncio.timeout(120):
+        while not any(record.levelname == "ERROR" for record in caplog.records):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(1.2)  # some more ticks
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
     curve.rmdir()
     async with asyncio.timeout(120):

@@ -47,7 +47,7 @@ async def test_whole_run(coordinator, client):
         leases = await generate_all(client, member, version)
         for lease in leases:
             prompts = coordinator.task.train if lease.split is wire.Split.TRAIN else coordinator.task.held_out
-            assert prompts[lease.prompt_index].id == lease.prompt_id
+            assert prompts[lease.prompt.index].id == lease.prompt_id
     assert trained == [[4 * t + i for i in range(4)] for t in range(4)]
     assert (await client.status()).phase is wire.Phase.FINISHING
     assert (await client.lease(member, version, 1)).stop

@@ -23,8 +23,8 @@ from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
+from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.samplers import SeededEpochs
 from scalerl_coordinator.trainer_requests import fill_shard
 
 
@@ -51,7 +51,7 @@ def test_lease_lost_is_reissued_first_with_its_prompt(world):
     assert [lease.slot for lease in again] == [1, 2, 4]
     for before, after in zip(first[1:3], again, strict=False):
         assert before.lease_id != after.lease_id
-        assert before.prompt_index == after.prompt_index
+        assert before.prompt == after.prompt
 
 
 def test_lease_expiry_drops_and_counts_late_groups(world):
@@ -176,7 +176,7 @@ def test_on_policy_slot_waits_for_its_weights(monkeypatch):
         if version and version % 2 == 0:
             fresh = leases[0]
             assert (fresh.slot, fresh.policy_version) == (3 * version, version)
-            assert fresh.prompt_index == prompts[3 * version]
+            assert fresh.prompt.index == prompts[3 * version]
         check_consistency(world)
         assert world.next("t").action is NextAction.TRAIN
         world.report("t", version)
@@ -199,7 +199,8 @@ def test_on_policy_slot_excludes_versions_of_lost_lineage(monkeypatch):
     assert world.state.reissue == [9]
     world.hello("t2", 1)
     # Slots do not wait for ambiguous versions; the ones after them do.
-    assert world.serve(world.register("h", version=2), 2, 1)[0].slot == 9
+    (lease,) = world.serve(world.register("h", version=2), 2, 1)
+    assert (lease.slot, lease.lost_version) == (9, 3)
     for version in range(1, 6):
         world.publish("t2")
         world.beat(world.member, max(3, version))
@@ -288,6 +289,7 @@ def test_given_up_slots_are_counted(world):
         refusing=lambda: False,
         staleness_bound=1,
         closed_slots=world.core.closed_slots,
+        partial_bytes=lambda: 0,
     )
     release(world, world.member, world.lease(world.member, 0, 1)[0], wire.ReleaseCause.TOO_LONG)
     world.serve(world.member, 0, 1)

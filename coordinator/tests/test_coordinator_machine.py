@@ -7,11 +7,14 @@ another batch size, another k or scheme, or other evaluations.
 
 from __future__ import annotations
 
+import math
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from coordinator_client import make_group
 from coordinator_world import TRAIN_PROMPTS, JournalWorld, World, check_consistency, make_settings
@@ -23,20 +26,38 @@ from scalerl_api import wire
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import slots
 from scalerl_coordinator.membership import UnknownMember
-from scalerl_coordinator.samplers import SeededEpochs
-from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.prompt_history import PromptHistory
+from scalerl_coordinator.prompt_sequence import SeededEpochs
+from scalerl_coordinator.samplers import RuleSampler, Uniform
+from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.state import CoordinatorState
 
 NAMES = ("g0", "g1", "g2")
+UNIFORM = RuleSampler(TRAIN_PROMPTS, 11, Uniform())
 
 
 class Coordinator(RuleBasedStateMachine):
     """See the module."""
 
     @initialize(
-        k=st.integers(0, 3), ppo=st.booleans(), max_steps=st.none() | st.integers(2, 6), spare=st.booleans()
+        k=st.integers(0, 3),
+        ppo=st.booleans(),
+        max_steps=st.none() | st.integers(2, 6),
+        spare=st.booleans(),
+        max_tries=st.sampled_from([1, 1, 3]),
+        sets=st.sampled_from([0, 1, 3]),
+        forecast=st.integers(0, 3),
     )
-    def begin(self, k: int, ppo: bool, max_steps: int | None, spare: bool) -> None:
+    def begin(
+        self,
+        k: int,
+        ppo: bool,
+        max_steps: int | None,
+        spare: bool,
+        max_tries: int,
+        sets: int,
+        forecast: int,
+    ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
         self.patch.setattr(slots, "_MIN_ON_POLICY", 1)
@@ -46,19 +67,27 @@ class Coordinator(RuleBasedStateMachine):
                 steps_per_batch=k + 1 if ppo else 0,
                 max_steps=max_steps,
                 zero_variance_filter=spare,
+                max_tries=max_tries,
+                sets=tuple(EvaluationSet(f"set-{n}", f"digest-{n}", n + 1, 3 - n) for n in range(sets)),
+                set_every=(1, 2, 3)[:sets],
+                forecast_task=min(forecast, sets),
             )
         )
         self.bounds = [(0, k)]  # k, by the first step it holds for
         self.max_steps = max_steps
         self.members: dict[str, tuple[str, int]] = {}  # name → (member id, version it holds)
         self.work: list[tuple[str, wire.Lease]] = []  # handed out, by whom; some of it is lost meanwhile
+        self.reported: dict[
+            str, list[int]
+        ] = {}  # tokens of an unfinished lease that its holder has: who sampled each
         self.accepted: dict[str, wire.Group] = {}  # training groups acknowledged
         self.trained: dict[int, list[str]] = {}  # lease ids by step, on the present line
         self.incarnation = ""
         self.trainers = 0
         self.checkpoints: dict[int, tuple[bytes, dict[int, list[str]]]] = {}  # snapshot, and what was trained
         self.unpublished = False
-        self.point_versions: set[int] = set()
+        self.point_versions: set[tuple[int, int]] = set()
+        self.handed_over = 0  # tokens that another lease continued
 
     def _make_world(self, settings: Settings) -> World:
         return World(settings)
@@ -86,6 +115,8 @@ class Coordinator(RuleBasedStateMachine):
             for at in range(len(self.work) - 1, -1, -1):
                 if data.draw(st.integers(0, 5), label="delivers"):
                     self._push(at, not data.draw(st.integers(0, 2), label="flat"))
+                else:
+                    self._report(*self.work[at], data.draw(st.integers(1, 3), label="tokens"), None)
             if not self.unpublished:
                 self.trainer_goes_on()
             if self.unpublished:
@@ -110,6 +141,7 @@ class Coordinator(RuleBasedStateMachine):
         leases = self._as_member(name, lambda i, v: self.world.lease(i, v, groups)) or []
         self.work += [(name, lease) for lease in leases]
         for lease in leases:
+            self.reported[lease.lease_id] = self._continued(lease)
             if lease.split is Split.TRAIN:
                 state, identity = self.world.state, self.world.settings.identity
                 step, k = state.step_of(lease.slot), identity.max_staleness_steps
@@ -117,7 +149,7 @@ class Coordinator(RuleBasedStateMachine):
                 fresh &= not identity.steps_per_batch
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
-                assert lease.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(lease.slot)
+                assert lease.prompt.index == self._prompt(lease.slot, len(state.tries.get(lease.slot, ())))
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), flat=st.booleans())
@@ -136,6 +168,69 @@ class Coordinator(RuleBasedStateMachine):
             stale = {PushResult.STALE} if self.world.changed else set()
             assert result in {PushResult.ACCEPTED, PushResult.LATE} | stale
 
+    @precondition(lambda self: self.work)
+    @rule(data=st.data(), tokens=st.integers(0, 3))
+    def report_unfinished(self, data: st.DataObject, tokens: int) -> None:
+        name, lease = data.draw(st.sampled_from(self.work))
+        sampled = self.reported[lease.lease_id]
+        self._report(name, lease, tokens, data.draw(st.integers(0, len(sampled)), label="start"))
+
+    def _report(self, name: str, lease: wire.Lease, tokens: int, start: int | None) -> None:
+        """``tokens`` of each completion from ``start`` on, or after those that were reported."""
+        held = self.members.get(name, ("", -1))[1]
+        sampled = self.reported[lease.lease_id]
+        start = len(sampled) if start is None else start
+        tokens = min(tokens, lease.max_tokens - 1 - start)
+        if tokens < 0 or held > lease.policy_version or held < max(sampled[:start], default=0):
+            return
+        ids = [_token(lease, at) for at in range(start, start + tokens)]
+        partial = wire.Partial(
+            start=start,
+            token_ids=struct.pack(f"<{tokens}i", *ids),
+            logprobs=struct.pack(f"<{tokens}f", *(-0.5 for _ in ids)),
+            versions=[wire.VersionSpan(held, 0)] if tokens else [],
+        )
+        group = wire.PartialGroup(
+            lease_id=lease.lease_id,
+            prompt=lease.prompt,
+            slot=lease.slot,
+            temperature=lease.temperature,
+            prompt_token_ids=b"",
+            completions=[partial] * lease.completions,
+        )
+        reply = self._as_member(
+            name,
+            lambda i, _: self.world.rollouts.receive_partials(
+                wire.Partials(member_id=i, groups=[group]), self.world.now
+            ),
+        )
+        if reply is not None:
+            missing = lease.lease_id in reply.missing
+            self.reported[lease.lease_id] = [] if missing else [*sampled[:start], *[held] * tokens]
+
+    def _continued(self, lease: wire.Lease) -> list[int]:
+        """The version of each token that a lease comes with, which must be of its slot and prompt and young enough."""
+        if lease.partial is None:
+            return []
+        partials, state = lease.partial.completions, self.world.state
+        assert len(partials) == lease.completions
+        ids = struct.unpack(f"<{partials[0].tokens}i", partials[0].token_ids)
+        assert list(ids) == [_token(lease, at) for at in range(len(ids))]
+        ends = [*(span.start for span in partials[0].versions[1:]), len(ids)] if ids else []
+        versions = [
+            span.version
+            for span, end in zip(partials[0].versions, ends, strict=True)
+            for _ in range(span.start, end)
+        ]
+        assert len(versions) == len(ids)
+        if lease.split is Split.HELD_OUT:
+            assert set(versions) <= {lease.policy_version}
+        k = self.world.settings.identity.max_staleness_steps
+        oldest = state.step_of(lease.slot) - k if lease.split is Split.TRAIN else 0
+        assert all(max(oldest, state.lost + 1) <= version <= lease.policy_version for version in versions)
+        self.handed_over += len(versions)
+        return versions
+
     @precondition(lambda self: self.accepted)
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def push_again(self, data: st.DataObject, name: str) -> None:
@@ -146,7 +241,7 @@ class Coordinator(RuleBasedStateMachine):
         assert self.world.state.counts.acknowledged == before
 
     @precondition(lambda self: self.work)
-    @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot"]))
+    @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot", "verdict"]))
     def push_spoiled(self, data: st.DataObject, bad: str) -> None:
         name, lease = data.draw(st.sampled_from(self.work))
         group = self._group(name, lease, False)
@@ -155,21 +250,24 @@ class Coordinator(RuleBasedStateMachine):
             "nan": {"logprobs": b"\x00\x00\xc0\x7f" * completion.tokens},
             "short": {"token_ids": completion.token_ids[:-4]},
             "future": {"versions": [wire.VersionSpan(10_000, 0)]},
-            "slot": {},
-        }[bad]
+        }.get(bad, {})
         fields = {name: getattr(completion, name) for name in wire.Completion.__struct_fields__}
         invalid = wire.Completion(**{**fields, **broken})
         values = {name: getattr(group, name) for name in wire.Group.__struct_fields__}
         values["completions"] = [invalid, *group.completions[1:]]
         if bad == "slot":
-            values["prompt_index"] += 1
+            values["prompt"] = msgspec.structs.replace(lease.prompt, index=lease.prompt.index + 1)
+        if bad == "verdict":
+            values["verdicts"] = wire.Verdicts(scores=[math.nan, *group.verdicts.scores[1:]])
         result = self._as_member(name, lambda i, _: self.world.push(i, wire.Group(**values)))
         assert result in (None, PushResult.INVALID, PushResult.LATE)
 
     @precondition(lambda self: self.work)
-    @rule(data=st.data(), cause=st.sampled_from(wire.ReleaseCause))
-    def release(self, data: st.DataObject, cause: wire.ReleaseCause) -> None:
+    @rule(data=st.data(), cause=st.sampled_from(wire.ReleaseCause), reports=st.integers(0, 2))
+    def release(self, data: st.DataObject, cause: wire.ReleaseCause, reports: int) -> None:
         name, lease = self.work.pop(data.draw(st.integers(0, len(self.work) - 1)))
+        if reports:
+            self._report(name, lease, reports, None)
         request = lambda i: wire.Release(  # noqa: E731
             member_id=i, lease_ids=[lease.lease_id], reason="no", cause=cause
         )
@@ -211,7 +309,8 @@ class Coordinator(RuleBasedStateMachine):
                 # Acknowledged, or accepted just before a crash that kept it without the answer going out.
                 group = self.accepted.get(lease_id)
                 if group is not None:
-                    assert group.prompt_index == SeededEpochs(TRAIN_PROMPTS, 11).choose(group.slot)
+                    tries = len(world.state.tries.get(group.slot, ()))
+                    assert group.prompt.index == self._prompt(group.slot, tries)
                     assert step - _oldest(group) <= self._bound(step)
             assert step == len(self.trained)
             self.trained[step] = plan.lease_ids
@@ -274,7 +373,10 @@ class Coordinator(RuleBasedStateMachine):
         state = self.world.state
         for lease_id, group in self.accepted.items():
             if group.slot >= state.slots_of(state.first_kept_step)[0]:
-                assert state.groups[group.slot].lease_id == lease_id
+                kept = [one.group.lease_id for one in state.tries.get(group.slot, ())]
+                if group.slot in state.groups:
+                    kept.append(state.groups[group.slot].lease_id)
+                assert lease_id in kept
 
     @rule(
         keep=st.integers(0, 2000),
@@ -284,6 +386,7 @@ class Coordinator(RuleBasedStateMachine):
         evaluation_samples=st.integers(1, 2),
         max_completion_tokens=st.sampled_from([8, 8, 7]),
         zero_variance_filter=st.booleans(),
+        max_tries=st.integers(1, 3),
         ppo=st.booleans(),
     )
     def settings_change(self, keep: int, ppo: bool, **changes: Any) -> None:
@@ -297,8 +400,11 @@ class Coordinator(RuleBasedStateMachine):
         if world.settings.identity != before:
             self._bound_from(state.batch_sizes[-1].first_step)
         assert state.counts.acknowledged - acknowledged == stale - state.counts.stale
+        tried = {one.group.lease_id for tries in state.tries.values() for one in tries}
         for lease_id, group in list(self.accepted.items()):
             step = state.step_of(group.slot)
+            if lease_id in tried:
+                continue
             if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
                 assert group.slot in state.reissue
                 del self.accepted[lease_id]
@@ -337,8 +443,9 @@ class Coordinator(RuleBasedStateMachine):
         state = self.world.state
         assert state.lineage.staleness_max <= max(k for _, k in self.bounds)
         assert state.version == len(self.trained)
-        versions = {p.version for p in state.points}
+        versions = {(p.version, p.task) for p in state.points}
         assert self.point_versions <= versions
+        assert all(sum(one.prompts for one in p.by_label) == p.prompts for p in state.points)
         self.point_versions = versions
 
     def teardown(self) -> None:
@@ -348,6 +455,13 @@ class Coordinator(RuleBasedStateMachine):
             assert self.world.replay().encode() == self.world.state.encode()
 
     # --- helpers --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _prompt(slot: int, tries: int) -> int:
+        """The prompt that a slot has after so many tries, whatever happened meanwhile."""
+        if tries == 0:
+            return SeededEpochs(TRAIN_PROMPTS, 11).choose(slot)
+        return UNIFORM.refill(slot, tries, PromptHistory().as_of(0))
 
     def _as_member(self, name: str, act: Any) -> Any:
         """``act(member id, version)``; a member that is not known registers again, as an actor does."""
@@ -383,6 +497,11 @@ class Coordinator(RuleBasedStateMachine):
         for step, lease_ids in lost.items():  # the very same batches again
             if not snapshot:
                 assert [g.lease_id for g in self.world.state.step_groups(step)] == lease_ids
+
+
+def _token(lease: wire.Lease, at: int) -> int:
+    """Of slot and prompt, so that tokens of another are seen."""
+    return (lease.slot * 31 + lease.prompt.index * 7 + at) % 100
 
 
 def _oldest(group: wire.Group) -> int:

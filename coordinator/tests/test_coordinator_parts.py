@@ -21,7 +21,7 @@ from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember
 from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
-from scalerl_coordinator.samplers import SeededEpochs
+from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -143,13 +143,14 @@ def test_summarize_computes_mean_and_standard_error():
         1: PromptResult("b", 1.0, 4, 20, 2, True),
         2: PromptResult("c", 0.0, 4, 12, 1, False),
     }
-    point = summarize(Evaluation(8, 1234, [], results, 3), "digest", 10.0, 30.0)
+    point = summarize(Evaluation(8, 1234, [], results, 3), "held-out", "digest", 10.0, 30.0)
     assert point.reward == pytest.approx((1 + 0.25 + 0) / 3)
     variance = sum((m - point.reward) ** 2 for m in (1, 0.25, 0)) / 2
     assert point.standard_error == pytest.approx(math.sqrt(variance / 3))
     assert (point.samples, point.prompts, point.mixed_versions) == (12, 3, True)
     assert (point.truncated_fraction, point.mean_tokens) == (3 / 12, 6.0)
     assert (point.work_tokens, point.wall_seconds, point.device_seconds) == (1234, 10.0, 30.0)
+    assert point.pass_at == [], "results of an earlier release"
 
 
 def test_due_includes_last_version():
@@ -251,12 +252,12 @@ def test_lease_book_retry_back_off_grows():
     book = LeaseBook(10.0)
     waits = []
     for _ in range(9):
-        retries = book.add_retry((wire.Split.TRAIN, 3), "bad", 0.0)
+        retries = book.add_retry((0, wire.Split.TRAIN, 3), "bad", 0.0)
         waits.append(retries.not_before)
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert book.waits((wire.Split.TRAIN, 3), 59.0)
-    assert not book.waits((wire.Split.TRAIN, 3), 60.0)
-    assert not book.waits((wire.Split.HELD_OUT, 3), 59.0)
+    assert book.waits((0, wire.Split.TRAIN, 3), 59.0)
+    assert not book.waits((0, wire.Split.TRAIN, 3), 60.0)
+    assert not book.waits((0, wire.Split.HELD_OUT, 3), 59.0)
     assert book.wait_over(59.0, 60.0)
 
 
@@ -264,9 +265,8 @@ def test_lease_book_retry_back_off_grows():
 
 LEASE = wire.Lease(
     lease_id="x-0",
-    split=wire.Split.TRAIN,
+    prompt=wire.PromptRef(0, wire.Split.TRAIN, 1),
     slot=0,
-    prompt_index=1,
     prompt_id="p",
     completions=2,
     max_tokens=8,
@@ -283,13 +283,19 @@ def changed(**changes: object) -> wire.Group:
     return msgspec.structs.replace(GOOD, completions=[GOOD.completions[0], broken])
 
 
+def judged(scores: list[float], errors: dict[int, str] | None = None, **parts: list[float]) -> wire.Group:
+    """The good group with other verdicts."""
+    return msgspec.structs.replace(
+        GOOD, verdicts=wire.Verdicts(scores=scores, parts=parts, errors=errors or {})
+    )
+
+
 def test_summarize_group_sums():
     spans = [wire.VersionSpan(2, 0), wire.VersionSpan(3, 1)]
-    measured = summarize_group(
-        changed(versions=spans, finish_reason="length", grading_error="timeout"), 2, 8, 3
-    )
+    group = changed(versions=spans, finish_reason="length")
+    verdicts = wire.Verdicts(scores=[0.0, 0.0], errors={1: "timeout"})
+    measured = summarize_group(msgspec.structs.replace(group, verdicts=verdicts), 2, 8, 3)
     assert measured.lengths == [4, 4]
-    assert measured.scores == [0.0, 1.0]
     assert (measured.truncated, measured.oldest_version, measured.newest_version) == (1, 2, 3)
     assert (measured.ungraded, measured.masked_tokens) == ([1], [])
     assert measured.version_tokens == 4 * 3  # what is not trained on has no age
@@ -323,8 +329,15 @@ def test_summarize_group_counts_masked_tokens():
         (changed(versions=[wire.VersionSpan(2, 0), wire.VersionSpan(3, 0)]), "not ascending inside"),
         (changed(versions=[wire.VersionSpan(4, 0)]), r"version 4 is outside 0\.\.3"),
         (changed(versions=[wire.VersionSpan(-2, 0)]), "version -2 is outside"),
-        (changed(score=math.nan), "score nan is outside"),
-        (changed(score=1.5), "score 1.5 is outside"),
+        (judged([0.0, math.nan]), r"completions\[1\]: score nan is outside \[0, 1\]"),
+        (judged([1.5, 0.0]), r"completions\[0\]: score 1.5 is outside"),
+        (judged([1.0]), "1 values of 'score' for 2 completions"),
+        (judged([1.0, 0.0], process=[1.0]), "1 values of 'process' for 2 completions"),
+        (
+            judged([1.0, 0.0], process=[1.0, math.nan]),
+            r"completions\[1\]: part 'process' .* is nan, not finite",
+        ),
+        (judged([1.0, 0.0], {2: "timeout"}), r"errors of the completions \[2\], of 2"),
     ],
 )
 def test_summarize_group_refuses_invalid_group(group, message):

@@ -67,7 +67,7 @@ async def test_process_sigterm_answers_polls_and_writes_snapshot(coordinator, se
     await asyncio.sleep(0.2)
     started = time.monotonic()
     assert await asyncio.to_thread(coordinator.terminate) == 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert (await poll).leases == []
     assert list(coordinator.paths.journal.glob("snapshot-*"))
 

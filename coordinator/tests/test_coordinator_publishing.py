@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator_client import make_group
-from coordinator_world import World, train
+from coordinator_world import World, make_settings, ready, train
 
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.run_status import build_status
@@ -61,7 +61,7 @@ def test_publish_hold_ends_without_capable_member(world):
     permit = world.begin_publish("t")
     assert permit.ready
     assert permit.members == []
-    assert world.state.evaluations[2].released
+    assert world.state.evaluations[2, 0].released
 
 
 def test_evaluation_requires_its_version(world):
@@ -127,3 +127,24 @@ def test_mismatch_skips_step_without_on_policy_tokens(world):
     world.serve(world.member, 0, 3)
     assert world.report("t", 0) is not None
     assert build_status(world.core).mismatch == []
+
+
+def test_generator_that_joins_a_batch_gets_weights_during_an_evaluation():
+    """Under PPO-off-policy the others keep the batch's weights, and finish the evaluation of them."""
+    world = ready(World(make_settings(steps_per_batch=2, max_staleness_steps=1, evaluation_every=2)))
+    for step in range(2):
+        world.serve(world.member, 0)
+        assert world.next("t").action is NextAction.TRAIN
+        world.report("t", step)
+    world.publish("t")
+    world.beat(world.member, 2)
+    held_out = world.lease(world.member, 2, 2)
+    assert [lease.split for lease in held_out] == [Split.HELD_OUT] * 2
+    world.serve(world.member, 2)
+    world.report("t", 2)
+    late = world.register("late")
+    assert world.publish("t") == [late]
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    point = world.state.points[-1]
+    assert (point.version, point.mixed_versions) == (2, False)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_api.wire import NextAction, PushResult, Split, Verdicts
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.batcher import zero_variance
@@ -48,7 +48,7 @@ def length(**fields: Any) -> Any:
 def test_reward_of_score_and_length(
     fields: dict[str, Any], score: float, tokens: int, expected: float
 ) -> None:
-    assert rewards([score], [tokens], length(**fields), LONGEST) == [pytest.approx(expected)]
+    assert rewards(Verdicts(scores=[score]), [tokens], length(**fields), LONGEST) == [pytest.approx(expected)]
 
 
 @given(
@@ -60,12 +60,12 @@ def test_longer_is_never_worth_more_and_a_length_costs_one_at_most(
     score: float, lengths: list[int], rule: str
 ) -> None:
     plain = 2 * score - 1
-    short, long = rewards([score] * 2, sorted(lengths), length(**{rule: {}}), LONGEST)
+    short, long = rewards(Verdicts(scores=[score] * 2), sorted(lengths), length(**{rule: {}}), LONGEST)
     assert plain >= short >= long >= plain - 1
 
 
 def test_right_answers_of_different_length_are_not_filtered() -> None:
-    shaped = rewards([1.0, 1.0], [12000, 13500], length(penalty={}), LONGEST)
+    shaped = rewards(Verdicts(scores=[1.0, 1.0]), [12000, 13500], length(penalty={}), LONGEST)
     assert zero_variance([1.0, 1.0])
     assert not zero_variance(shaped)
 

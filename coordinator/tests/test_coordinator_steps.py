@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from coordinator_client import make_group
@@ -185,8 +187,8 @@ def test_checkpoint_failures_accumulate_over_incarnations(world):
 def test_grading_errors_are_counted_and_logged_once(world, caplog):
     for lease in world.lease(world.member, 0, 3):
         group = make_group(lease)
-        failed = msgspec.structs.replace(group.completions[0], grading_error="timeout after 10 s")
-        group = msgspec.structs.replace(group, completions=[failed, group.completions[1]])
+        verdicts = wire.Verdicts(scores=[0.0, 1.0], errors={0: "timeout after 10 s"})
+        group = msgspec.structs.replace(group, verdicts=verdicts)
         assert world.push(world.member, group) is PushResult.ACCEPTED
     assert build_status(world.core).grading_errors == 3
     assert build_status(world.core).counts.ungraded == 3
@@ -212,6 +214,66 @@ def test_step_report_refuses_non_finite_and_wrong_step(world):
         world.report("t", 1)
     assert world.report("t", 0) is not None
     assert world.report("t", 0) is None
+
+
+def test_supervised_tokens_count_once_and_seconds_each_time():
+    """A trainer that returns to a checkpoint reports absolute tokens again, and its own seconds from 0."""
+    world = World(make_settings(max_compute_tokens=231))
+
+    def report(incarnation, steps, tokens, seconds):
+        message = wire.SupervisedReport(incarnation=incarnation, steps=steps, tokens=tokens, seconds=seconds)
+        return world.training.supervised(message).stop_reason
+
+    world.hello("a")
+    assert report("a", 10, 100, 3.0) == ""
+    report("a", 10, 100, 3.0)  # its answer was lost
+    report("a", 20, 200, 5.0)
+    world.acknowledge()
+    world.crash(0)
+    world.hello("b")
+    report("b", 15, 150, 2.0)
+    assert report("b", 20, 200, 4.0) == ""
+    assert (world.state.supervised_steps, world.state.supervised_tokens) == (20, 200)
+    usage = world.state.usage
+    assert (usage.wall_seconds, usage.device_seconds) == (9.0, 18.0)  # of two ranks
+    assert build_status(world.core).compute_tokens == 200.0
+    assert report("b", 23, 231, 4.0) == "maxComputeTokens"
+    with pytest.raises(Refusal, match="newer trainer"):
+        report("a", 20, 200, 5.0)
+
+
+def test_compute_budget_counts_rl_tokens_by_their_cost(world):
+    """A step of 24 completion tokens costs 32."""
+    world.core.settings = replace(world.core.settings, max_compute_tokens=64)
+    train(world)
+    assert (world.core.compute_tokens, world.core.end_reason) == (32, "")
+    train(world)
+    assert (world.core.compute_tokens, world.core.end_reason) == (64, "maxComputeTokens")
+
+
+def test_compute_before_a_penalty_is_added_keeps_its_cost():
+    """A step of 24 completion tokens costs 32, and 40 with a reference that scores them, also when it is trained again."""
+    world = World(make_settings(max_compute_tokens=105))
+    world.member = world.register("g")
+    world.hello("t")
+    world.publish("t")
+    world.beat(world.member, 0)
+    train(world)
+    world.acknowledge()
+    for reference, incarnation, expected in ((True, "b", 72), (False, "c", 104)):
+        world.acknowledge()
+        world.change(reference=reference)
+        version = world.state.version
+        world.member = world.register("g", version=version)
+        world.hello(incarnation, version)
+        world.publish(incarnation)
+        world.beat(world.member, version)
+        train(world, incarnation)
+        assert (world.core.compute_tokens, world.core.end_reason) == (expected, "")
+    world.acknowledge()
+    world.crash(0)
+    world.hello("d", 1)
+    assert world.core.compute_tokens == 32
 
 
 def test_skipped_step_consumes_rollouts(world):

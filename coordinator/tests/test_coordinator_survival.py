@@ -9,6 +9,7 @@ from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
 from scalerl_api.wire import Split
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state import CoordinatorState
@@ -39,6 +40,69 @@ def test_hello_restores_snapshot_of_checkpoint(world):
     assert [lease.slot for lease in world.lease(world.member, 1, 2)] == [3, 4]
     # A journal that knows a trainer needs no snapshot, and takes none.
     world.hello("t3", 1, b"\xc1garbage")
+
+
+@pytest.mark.parametrize("reports", ["before the trainer", "after the trainer", "once it is trained again"])
+def test_versions_published_after_the_snapshot_are_ambiguous(world, reports):
+    """A generator keeps version 2 of the lost lineage while another version 2 is trained."""
+    train(world)
+    snapshot = world.checkpoint("t", [1])
+    train(world)
+    assert world.state.published == 2
+    world.lose_volume()
+    if reports == "before the trainer":
+        world.register("g", version=2)
+    world.hello("t2", 1, snapshot)
+    if reports == "after the trainer":
+        world.register("g", version=2)
+    other = world.register("h", version=1)
+    world.serve(other, 1)
+    world.report("t2", 1)
+    if reports == "once it is trained again":
+        assert world.state.lost == -1
+        world.register("g", version=2)
+    assert world.state.lost == 2
+    world.publish("t2")
+    assert world.plan("t2", 1).ambiguous
+    world.serve(other, 2)
+    assert world.plan("t2", 2).ambiguous
+    assert {lease.lost_version for lease in world.lease(other, 2)} <= {2}
+    world.report("t2", 2)
+    world.publish("t2")
+    world.serve(other, 3)
+    assert not world.plan("t2", 3).ambiguous
+    world.acknowledge()
+    assert world.replay().lost == 2
+
+
+def test_generator_without_later_weights_leaves_no_version_ambiguous(world):
+    train(world)
+    snapshot = world.checkpoint("t", [1])
+    world.lose_volume()
+    world.hello("t2", 1, snapshot)
+    other = world.register("g", version=1)
+    world.register("h", version=-1)
+    world.serve(other, 1)
+    world.report("t2", 1)
+    world.publish("t2")
+    assert world.state.lost == -1
+    assert not world.plan("t2", 1).ambiguous
+
+
+def test_generator_that_registers_again_long_after_a_restore_leaves_no_version_ambiguous(world):
+    train(world)
+    snapshot = world.checkpoint("t", [1])
+    world.lose_volume()
+    world.hello("t2", 1, snapshot)
+    other = world.register("g", version=1)
+    for version in (1, 2):
+        world.serve(other, version)
+        world.report("t2", version)
+        world.publish("t2")
+    world.acknowledge()
+    world.crash(0)
+    world.register("g", version=3)
+    assert (world.state.restored, world.state.lost) == (1, -1)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +178,8 @@ def test_journal_blob_is_wire_group():
     """The journal keeps a group's bytes as received: they must stay decodable."""
     lease = wire.Lease(
         lease_id="a-0",
-        split=Split.TRAIN,
+        prompt=wire.PromptRef(0, Split.TRAIN, 0),
         slot=0,
-        prompt_index=0,
         prompt_id="p",
         completions=1,
         max_tokens=8,
@@ -125,4 +188,8 @@ def test_journal_blob_is_wire_group():
         policy_version=0,
     )
     group = make_group(lease)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=wire.Group) == group
+    blob = msgspec.msgpack.encode(group)
+    assert msgspec.msgpack.decode(blob, type=wire.Group) == group
+    stored = msgspec.msgpack.decode(blob, type=r.StoredGroup)
+    assert stored.prompt_token_ids == group.prompt_token_ids
+    assert [c.token_ids for c in stored.completions] == [c.token_ids for c in group.completions]

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from coordinator_client import make_group, run_text
+from free_port import free_port
 from wandb_stand_in import KEY, wandb_stand_in
 
 from scalerl_api import endpoints, wire
@@ -94,7 +94,7 @@ def figures(version: int, reward: float | None = None) -> dict[str, float]:
 
 
 def write_curve(paths: RunPaths, versions: Iterable[int], **reward: float) -> None:
-    RunFiles(paths).write_curve([point(version, **reward) for version in sorted(versions)])
+    RunFiles(paths).write_curves([point(version, **reward) for version in sorted(versions)], 0)
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_curve_tail_reads_each_evaluation_once(paths: RunPaths) -> None:
     for versions, reward in (([0, 20, 30, 40], None), ([0, 20], None), ([0, 20, 40, 60], 0.5)):
         write_curve(paths, versions) if reward is None else write_curve(paths, versions, reward=reward)
         assert tail.read() is None
-        assert tail.read() is None, "until it begins anew"
+        assert tail.read() is None, "until it begins again"
         tail.rewind()
         assert tail.read() == [(v, figures(v, reward)) for v in versions]
         tail.rewind()
@@ -648,9 +648,7 @@ async def test_tracker_failure_is_logged_once_and_retried(
 async def test_unreachable_tracker_does_not_stop_training(coordinator, client) -> None:
     """MLflow's server is away, and the coordinator is killed; TensorBoard gets every step and evaluation, also the last ones
     before the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{free.getsockname()[1]}"
+    uri = f"http://127.0.0.1:{free_port()}"
     trackers = {"tensorBoard": {}, "mlflow": {"uri": uri}}
     coordinator.paths.run_file.write_text(run_text(trackers=trackers, budget={"maxSteps": 100}))
     coordinator.start()

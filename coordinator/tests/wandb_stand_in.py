@@ -1,6 +1,6 @@
 """What W&B's own client talks to in tests of its online mode: the few requests that it makes, answered from memory.
 
-This shows what the client sends, what it asks before it goes on with a run, and that what it does with the answers fits
+This shows what the client sends, what it asks before it continues with a run, and that what it does with the answers fits
 together. It shows nothing of W&B's server: that a row replaces the one of the same line, that a history and a summary are
 answered from what was sent last, are the things taken on trust. Whatever else is asked is refused.
 """

@@ -31,6 +31,33 @@ def test_compare_same_asymptote_by_b_at_mean_a() -> None:
     assert result.doubts == ()
 
 
+def test_compare_seeds_compares_means_over_runs() -> None:
+    """Of three runs each, by A; the probability is of one run against one, so it is the mean over the nine pairs."""
+    better = [simulated(Truth(0.61, 1.97, 2542.0), n=60, reach=8, seed=s) for s in (1, 2, 3)]
+    worse = [simulated(Truth(0.535, 1.44, 2542.0), n=60, reach=8, seed=s) for s in (4, 5, 6)]
+    result = cf.compare_seeds(worse, better)
+    assert (result.same_asymptote, result.by, result.better) == (False, "A", cf.Better.SECOND)
+    pairs = [cf.compare(one, two).probability for one in worse for two in better]
+    assert result.probability == pytest.approx(np.mean(pairs))
+    # The first two are equal, so that one run more decides.
+    mixed = cf.compare_seeds([better[0], worse[0]], [better[0], better[1]])
+    assert mixed.better is cf.Better.SECOND
+    assert [fitted.point.A for fitted in mixed.first] == [cf.fit(c).point.A for c in (better[0], worse[0])]
+
+
+def test_compare_seeds_of_same_asymptote_are_refitted_at_the_mean_of_all() -> None:
+    fast = [simulated(Truth(0.605, 2.4, 2542.0), n=60, reach=8, seed=s, sigma=0.004) for s in (3, 4)]
+    slow = [simulated(Truth(0.605, 1.4, 2542.0), n=60, reach=8, seed=s, sigma=0.004) for s in (5, 6, 7)]
+    result = cf.compare_seeds(fast, slow)
+    levels = [np.mean([cf.fit(curve).point.A for curve in side]) for side in (fast, slow)]
+    assert result.shared_a == pytest.approx(np.mean(levels))
+    assert result.by == "B"
+    assert result.better is cf.Better.FIRST
+    np.testing.assert_allclose(
+        [f.point.A for f in (*result.first, *result.second)], result.shared_a, atol=1e-3
+    )
+
+
 def test_compare_below_midpoint_is_undecided() -> None:
     result = cf.compare(simulated(reach=0.7, seed=1), simulated(reach=6, n=60, seed=2))
     assert result.better is cf.Better.UNDECIDED

@@ -71,7 +71,11 @@ def test_prior_other_task_has_little_weight_and_reason():
     assert "it had 0.8" in informed.earlier[0].reason
     assert "this run has 0.5" in informed.earlier[0].reason
     assert informed.prior.gains is None
-    assert width(informed) == pytest.approx(width(cf.fit(head)), rel=0.1)
+    # Of one run the draws differ by up to a tenth, and not by the same on every processor.
+    other_task = earlier(start=0.7, asymptote=0.95)
+    heads = [run_of(seed).head(16) for seed in range(4)]
+    ratios = [width(cf.fit(head, earlier=other_task)) / width(cf.fit(head)) for head in heads]
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.1)
 
 
 def test_prior_excludes_other_eval_version():

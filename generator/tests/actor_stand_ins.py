@@ -38,7 +38,10 @@ from scalerl_api.wire import (
     Lease,
     LeaseRequest,
     Leases,
+    Partials,
+    PartialsReply,
     Problem,
+    PromptRef,
     Push,
     PushReply,
     PushResult,
@@ -51,6 +54,7 @@ from scalerl_api.wire import (
     WeightReceive,
     WeightReceived,
 )
+from scalerl_coordinator.partials import PartialKey, PartialStore, partial_key
 from scalerl_generator.actor import Arguments, exit_code, run_actor
 
 TOKEN = "test-token"
@@ -92,6 +96,8 @@ def write_run(directory: Path, prompts: list[str], **changes: Any) -> None:
         for name in parents:
             section = section.setdefault(name, {})
         section[last] = value
+    # The tokenizer cannot write the default phrase of an interruption.
+    spec["recipe"].setdefault("length", {"none": {}})
     run = {
         "apiVersion": "scalerl.dev/v1alpha1",
         "kind": "ScaleRLRun",
@@ -117,6 +123,8 @@ class CoordinatorStandIn:
     releases: list[Release] = field(default_factory=list)
     given_up: list[Lease] = field(default_factory=list)
     """Released for another cause than the member's own failure."""
+    partials: PartialStore = field(default_factory=PartialStore)
+    reports: list[Partials] = field(default_factory=list)
     stop: bool = False
     lose_push_answers: int = 0
     _runner: web.AppRunner | None = None
@@ -135,6 +143,7 @@ class CoordinatorStandIn:
             (endpoints.LEASE, LeaseRequest, self._lease),
             (endpoints.GROUPS, Push, self._push),
             (endpoints.RELEASE, Release, self._release),
+            (endpoints.PARTIALS, Partials, self._partials),
         ):
             app.router.add_post(path, self._handler(kind, answer))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
@@ -153,9 +162,8 @@ class CoordinatorStandIn:
             index = i % len(prompt_ids)
             lease = Lease(
                 lease_id=f"{split.value}-{self._offered}",
-                split=split,
+                prompt=PromptRef(0, split, index),
                 slot=i,
-                prompt_index=index,
                 prompt_id=prompt_ids[index],
                 completions=4,
                 max_tokens=32,
@@ -207,7 +215,30 @@ class CoordinatorStandIn:
             self.members[message.member_id]
         given = [self.todo.popleft() for _ in range(min(message.max_groups, len(self.todo)))]
         self.leased |= {lease.lease_id: lease for lease in given}
+        partials = [self.partials.take(_key(lease), lease, 0, 1 << 30) for lease in given]
+        given = [
+            msgspec.structs.replace(lease, partial=partial)
+            for lease, partial in zip(given, partials, strict=True)
+        ]
         return Leases(leases=given, stop=self.stop)
+
+    async def _partials(self, message: Partials) -> PartialsReply:
+        self.members[message.member_id]
+        self.reports.append(message)
+        known = {lease.lease_id: lease for lease in [*self.leased.values(), *self.todo]}
+        leases = [known.get(group.lease_id) for group in message.groups]
+        unstored: dict[str, list[str]] = {"stored": [], "missing": [], "full": []}
+        for lease, group in zip(leases, message.groups, strict=True):
+            if lease is not None:
+                unstored[self.partials.put(_key(lease), group)].append(group.lease_id)
+        return PartialsReply(missing=unstored["missing"], full=unstored["full"])
+
+    def reassign(self) -> None:
+        """All leases expire, and are offered again under other ids."""
+        for lease in self.leased.values():
+            self._offered += 1
+            self.todo.append(msgspec.structs.replace(lease, lease_id=f"again-{self._offered}"))
+        self.leased.clear()
 
     async def _push(self, message: Push) -> PushReply:
         self.members[message.member_id]
@@ -237,6 +268,10 @@ class CoordinatorStandIn:
                 else:
                     self.given_up.append(lease)
         return Ack()
+
+
+def _key(lease: Lease) -> PartialKey:
+    return partial_key(lease.split, lease.slot, lease.policy_version)
 
 
 def reply(status: int, body: Any) -> web.Response:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from scalerl_api.weights import lay_out, trailer
+from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
 

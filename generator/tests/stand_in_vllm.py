@@ -7,7 +7,7 @@ versions token by token, and can be killed. ``POST /stand-in`` sets how the next
 Some prompts it cannot serve well, by a token in them: :data:`REFUSED` answers 500, :data:`CLAMPED` gives the second
 token of every completion the log-probability that vLLM writes for one that is not finite, :data:`ENDLESS` never ends.
 After :data:`COUNTED` a completion is its position's numbers (:func:`counted`), as long as the prompt's first token says
-and the same from wherever a request continues it.
+and the same from wherever a request continues it. After :data:`DRAWN` every token is the last with one probability.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import random
 import sys
 from typing import Any
 
@@ -26,10 +28,14 @@ REFUSED = 50
 CLAMPED = 51
 """Token of ``!``."""
 ENDLESS = 54
-"""Token of ``|``: completions go on to ``max_tokens``."""
+"""Token of ``|``: completions continue to ``max_tokens``."""
 
 COUNTED = 53
 """Token of ``{``."""
+
+DRAWN = 55
+"""Token of ``}``: lengths are geometric, of mean :data:`DRAWN_MEAN`."""
+DRAWN_MEAN = 200
 
 
 def counted(length: int) -> list[int]:
@@ -40,6 +46,11 @@ def counted(length: int) -> list[int]:
 def counted_length(prompt: list[int]) -> int:
     """Tokens of the completion that :data:`COUNTED` in this prompt asks for."""
     return 10 * prompt[0]
+
+
+def drawn() -> list[int]:
+    """A completion; how many tokens it has already does not matter to how many follow."""
+    return [*[2] * int(math.log(1 - random.random()) / math.log(1 - 1 / DRAWN_MEAN)), END]
 
 
 class Server:
@@ -74,6 +85,8 @@ class Server:
         if COUNTED in prompt:
             done = len(prompt) - prompt.index(COUNTED) - 1
             texts = [counted(counted_length(prompt))[done:] for _ in texts]
+        if DRAWN in prompt:
+            texts = [drawn() for _ in texts]
         if ENDLESS in prompt:
             texts = [prompt[:1] * params["max_tokens"] for _ in texts]
         if body.get("stream"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from actor_stand_ins import TOKEN, Generator, TrainerSide, role_environment, wri
 from free_port import free_port
 
 from scalerl_api import endpoints
+from scalerl_api.curve import curve_points
 from scalerl_api.wire import (
     WIRE_HEADER,
     WIRE_VERSION,
@@ -158,8 +160,28 @@ class Trainer:
         await self.call(endpoints.CHECKPOINT_COMMIT, commit, Ack)
 
 
+EXACT_WITH_PARTS = """
+from scalerl_tasks import Verdict, verifiers
+
+class ExactWithParts(verifiers.ExactVerifier):
+    part_names = "double", "constant"
+
+    def score(self, prompt, completion):
+        score = super().score(prompt, completion)
+        return Verdict(score, {"double": 2 * score, "constant": -1})
+
+verifiers._OPENERS["exact"] = lambda config: ExactWithParts()
+"""
+"""Read at the start of every Python process of the run."""
+
+
 @pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "coordinator-killed"])
-async def test_actor_and_coordinator_run_three_steps(tmp_path: Path, kill: bool) -> None:
+async def test_actor_and_coordinator_run_three_steps(
+    tmp_path: Path, kill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(EXACT_WITH_PARTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     write_run(
         tmp_path,
         [f"say {i}" for i in range(30)],
@@ -197,6 +219,11 @@ async def test_actor_and_coordinator_run_three_steps(tmp_path: Path, kill: bool)
     assert all(g.scores == [1.0, 0.0, 1.0, 0.0] for shard in trainer.shards for g in shard.groups)
     assert [p.version for p in status.points] == [0, 2, 3]
     assert all((p.reward, p.samples, p.mixed_versions) == (0.5, 8, False) for p in status.points)
+    assert [p.parts for p in status.points] == [{"double": 1.0, "constant": -1.0}] * 3
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["reward_part_double"], row["reward_part_constant"]) for row in rows] == [(1.0, -1.0)] * STEPS
+    curve = curve_points((tmp_path / "curve.csv").read_text())
+    assert [p.parts for p in curve] == [p.parts for p in status.points]
     assert status.max_staleness_steps <= 1
     if not kill:
         assert (counts.late, counts.expired_leases) == (0, 0)

@@ -12,11 +12,12 @@ import pytest
 from actor_stand_ins import TOKEN, until
 from test_generator_actor_parts import empty_group
 
-from scalerl_api.wire import Group, Lease, Split
+from scalerl_api.wire import Group, Lease, PromptRef, Split
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts import Generated, RolloutGenerator
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -37,7 +38,7 @@ class Maker:
         await self.generators[lease.lease_id](on_tokens)
         return Generated(lease, cast(Any, None), cast(Any, None), [], 0.0)
 
-    async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
+    async def grade(self, generated: Generated, on_graded: Callable[[], None], *_: Any) -> Group:
         async with self._grader:
             for _ in range(4):
                 await asyncio.sleep(self.grading_seconds)
@@ -57,7 +58,11 @@ class Hands:
         self.delivery = Delivery(client, self.membership, metrics)
         self.maker = Maker()
         maker = cast(RolloutGenerator, self.maker)
-        parts = client, self.membership, server, maker, self.delivery, metrics
+        monitor = cast(Any, None)
+        partials = PartialReports(
+            *(client, self.membership, monitor, server, metrics), vocabulary_size=9, max_staleness_steps=1
+        )
+        parts = client, self.membership, server, maker, self.delivery, metrics, partials
         self.leasing = Leasing(*parts, capacity=16, per_group=4)
 
     def take(
@@ -66,9 +71,8 @@ class Hands:
         self.maker.generators[name] = generate
         lease = Lease(
             lease_id=name,
-            split=Split.TRAIN,
+            prompt=PromptRef(0, Split.TRAIN, 0),
             slot=slot,
-            prompt_index=0,
             prompt_id="p",
             completions=4,
             max_tokens=32,

@@ -6,7 +6,6 @@ import asyncio
 import doctest
 import gzip
 import io
-import json
 import resource
 import time
 from pathlib import Path
@@ -20,19 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
-from scalerl_api.wire import MASKED, Group, Split
+from scalerl_api.wire import MASKED, Group, PromptRef, Split, Verdicts
 from scalerl_generator import leasing, server_state
 from scalerl_generator.actor import raise_open_files_limit
+from scalerl_generator.actor_api import actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong, TokenizerProblem
+from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import version_spans
+from scalerl_generator.rollouts import group_verdicts, version_spans
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
-from scalerl_generator.weight_control import control_runner
+from scalerl_tasks import Graded, Verdict
 from scalerl_tasks.prompts import Prompt
 
 
@@ -97,8 +97,30 @@ def test_codec_round_trip(model: Path) -> None:
     encoded = codec.encode(Prompt(id="p", text="1+2", answer="3"), max_tokens=8)
     assert encoded.token_ids == ids("1+2=")
     assert np.frombuffer(encoded.wire, "<i4").tolist() == encoded.token_ids
+    assert not encoded.in_thought
+    assert (
+        PromptCodec(model, PromptSpec(template="{prompt}<think>"), 16)
+        .encode(Prompt(id="p", text="1+2", answer="3"), 1)
+        .in_thought
+    )
     completions = [[*ids("3"), END], ids("34"), [END], []]
     assert codec.texts([np.array(c, dtype=np.int32) for c in completions]) == ["3", "34", "", ""]
+
+
+def test_group_verdicts_are_columns() -> None:
+    graded = [
+        Graded(Verdict(1.0, {"outcome": 1.0, "process": 0.5})),
+        Graded(None, "grading took longer than 1 s and was killed"),
+        Graded(Verdict(0.0, {"outcome": 0.0, "process": -2.0})),
+    ]
+    verdicts = group_verdicts(graded, ("outcome", "process"))
+    assert verdicts == Verdicts(
+        scores=[1.0, 0.0, 0.0],
+        parts={"outcome": [1.0, 0.0, 0.0], "process": [0.5, 0.0, -2.0]},
+        errors={1: "grading took longer than 1 s and was killed"},
+    )
+    assert verdicts.ungraded == [1]
+    assert group_verdicts([Graded(Verdict(1.0))], ()) == Verdicts(scores=[1.0])
 
 
 def test_version_spans_separate_masked_tokens() -> None:
@@ -113,92 +135,6 @@ def test_version_spans_separate_masked_tokens() -> None:
     assert spans([1, 2]) == [(4, 0), (MASKED, 1), (5, 3)]
     assert spans([0, 4]) == [(MASKED, 0), (4, 1), (5, 2), (MASKED, 4), (5, 5)]
     assert spans([0, 1, 2, 3, 4, 5]) == [(MASKED, 0)]
-
-
-def test_codec_detects_template_that_opens_thought(model: Path) -> None:
-    def in_thought(template: str, generation_prompt: str | None = None, text: str = "1+2") -> bool:
-        if generation_prompt is not None:
-            set_config(model, chat_template=CHAT_TEMPLATE.replace("<assistant>", generation_prompt))
-        kind = "Raw" if generation_prompt is None else "Chat"
-        codec = PromptCodec(model, PromptSpec(template=template, format=kind), context_tokens=256)
-        return codec.encode(Prompt(id="p", text=text, answer="3"), max_tokens=8).in_thought
-
-    assert in_thought("{prompt}<think>\n")
-    assert not in_thought("{prompt}=")
-    assert not in_thought("say <think> first: {prompt}", text="what does <think> mean")
-    assert in_thought("{prompt}", "<a><think>\n")
-    assert not in_thought("{prompt}", "<a><think>\n\n</think>\n")
-    assert not in_thought("write <think> first: {prompt}", "<a>")
-
-
-def test_texts_strip_only_last_end_token(model: Path) -> None:
-    codec = PromptCodec(model, PromptSpec(), context_tokens=16)
-    hidden = [*ids("1"), END, 0, *ids("2"), END]
-    assert codec.texts([np.array(hidden, dtype=np.int32)]) == ["1<eos><pad>2"]
-
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def set_config(model: Path, **changes: object) -> None:
-    file = model / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def test_chat_template(model: Path) -> None:
-    set_config(model, chat_template=CHAT_TEMPLATE, bos_token={"content": "!"})
-    spec = PromptSpec(format="Chat", system="be short", template="solve {prompt}")
-    codec = PromptCodec(model, spec, context_tokens=64)
-    encoded = codec.encode(Prompt(id="p", text="1+2", answer="3"), 8)
-    expected = [*ids("!<system>be short"), END, *ids("<user>solve 1+2"), END, *ids("<assistant>")]
-    assert encoded.token_ids == expected
-    set_config(model, chat_template=[{"name": "default", "template": CHAT_TEMPLATE}])
-    assert (
-        PromptCodec(model, spec, 64).encode(Prompt(id="p", text="1+2", answer="3"), 8).token_ids == expected
-    )
-
-
-@pytest.mark.slow
-def test_codec_equals_transformers(model: Path) -> None:
-    from transformers import AutoTokenizer
-
-    set_config(model, bos_token="!")
-    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    text = "what is 12*(3+4)?"
-    theirs = AutoTokenizer.from_pretrained(model)
-    prompt = Prompt(id="p", text=text, answer="")
-    assert PromptCodec(model, PromptSpec(), 64).encode(prompt, 8).token_ids == theirs(text)["input_ids"]
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": text}]
-    chat = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    own = PromptCodec(model, PromptSpec(format="Chat", system="be short"), 64).encode(prompt, 8)
-    assert own.token_ids == chat
-
-
-def test_codec_refuses_missing_chat_template(model: Path) -> None:
-    with pytest.raises(TokenizerProblem, match="no chat template"):
-        PromptCodec(model, PromptSpec(format="Chat"), context_tokens=64)
-
-
-def test_codec_collects_end_tokens_of_all_files(model: Path) -> None:
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
-    (model / "config.json").write_text(json.dumps({"eos_token_id": 9}))
-    assert PromptCodec(model, PromptSpec(), 16).stop_token_ids == [END, 5, 7, 9]
-
-
-def test_codec_refuses_missing_end_token(model: Path) -> None:
-    (model / "generation_config.json").unlink()
-    (model / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(TokenizerProblem, match="eos_token"):
-        PromptCodec(model, PromptSpec(), 16)
-
-
-def test_codec_refuses_damaged_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerProblem, match=r"tokenizer\.json"):
-        PromptCodec(model, PromptSpec(), 16)
 
 
 def test_encode_refuses_too_long_prompt(model: Path) -> None:
@@ -277,12 +213,12 @@ async def test_delivery_batches_groups_and_survives_registration() -> None:
 def empty_group(lease_id: str) -> Group:
     return Group(
         lease_id=lease_id,
-        split=Split.TRAIN,
+        prompt=PromptRef(0, Split.TRAIN, 0),
         slot=0,
-        prompt_index=0,
         prompt_id="p",
         prompt_token_ids=b"",
         completions=[],
+        verdicts=Verdicts(scores=[]),
         generation_seconds=0.0,
     )
 
@@ -303,7 +239,7 @@ async def test_runner_does_not_decompress_bodies() -> None:
 
     app = web.Application()
     app.router.add_post("/", sent)
-    runner = control_runner(app)
+    runner = actor_runner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     packed, headers = gzip.compress(bytes(2**20)), {"Content-Encoding": "gzip"}

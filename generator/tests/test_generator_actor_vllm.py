@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalerl_api import endpoints
 from scalerl_api.load import load_run
-from scalerl_api.weights import lay_out, trailer
+from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import (
     Ack,
     Group,
@@ -281,7 +281,7 @@ async def test_in_flight_update_and_a_killed_server(scene: Scene) -> None:
     killed = time.monotonic()
     await until(lambda: not coordinator.beats[-1].healthy, 120)
     await until(lambda: not coordinator.leased, 120)
-    assert time.monotonic() - killed < 10, "noticed late"
+    assert time.monotonic() - killed < 60, "noticed late"
     assert len(coordinator.groups) < 18 + 16, "killed too late to show anything"
     await scene.generator.start_server()
     await until(lambda: coordinator._registered == 2, START_SECONDS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalerl_api.weights import CHECKSUM_VECTORS, vector_payload
+from scalerl_api.weight_layout import CHECKSUM_VECTORS, vector_payload
 from scalerl_generator.checksum import checksum_u8
 
 

@@ -9,22 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from actor_stand_ins import CHARACTERS, END, write_tokenizer
+from actor_stand_ins import CHARACTERS, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from stand_in_vllm import COUNTED, ENDLESS, counted
 from test_generator_streams import LENGTH, PROMPT, Bench
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scalerl_api.spec import PromptSpec
-from scalerl_api.wire import MASKED, Lease, Split
-from scalerl_generator.interruption import (
-    Interruption,
-    InterruptionProblem,
-    ThoughtInterrupter,
-    phrase_token_ids,
-)
+from scalerl_api.wire import MASKED, Lease, PromptRef, Split
+from scalerl_generator.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.rollouts import version_spans
@@ -32,7 +26,6 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import Part
 
 PHRASE = " time is up.</think>"
-INTERRUPTION = Interruption(150, 250, PHRASE)
 
 
 @pytest.fixture
@@ -53,14 +46,15 @@ def ids(text: str) -> list[int]:
     return [CHARACTERS.index(c) + 2 for c in text]
 
 
-def interrupter(bench: Bench, codec: PromptCodec) -> ThoughtInterrupter:
-    phrase = phrase_token_ids(INTERRUPTION, codec, 1000)
-    assert phrase is not None
+PHRASE_IDS = ids(PHRASE)
+INTERRUPTION = Interruption(150, 250, PHRASE_IDS)
 
+
+def interrupter(bench: Bench, codec: PromptCodec) -> ThoughtInterrupter:
     async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
         return codec.texts(completions)
 
-    return ThoughtInterrupter(INTERRUPTION, phrase, 7, texts, bench.metrics)
+    return ThoughtInterrupter(INTERRUPTION, 7, texts, bench.metrics)
 
 
 @pytest.mark.parametrize("breaks", [0, 9])
@@ -142,9 +136,8 @@ def at(interruption: Interruption, seed: int, slot: int, sample: int, split: Spl
     metrics = ActorMetrics(ServerState(), BusyClock())
     lease = Lease(
         lease_id="any",
-        split=split,
+        prompt=PromptRef(0, split, 0),
         slot=slot,
-        prompt_index=0,
         prompt_id="p",
         completions=4,
         max_tokens=64,
@@ -152,14 +145,12 @@ def at(interruption: Interruption, seed: int, slot: int, sample: int, split: Spl
         remaining_seconds=1.0,
         policy_version=0,
     )
-    return ThoughtInterrupter(interruption, np.zeros(1, np.int32), seed, texts, metrics).position(
-        lease, sample
-    )
+    return ThoughtInterrupter(interruption, seed, texts, metrics).position(lease, sample)
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(0, 10**6), st.integers(0, 1023), st.integers(0, 5000))
 def test_position_is_in_range_and_reproducible(seed: int, slot: int, sample: int, width: int) -> None:
-    interruption = Interruption(10_000, 10_000 + width, PHRASE)
+    interruption = Interruption(10_000, 10_000 + width, PHRASE_IDS)
     position = at(interruption, seed, slot, sample)
     assert 10_000 <= position <= 10_000 + width
     assert position == at(interruption, seed, slot, sample)
@@ -167,57 +158,14 @@ def test_position_is_in_range_and_reproducible(seed: int, slot: int, sample: int
 
 def test_positions_are_uniform() -> None:
     draws = Counter(
-        at(Interruption(5, 14, PHRASE), 3, slot, sample) for slot in range(200) for sample in range(16)
+        at(Interruption(5, 14, PHRASE_IDS), 3, slot, sample) for slot in range(200) for sample in range(16)
     )
     expected = 200 * 16 / 10
     assert sorted(draws) == list(range(5, 15))
     # 99.9 % of chi-square with nine degrees of freedom.
     assert sum((draws[i] - expected) ** 2 / expected for i in range(5, 15)) < 27.9
     others = [
-        at(Interruption(5, 10_000, PHRASE), *where) for where in ((3, 1, 2), (4, 1, 2), (3, 2, 2), (3, 1, 1))
+        at(Interruption(5, 10_000, PHRASE_IDS), *where)
+        for where in ((3, 1, 2), (4, 1, 2), (3, 2, 2), (3, 1, 1))
     ]
-    assert len({*others, at(Interruption(5, 10_000, PHRASE), 3, 1, 2, Split.HELD_OUT)}) == 5
-
-
-# --- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("interruption", "message"),
-    [
-        (
-            Interruption(5, 9, "Time is up.</think>"),
-            r"phrase 'Time is up.</think>': the tokenizer of model\.path cannot",
-        ),
-        (Interruption(5, 9, "time is up."), r"phrase 'time is up.' does not end the thought: add </think>"),
-        (Interruption(5, 9, "</think> or <think>"), "does not end the thought"),
-        (Interruption(5, 9, "</think><eos>"), r"has end tokens of model\.path in it: \[1\]"),
-        (
-            Interruption(5, 80, PHRASE),
-            r"after maxTokens \(80\) the 20 tokens of the phrase leave no room for an answer within "
-            r"recipe\.maxCompletionTokens \(100\)",
-        ),
-    ],
-)
-def test_interruption_that_does_not_fit_is_refused(
-    codec: PromptCodec, interruption: Interruption, message: str
-) -> None:
-    with pytest.raises(InterruptionProblem, match=r"^recipe\.length\.interruption.*" + message):
-        phrase_token_ids(interruption, codec, 100)
-
-
-def test_phrase_that_just_fits_is_accepted(codec: PromptCodec) -> None:
-    phrase = phrase_token_ids(Interruption(5, 79, PHRASE), codec, 100)
-    assert phrase is not None
-    assert phrase.tolist() == ids(PHRASE)
-    assert END not in phrase
-
-
-def test_tokenizer_without_thoughts_interrupts_none(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    vocabulary = {"<pad>": 0, "<eos>": END} | {c: i + 2 for i, c in enumerate("0123456789+=")}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    codec = PromptCodec(tmp_path, PromptSpec(), context_tokens=64)
-    assert phrase_token_ids(INTERRUPTION, codec, 6) is None
+    assert len({*others, at(Interruption(5, 10_000, PHRASE_IDS), 3, 1, 2, Split.HELD_OUT)}) == 5

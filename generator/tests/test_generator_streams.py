@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in_vllm import COUNTED, ENDLESS, REFUSED, counted
 
-from scalerl_api.wire import MASKED, Lease, Split
+from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
@@ -27,7 +27,7 @@ from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts import sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient
-from scalerl_generator.vllm_replies import GenerationFailed, Part, ServerRefused, Span
+from scalerl_generator.vllm_replies import UNVERSIONED, GenerationFailed, Part, ServerRefused, Span
 
 LENGTH = 400
 PROMPT = [LENGTH // 10, 7, COUNTED]
@@ -61,9 +61,8 @@ class Bench:
     def streams(self, prompt_ids: list[int], completions: int = 4, **changes: Any) -> CompletionStreams:
         lease = Lease(
             lease_id="l",
-            split=Split.TRAIN,
+            prompt=PromptRef(0, changes.pop("split", Split.TRAIN), 0),
             slot=0,
-            prompt_index=0,
             prompt_id="p",
             completions=completions,
             max_tokens=changes.pop("max_tokens", 2000),
@@ -175,6 +174,47 @@ async def test_versions_of_broken_stream_are_never_too_new(bench: Bench) -> None
     assert named[-1] > 0
 
 
+@pytest.mark.parametrize("split", list(Split))
+async def test_parts_that_arrive_after_update_are_not_called_newer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, split: Split
+) -> None:
+    """All were sampled by version 0, but all after the first wait on their way through an update; then the stream breaks."""
+    bench.server.breaks = [(257, "close")]
+    stream = bench.client.stream
+
+    async def late(prompt: list[int], *, on_part: Callable[[int, Part], None], **ask: Any) -> None:
+        parts: list[tuple[int, Part]] = []
+        try:
+            await stream(prompt, on_part=lambda index, part: parts.append((index, part)), **ask)
+        finally:
+            for number, (index, part) in enumerate(parts):
+                if number == 1 and bench.state.version == 0:
+                    bench.publish(1)
+                on_part(index, part)
+
+    monkeypatch.setattr(bench.client, "stream", late)
+    streams = bench.streams(PROMPT, completions=1, split=split)
+    await sample_plain(streams)
+    (completion,) = streams.completions
+    check_counted(completion)
+    # Which of them an update changed is not known, so an evaluation's are sampled again.
+    boundary = 257 if split is Split.TRAIN else 1
+    assert completion.weight_versions == (Span(0, 0, boundary), Span(1, boundary, LENGTH))
+    assert bench.tokens == LENGTH + 257 - boundary
+
+
+async def test_evaluation_keeps_parts_of_whole_answer_over_update(bench: Bench) -> None:
+    bench.server.seconds_per_token = 0.001
+    streams = bench.streams(PROMPT, completions=1, split=Split.HELD_OUT)
+    sampling = asyncio.create_task(sample_plain(streams))
+    await until(lambda: streams.completions[0].tokens)
+    bench.publish(1)
+    await sampling
+    check_counted(streams.completions[0])
+    assert [span.version for span in streams.completions[0].weight_versions] == [0, 1]
+    assert len(bench.server.requests) == 1
+
+
 async def test_short_completions_are_one_request(bench: Bench) -> None:
     streams = bench.streams([2, COUNTED], completions=16, max_tokens=UNSTREAMED_TOKENS)
     await sample_plain(streams)
@@ -221,6 +261,26 @@ async def test_unnoticed_restart_is_found_before_next_request(bench: Bench) -> N
     assert len(bench.server.requests) == 1
 
 
+@pytest.mark.parametrize(("fails", "call"), [("health", 1), ("health", 3), ("weight_version", 1)])
+async def test_new_start_during_check_is_not_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str, call: int
+) -> None:
+    """The answer to a check of the server is of a start that was noticed meanwhile, and holds no weights yet."""
+    start, calls = bench.state.start_count, itertools.count(1)
+
+    async def restarted() -> Any:
+        if next(calls) == call:
+            bench.state.mark_down()
+            bench.state.mark_up()
+        return False if fails == "health" else UNVERSIONED
+
+    monkeypatch.setattr(bench.client, fails, restarted)
+    assert not await bench.monitor.check_same_server(start)
+    assert bench.state.up
+    assert not bench.state.unpublished_start
+    assert not await bench.monitor.check_same_server(start), "the request's server is gone"
+
+
 @pytest.mark.parametrize("max_tokens", [2000, 50])
 async def test_tokens_of_unpublished_weights_lose_server(bench: Bench, max_tokens: int) -> None:
     bench.server.version = "default"
@@ -234,10 +294,11 @@ async def test_tokens_of_unpublished_weights_lose_server(bench: Bench, max_token
 
 
 def lease(**changes: Any) -> Lease:
-    fields: dict[str, Any] = {"split": Split.TRAIN, "slot": 3, "prompt_id": "p", "policy_version": 5}
+    prompt = PromptRef(0, changes.pop("split", Split.TRAIN), 0)
+    fields: dict[str, Any] = {"prompt": prompt, "slot": 3, "prompt_id": "p", "policy_version": 5}
     return Lease(
         **fields
-        | {"lease_id": "l", "prompt_index": 0, "completions": 1, "max_tokens": 64, "temperature": 1.0}
+        | {"lease_id": "l", "completions": 1, "max_tokens": 64, "temperature": 1.0}
         | {"remaining_seconds": 1.0}
         | changes
     )
@@ -257,11 +318,15 @@ def sampled_by(*versions: int) -> list[PartialCompletion]:
         ({"policy_version": 7}, (5, MASKED, 5), True),
         ({"policy_version": 8}, (5, 7), False),  # too old a token
         ({"policy_version": 4}, (4, 5), False),  # training went back
+        ({"policy_version": 6, "lost_version": 4}, (5, 6), True),
+        ({"policy_version": 6, "lost_version": 5}, (5, 6), False),  # there are two versions 5
         ({"slot": 4}, (5,), False),
         ({"prompt_id": "q"}, (5,), False),
         ({"max_tokens": 65}, (5,), False),
         ({"temperature": 0.5}, (5,), False),
         ({"split": Split.HELD_OUT}, (5,), False),
+        ({"prompt": PromptRef(0, Split.TRAIN, 1)}, (5,), False),
+        ({"prompt": PromptRef(1, Split.TRAIN, 0)}, (5,), False),
     ],
 )
 def test_kept_completions_are_of_same_work(
@@ -281,6 +346,13 @@ def test_kept_completions_of_evaluation_are_of_its_version() -> None:
     kept.put(held_out, sampled_by(5, 9))
     assert kept.take(lease(split=Split.HELD_OUT, policy_version=6)) is None
     assert kept.take(held_out) is not None
+
+
+def test_kept_completions_of_evaluation_are_not_of_lost_lineage() -> None:
+    """The trainer returned to a checkpoint and trained version 5 again."""
+    kept = KeptCompletions(max_sequences=8, max_staleness_steps=2)
+    kept.put(lease(split=Split.HELD_OUT), sampled_by(5))
+    assert kept.take(lease(split=Split.HELD_OUT, lost_version=7)) is None
 
 
 def test_kept_completions_are_bounded() -> None:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from scalerl_api.weights import lay_out, trailer
-from scalerl_api.wire import MASKED, GroupJoin, Lease, Split, TensorSpec, WeightReceive
+from scalerl_api.weight_layout import lay_out, trailer
+from scalerl_api.wire import MASKED, GroupJoin, Lease, PromptRef, Split, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.interruption import Interruption, ThoughtInterrupter
@@ -305,9 +305,8 @@ async def test_vllm_stream_equals_whole_answer(server: Server) -> None:
 
 LEASE = Lease(
     lease_id="l",
-    split=Split.TRAIN,
+    prompt=PromptRef(0, Split.TRAIN, 0),
     slot=0,
-    prompt_index=0,
     prompt_id="p",
     completions=16,
     max_tokens=SPAN_LIMIT,
@@ -320,17 +319,22 @@ LEASE = Lease(
 async def test_vllm_broken_streams_continue_as_one_completion(server: Server) -> None:
     """Log-probabilities are those of the whole sequence's, wherever the connection broke."""
     policy, prompt = new_weights(server.model, 6), [9, 8, 7]
-    state, parts, breaks = ServerState(), 0, 0
+    state, breaks = ServerState(), 0
     metrics = ActorMetrics(state, BusyClock())
 
     class Breaking(VllmClient):
-        """Every fourth part is lost with its connection, unless it is the last of its completion."""
+        """A request's third part is lost with its connection, unless it is the last of its completion.
+
+        By request, as one that breaks before it brings a token counts towards the attempts after which a lease fails.
+        """
 
         async def stream(self, *given: Any, on_part: Callable[[int, Part], None], **options: Any) -> None:
+            parts = 0
+
             def passed_on(index: int, part: Part) -> None:
                 nonlocal parts, breaks
                 parts += 1
-                if parts % 4 == 0 and not isinstance(part, Sampled):
+                if parts >= 3 and not isinstance(part, Sampled):
                     breaks += 1
                     raise ServerDown("the connection breaks here")
                 on_part(index, part)
@@ -377,9 +381,7 @@ async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> No
     async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
         return ["" for _ in completions]
 
-    strategy = ThoughtInterrupter(
-        Interruption(5, 40, "enough"), np.array(phrase, dtype=np.int32), 0, texts, metrics
-    )
+    strategy = ThoughtInterrupter(Interruption(5, 40, phrase), 0, texts, metrics)
     async with VllmClient(server.url, TOKEN) as client:
         sender = await connect(client, 7)
         await publish(client, sender, policy, 7)

@@ -20,6 +20,7 @@ from scalerl_tasks import (
     GradingPool,
     GymTask,
     Prompt,
+    Verdict,
     VerifierConfig,
     VerifierError,
     open_reasoning_gym,
@@ -27,7 +28,7 @@ from scalerl_tasks import (
 
 HALF = Prompt("half", "?", r"\frac{1}{2}")
 FOUR = Prompt("four", "2 + 2 =", "4")
-RIGHT, WRONG = Graded(1.0), Graded(0.0)
+RIGHT, WRONG = Graded(Verdict(1.0)), Graded(Verdict(0.0))
 TOWER = r"\boxed{9^{9^{9^{9}}}}"
 # A task whose import is quick, and whose scorer multiplies whatever numbers it is given: minutes, holding the lock.
 FACTORS = VerifierConfig("reasoning-gym", task=GymTask("prime_factorization", {}, seed=1, size=5))
@@ -145,7 +146,7 @@ async def test_score_group_survives_hostile_mathematics(tmp_path, monkeypatch):
         assert pool.counts.timeouts >= 2
     assert [g.score for g in graded] == [0.0, 1.0] * len(HOSTILE_MATH)
     assert all(g.error is None for g in graded[1::2])
-    assert graded[0] == Graded(0.0, "grading took longer than 1.5 s and was killed")
+    assert graded[0] == Graded(None, "grading took longer than 1.5 s and was killed")
     assert not list(tmp_path.iterdir())
 
 
@@ -199,7 +200,7 @@ async def test_audit_guard_refuses_evaluation_fallback(tmp_path):
     async with GradingPool(VerifierConfig("reasoning-gym", task=task)) as pool:
         good, bad, again = await pool.score_group(prompt, [prompt.answer, attack, prompt.answer])
     assert (good, again) == (RIGHT, RIGHT)
-    assert bad == Graded(0.0, "grading tried to turn text into code, which is refused")
+    assert bad == Graded(None, "grading tried to turn text into code, which is refused")
     assert not target.exists()
 
 
@@ -226,7 +227,7 @@ async def test_hanging_group_does_not_block_others():
         stuck = asyncio.create_task(pool.score_group(PRIME, [FOREVER, PRIME.answer]))
         await asyncio.sleep(0.2)
         for _ in range(5):
-            assert await pool.score_group(PRIME, [PRIME.answer, "5"]) == [RIGHT, Graded(0.01)]
+            assert await pool.score_group(PRIME, [PRIME.answer, "5"]) == [RIGHT, Graded(Verdict(0.01))]
         assert not stuck.done()
     with pytest.raises(GradingError, match="closed"):
         await stuck
@@ -234,7 +235,7 @@ async def test_hanging_group_does_not_block_others():
 
 async def test_score_group_reports_each_grade():
     told = []
-    async with GradingPool(FACTORS, timeout_seconds=0.5) as pool:
+    async with GradingPool(FACTORS, timeout_seconds=1.5) as pool:
         begun = time.monotonic()
         verdicts = await pool.score_group(
             PRIME, [PRIME.answer, FOREVER, "5"], on_graded=lambda: told.append(time.monotonic() - begun)
@@ -299,7 +300,7 @@ async def test_pool_survives_random_kills():
                     if one.error is None:
                         assert one.score == float(text.startswith("4"))
                     else:
-                        assert one == Graded(0.0, "the grader died 2 times on this completion")
+                        assert one == Graded(None, "the grader died 2 times on this completion")
                         wrong += 1
             await asyncio.sleep(0.05)
         stop.set()
@@ -341,23 +342,27 @@ async def test_pool_kills_stopped_grader():
         (pid,) = graders()
         os.kill(pid, signal.SIGSTOP)
         graded = await pool.score_group(FOUR, ["4", "4"])
-        assert graded[0] == Graded(0.0, "grading took longer than 1 s and was killed")
+        assert graded[0] == Graded(None, "grading took longer than 1 s and was killed")
         assert graded[1] == RIGHT
         wait_gone({pid})
 
 
 async def test_completion_fails_after_two_grader_deaths():
     async with GradingPool(FACTORS, timeout_seconds=60) as pool:
-        group = asyncio.create_task(pool.score_group(PRIME, [PRIME.answer, FOREVER, PRIME.answer]))
+        graded_first = asyncio.Event()
+        group = asyncio.create_task(
+            pool.score_group(PRIME, [PRIME.answer, FOREVER, PRIME.answer], on_graded=graded_first.set)
+        )
         killed: set[int] = set()
         async with asyncio.timeout(120):
+            await graded_first.wait()
             while len(killed) < 2:
                 await asyncio.sleep(0.2)
                 for pid in graders() - killed:
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
             graded = await group
-    assert graded == [RIGHT, Graded(0.0, "the grader died 2 times on this completion"), RIGHT]
+    assert graded == [RIGHT, Graded(None, "the grader died 2 times on this completion"), RIGHT]
 
 
 async def test_pool_close_ends_and_refuses_groups():
@@ -472,3 +477,47 @@ def test_pool_works_with_threads():
     thread.join(120)
     stop.set()
     assert found == [[RIGHT, WRONG]] * 20
+
+
+VERIFIER_WITH_PARTS = """
+import scalerl_tasks.verifiers as v
+from scalerl_tasks import Verdict
+
+class Parts:
+    name, part_names = "parts", ("outcome", "process")
+    def score(self, prompt, completion):
+        return eval_result[completion]
+    def check(self, prompt): ...
+    def samples(self):
+        return [(v.Prompt("sample", "", ""), "good")]
+
+eval_result = {
+    "good": Verdict(0.5, {"process": -2.5, "outcome": 1}),
+    "nan": Verdict(0.5, {"process": float("nan"), "outcome": 1}),
+    "other": Verdict(0.5, {"process": 1}),
+    "bare": True,
+    "high": Verdict(1.5, {"process": 1, "outcome": 1}),
+    "huge": 10**400,
+    "none": None,
+}
+v._OPENERS["parts"] = lambda config: Parts()
+v.VERIFIERS = tuple(v._OPENERS)
+"""
+
+
+async def test_parts_of_a_verdict_reach_the_caller(tmp_path, monkeypatch):
+    """A verifier that the grading process registers at its start; its part names are known here once it has started."""
+    (tmp_path / "sitecustomize.py").write_text(VERIFIER_WITH_PARTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with GradingPool(VerifierConfig("parts")) as pool:
+        assert pool.part_names == ("outcome", "process")
+        good, *bad = await pool.score_group(FOUR, ["good", "nan", "other", "bare", "high", "huge", "none"])
+    assert good == Graded(Verdict(0.5, {"outcome": 1.0, "process": -2.5}))
+    assert {g.verdict for g in bad} == {None}
+    assert [g.error for g in bad[:4]] == [
+        "the verifier gave nan as its part 'process', which is not finite",
+        "the verifier gave the parts ['process'], and declares ['outcome', 'process']",
+        "the verifier gave the parts [], and declares ['outcome', 'process']",
+        "the verifier gave 1.5, which is not in [0, 1]",
+    ]
+    assert all(g.error for g in bad[4:])

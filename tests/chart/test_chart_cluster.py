@@ -130,9 +130,9 @@ def test_kubeconform_finds_nothing_unknown(control_plane, helm, kubeconform, nam
     assert done.returncode != 0
 
 
-def test_its_pods_are_admitted_where_only_restricted_ones_are(control_plane, release):
+def test_pods_are_admitted_under_restricted_pod_security(control_plane, release):
     notes = release("install", RELEASE, str(CHART), "--wait", "--timeout", "60s")
-    assert "it takes care of the runs of all namespaces" in notes
+    assert "manages the runs in all namespaces" in notes
     assert f"helm -n {release.namespace} test {RELEASE}" in notes
     pods = control_plane.get("pods", "-n", release.namespace, "-l", "app.kubernetes.io/component=operator")
     assert len(pods["items"]) == 2
@@ -216,9 +216,7 @@ def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
     assert "ttlSecondsAfterFinished" not in back["spec"]
 
 
-def test_an_upgrade_by_the_page_keeps_what_was_set_and_has_the_values_that_are_new(
-    control_plane, release, tmp_path
-):
+def test_documented_upgrade_keeps_set_values_and_adds_new_defaults(control_plane, release, tmp_path):
     page = (ROOT / "docs" / "operations.md").read_text()
     (flags,) = re.findall(r"^helm upgrade scalerl charts/scalerl -n scalerl-system (.*)$", page, re.M)[1:2]
     release(
@@ -237,7 +235,7 @@ def test_an_upgrade_by_the_page_keeps_what_was_set_and_has_the_values_that_are_n
     assert control_plane.get("deployment", RELEASE, "-n", release.namespace)["spec"]["replicas"] == 3
 
 
-def test_runs_outlive_the_release_and_are_taken_up_again_by_a_newer_one(control_plane, release, tmp_path):
+def test_runs_survive_uninstall_and_are_adopted_by_a_newer_release(control_plane, release, tmp_path):
     here = release.namespace
     release("install", RELEASE, str(older_chart(tmp_path, before_ttl)))
     apply_once_served(control_plane, RUN, here)
@@ -249,7 +247,7 @@ def test_runs_outlive_the_release_and_are_taken_up_again_by_a_newer_one(control_
     assert with_ttl(control_plane, here)["spec"]["ttlSecondsAfterFinished"] == 60
 
 
-def test_a_crd_that_somebody_else_has_is_left_alone_until_it_is_handed_over(control_plane, release):
+def test_foreign_crd_is_unchanged_until_ownership_is_transferred(control_plane, release):
     control_plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds" / CRD))
     with pytest.raises(HelmError, match="exists and cannot be imported"):
         release("install", RELEASE, str(CHART))
@@ -288,7 +286,7 @@ def test_who_may_edit_a_namespace_may_edit_its_runs(control_plane, release):
     assert not may("eve", "list")
 
 
-def test_the_commands_of_the_page_are_understood(control_plane, release):
+def test_documented_commands_work(control_plane, release):
     page = (ROOT / "docs" / "operations.md").read_text()
     assert "helm install scalerl charts/scalerl" in page
     release("install", RELEASE, str(CHART), "--set", "images.registry=registry.example.com/team")

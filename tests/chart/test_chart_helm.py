@@ -1,4 +1,4 @@
-"""What helm makes of the chart. `SCALERL_UPDATE_SNAPSHOTS=1` writes the snapshots anew; look at the difference."""
+"""What helm makes of the chart. `SCALERL_UPDATE_SNAPSHOTS=1` writes the snapshots again; look at the difference."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_helm_refuses_what_cannot_be_meant(helm, options, told):
 
 
 ALERT = "metrics.rules.alerts.ScaleRLRunStalled"
-OWN_LABEL = (
-    "labels of app.kubernetes.io/ and helm.sh/ are the chart's own, by which its objects find each other"
-)
+OWN_LABEL = "labels of app.kubernetes.io/ and helm.sh/ are reserved: the chart selects its objects by them"
 BYTES = "must be an amount of bytes like 512Mi or 2Gi"
 CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
 
@@ -66,12 +64,12 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
     [
         ({"curvefit": {"port": 8080}}, "curvefit.port: 8080 is the operator's own port in the same pod; choose another"),
         ({"curvefit": {"metricsPort": 8080}}, "curvefit.metricsPort: 8080 is the operator's own port in the same pod"),
-        ({"curvefit": {"metricsPort": 8090}}, "curvefit.metricsPort: is curvefit.port too; choose another"),
+        ({"curvefit": {"metricsPort": 8090}}, "curvefit.metricsPort: is the same as curvefit.port; choose another"),
         ({"operator": {"extraEnv": [{"name": "SCALERL_LEASE", "value": "x"}]}}, "operator.extraEnv[0].name: SCALERL_LEASE: the chart itself sets variables that begin with SCALERL_ or POD_NAME"),
         ({"operator": {"extraEnv": [{"name": "POD_NAME", "value": "x"}]}}, "operator.extraEnv[0].name: POD_NAME: the chart itself sets"),
         ({"operator": {"extraEnv": [{"name": "A-B", "value": "x"}]}}, 'operator.extraEnv[0].name: "A-B": must be a variable\'s name'),
-        ({"operator": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "operator.extraEnv: A is there twice"),
-        ({"operator": {"extraEnv": [{"name": "A", "value": "1", "valueFrom": {}}]}}, "operator.extraEnv[0]: A has both value and valueFrom; give one"),
+        ({"operator": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}}, "operator.extraEnv: A is given twice"),
+        ({"operator": {"extraEnv": [{"name": "A", "value": "1", "valueFrom": {}}]}}, "operator.extraEnv[0]: A has both value and valueFrom; set one"),
         # Labels, and keys that are the chart's own: set again, they would be there twice.
         ({"podLabels": {"app.kubernetes.io/name": "x"}}, f"podLabels: app.kubernetes.io/name: {OWN_LABEL}"),
         ({"podLabels": {"team": "rl!"}}, 'podLabels.team: "rl!": must be at most 63 letters'),
@@ -82,10 +80,10 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
         ({"serviceAccount": {"annotations": {"no key": "x"}}}, 'serviceAccount.annotations: "no key"'),
         ({"metrics": {"labels": {"app.kubernetes.io/name": "x"}}}, f"metrics.labels: app.kubernetes.io/name: {OWN_LABEL}"),
         ({"metrics": {"dashboards": {"labels": {"helm.sh/chart": "x"}}}}, f"metrics.dashboards.labels: helm.sh/chart: {OWN_LABEL}"),
-        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"severity": "x"}}}}}}, f"{ALERT}.labels: severity has a value of its own: {ALERT}.severity"),
+        ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"severity": "x"}}}}}}, f"{ALERT}.labels: set severity by {ALERT}.severity"),
         ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"labels": {"a-b": "x"}}}}}}, f'{ALERT}.labels: "a-b": must be a label of Prometheus'),
         # Images, as a container runtime reads them.
-        ({"images": {"registry": "https://registry.example.com/"}}, "an image's name has no https:// before it; write registry.example.com"),
+        ({"images": {"registry": "https://registry.example.com/"}}, "an image name has no scheme https://; write registry.example.com"),
         ({"images": {"registry": "registry.example.com/UPPER"}}, 'images.registry: "registry.example.com/UPPER": must be a host, with a port and a path in lower case'),
         ({"images": {"operator": {"repository": "UPPER/Case"}}}, "images.operator.repository"),
         ({"images": {"operator": {"repository": "/a"}}}, "images.operator.repository"),
@@ -111,19 +109,19 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
         ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, BYTES),
         ({"curvefit": {"resources": {"limits": {"memory": "..."}}}}, f'curvefit.resources.limits.memory: "...": {BYTES}'),
         ({"curvefit": {"resources": {"requests": {"cpu": "1 core"}}}}, 'curvefit.resources.requests.cpu: "1 core": must be an amount like 2 or 500m'),
-        ({"curvefit": {"resources": {"requests": {"memroy": "1Gi"}}}}, "curvefit.resources.requests.memroy: is no resource; there are cpu, memory"),
+        ({"curvefit": {"resources": {"requests": {"memroy": "1Gi"}}}}, "curvefit.resources.requests.memroy: is not a resource name; use cpu, memory"),
         # Addresses.
         ({"networkPolicy": {"apiServer": {"cidrs": ["999.1.1.1/99"]}}}, f'networkPolicy.apiServer.cidrs[0]: "999.1.1.1/99": {CIDR}'),
         ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/8", "10.0.0.0/33"]}}}, f'cidrs[1]: "10.0.0.0/33": {CIDR}'),
         ({"networkPolicy": {"apiServer": {"cidrs": ["fd00:::/8"]}}}, CIDR),
         ({"networkPolicy": {"apiServer": {"cidrs": [""]}}}, CIDR),
         # Durations.
-        ({"metrics": {"serviceMonitor": {"interval": "0s"}}}, 'metrics.serviceMonitor.interval: "0s": must be more than nothing'),
+        ({"metrics": {"serviceMonitor": {"interval": "0s"}}}, 'metrics.serviceMonitor.interval: "0s": must be greater than 0'),
         ({"metrics": {"serviceMonitor": {"interval": "15"}}}, 'metrics.serviceMonitor.interval: "15": must be a duration like 15s'),
         ({"metrics": {"podMonitor": {"interval": "15s1m"}}}, 'metrics.podMonitor.interval: "15s1m": must be a duration'),
         ({"metrics": {"rules": {"alerts": {"ScaleRLRunStalled": {"for": ""}}}}}, f'{ALERT}.for: "": must be a duration like 15m or 0s'),
-        ({"podDisruptionBudget": {"minAvailable": 0}}, "podDisruptionBudget.minAvailable: 0: must be a number from 1, or a share"),
-        ({"podDisruptionBudget": {"minAvailable": "0%"}}, "podDisruptionBudget.minAvailable: 0%: must be a number from 1, or a share"),
+        ({"podDisruptionBudget": {"minAvailable": 0}}, "podDisruptionBudget.minAvailable: 0: must be a number from 1 or a percentage"),
+        ({"podDisruptionBudget": {"minAvailable": "0%"}}, "podDisruptionBudget.minAvailable: 0%: must be a number from 1 or a percentage"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip

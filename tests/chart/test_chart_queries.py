@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from metrics_catalogue import registered
 from promql import NotUnderstood, grouped_labels, selectors
 from queries import ALERTS, CHART, DASHBOARDS, ROOT, alerts, dashboards, rules
+from registered_metrics import registered
 
 from scalerl_api import wire
 
@@ -58,9 +58,10 @@ def test_phases_that_queries_name_exist():
                     assert wire.Phase(value)
 
 
-def test_statistics_of_steps_that_queries_name_are_kept_by_the_trainer():
+def test_step_statistics_in_queries_exist_in_the_trainer():
     source = "".join(
-        (ROOT / "trainer/src/scalerl_trainer" / name).read_text() for name in ("leader.py", "batch.py")
+        (ROOT / "trainer/src/scalerl_trainer" / name).read_text()
+        for name in ("leader.py", "batch.py", "algo/kl.py", "algo/distillation.py")
     )
     for asked in ALL:
         for selector in selectors(asked.expr):

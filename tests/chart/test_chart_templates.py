@@ -28,7 +28,7 @@ def operators_roles(name: str) -> list[Object]:
     ]
 
 
-def test_the_table_of_what_is_needed_has_every_kind_that_the_operator_knows():
+def test_table_of_permissions_covers_every_kind_of_the_operator():
     assert set(NEEDED) == set(KINDS)
 
 
@@ -43,7 +43,7 @@ def test_the_operator_may_do_what_it_does_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_nothing_is_granted_by_a_wildcard_and_every_role_is_bound_to_the_operator(name):
+def test_roles_have_no_wildcards_and_are_bound_to_the_operator(name):
     account = of_kind(name, "Deployment")[0]["spec"]["template"]["spec"]["serviceAccountName"]
     bound = {
         (binding["roleRef"]["kind"], binding["metadata"].get("namespace"), binding["roleRef"]["name"])
@@ -147,7 +147,7 @@ def test_prometheus_finds_the_metrics_of_the_curve_fit_service(name):
         assert jobs == {"http": "scalerl-operator", open_["name"]: "scalerl-curvefit"}
 
 
-def test_without_the_curve_fit_service_nobody_is_told_of_one():
+def test_no_forecast_url_without_curve_fit_service():
     assert set(containers("namespaced")) == {"operator"}
     assert "SCALERL_SIDECAR_URL" not in environment("namespaced")
     assert "curvefit" not in str(of_kind("namespaced", "Service", "NetworkPolicy", "ServiceMonitor"))
@@ -194,7 +194,7 @@ def test_the_operator_reaches_the_coordinators_of_runs(name):
     assert [port["port"] for port in to_runs["ports"]] == [names.PORTS["http"]]
 
 
-def test_prometheus_finds_the_pods_of_runs_and_calls_them_by_their_run():
+def test_pod_monitor_selects_pods_of_runs_and_labels_them():
     (monitor,) = of_kind("everything", "PodMonitor")
     for role in (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER):
         assert (
@@ -212,7 +212,7 @@ def test_prometheus_finds_the_pods_of_runs_and_calls_them_by_their_run():
             assert "".join(c if c.isalnum() else "_" for c in name) == label
 
 
-def test_monitoring_is_off_by_default_and_needs_no_prometheus_operator():
+def test_monitoring_is_off_by_default_without_prometheus_crds():
     groups = {obj["apiVersion"].split("/")[0] for obj in CHARTS["default"]}
     assert "monitoring.coreos.com" not in groups
     assert len(of_kind("everything", "ServiceMonitor", "PodMonitor", "PrometheusRule")) == 3

@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from metrics_catalogue import Registered, expositions, registered
+from registered_metrics import Registered, expositions, registered
 
 # The client library names its own.
 METRICS = [metric for metric in registered() if not metric.name.startswith("process_")]
@@ -34,7 +34,7 @@ def named(metric: Registered) -> str:
     return metric.name
 
 
-def test_every_process_shows_its_own_memory_and_cpu_and_no_series_of_when_it_began_to_count():
+def test_every_process_exports_memory_and_cpu_without_created_series():
     """A `_created` series beside each counter and histogram doubles what Prometheus stores, and nothing reads it."""
     shown = expositions()
     assert len(shown) == len(PREFIXES)

@@ -46,27 +46,64 @@ BASE: Final[Object] = {
     },
 }
 
+_OP_GRAPH: Final[Object] = {"operations": [2, 4]}
+
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
     "model.path": {"model": {"scratch": None, "path": "/data/model"}},
     "model.scratch.hiddenSize": {"model": {"scratch": {"hiddenSize": 64}}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
+    "task.opGraph.contexts": {
+        "task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"contexts": {"school": "1"}}}
+    },
+    "task.opGraph.modes": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"modes": ["reverse"]}}},
+    "task.opGraph.distractors": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"distractors": 0}}},
+    "task.opGraph.seed": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"seed": 1}}},
+    "task.opGraph.size": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"size": 5000}}},
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
     "warmStart.steps": {"warmStart": {"steps": 1}},
     "warmStart.batchSize": {"warmStart": {"steps": 1, "batchSize": 8}},
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
+    "warmStart.jsonl.path": {"warmStart": {"steps": 1, "jsonl": {"path": "/data/a.jsonl"}}},
+    "budget.maxComputeTokens": {"budget": {"maxComputeTokens": 1_000_000}},
+    "budget.split.beta": {
+        "warmStart": {"steps": 1},
+        "budget": {"maxComputeTokens": 1000, "split": {"beta": "0.2"}},
+    },
     "recipe.offPolicy.ppo.stepsPerBatch": {
         "recipe": {"offPolicy": {"pipeline": None, "ppo": {"stepsPerBatch": 2}}}
     },
     "recipe.loss.reinforce": {"recipe": {"loss": {"reinforce": {}}}},
     "recipe.correction.none": {"recipe": {"correction": {"truncated": {}}}},
+    "recipe.kl.none": {"recipe": {"kl": {"penalty": {"coefficient": "0.04"}}}},
+    "recipe.kl.penalty.estimator": {
+        "recipe": {"kl": {"penalty": {"coefficient": "0.04", "estimator": "k2"}}}
+    },
+    "recipe.distillation.teacher.url": {"recipe": {"distillation": {"teacher": {"url": "http://teacher"}}}},
+    "recipe.distillation.teacher.model": {
+        "recipe": {"distillation": {"teacher": {"url": "http://teacher", "model": "large"}}}
+    },
+    "recipe.distillation.coefficient": {
+        "recipe": {"distillation": {"teacher": {"url": "http://teacher"}, "coefficient": "0.5"}}
+    },
+    "recipe.distillation.rewards": {
+        "recipe": {"distillation": {"teacher": {"url": "http://teacher"}, "rewards": "Added"}}
+    },
     "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
-    "recipe.curriculum.uniform": {"recipe": {"curriculum": {"noPositiveResampling": {}}}},
+    "recipe.curriculum.uniform": {"recipe": {"curriculum": {"uniform": {}}}},
     "recipe.curriculum.difficultyPools.edges": {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"], "weights": [1, 1, 1]}}}
+    },
+    "recipe.curriculum.sec.edges": {"recipe": {"curriculum": {"sec": {"edges": [3, 7]}}}},
+    "recipe.curriculum.sec.learningRate": {
+        "recipe": {"curriculum": {"sec": {"edges": [3], "learningRate": "0.25"}}}
+    },
+    "recipe.curriculum.sec.temperature": {
+        "recipe": {"curriculum": {"sec": {"edges": [3], "temperature": 1}}}
     },
     "recipe.curriculum.difficultyPools.weights": {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.5"], "weights": [2, 3]}}}

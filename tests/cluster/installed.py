@@ -108,7 +108,7 @@ class Run:
             *("-p", json.dumps({"spec": spec})),
         )
 
-    def goes_on(self, seconds: float, steps: int = 1) -> float:
+    def continues(self, seconds: float, steps: int = 1) -> float:
         """Seconds until it has trained more steps than now."""
         now = self.step()
         return until(lambda: self.step() >= now + steps, seconds, f"step {now + steps}")

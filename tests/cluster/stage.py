@@ -189,12 +189,17 @@ class Stage:
         """What the watches and the pollers would have brought, then one look."""
         await self.watch()
         # What the pollers would have: an answer to each look that waits for one wakes the run again.
-        await self.reconciler.coordinators.ask_all()
+        await self.ask_coordinators()
         wait = await self.reconciler.reconcile((self.namespace, name))
-        if self.reconciler.coordinators.awaited:
-            await self.reconciler.coordinators.ask_all()
+        if not all(held.known for held in self.reconciler.coordinators._pollers.values()):
+            await self.ask_coordinators()
             wait = await self.reconciler.reconcile((self.namespace, name))
         return wait
+
+    async def ask_coordinators(self) -> None:
+        """What the pollers do from time to time."""
+        pollers = self.reconciler.coordinators
+        await asyncio.gather(*(pollers.ask(uid) for uid in pollers._pollers))
 
     async def watch(self) -> None:
         """What the watches would have brought."""
@@ -399,7 +404,7 @@ async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        fenced = KubeApi(configuration, observer=calls, fence=lambda: there.may_write())
+        fenced = KubeApi(configuration, on_call=calls.called, fence=lambda: there.may_write())
         api = await stack.enter_async_context(fenced)
         own = await stack.enter_async_context(KubeApi(configuration))
         there = Stage(api, own, calls, namespace, cluster.kubectl)

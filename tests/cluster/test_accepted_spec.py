@@ -1,4 +1,4 @@
-"""A spec that is no longer valid leaves no run unsupervised: the operator goes on with the one that it accepted last."""
+"""A spec that is no longer valid leaves no run unsupervised: the operator continues with the one that it accepted last."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def accepted(run: Object) -> Object:
     return next(c for c in run["status"]["conditions"] if c["type"] == "Accepted")
 
 
-async def test_a_run_goes_on_with_the_spec_accepted_before_and_with_its_own_once_that_is_valid(
+async def test_run_continues_with_last_accepted_spec_until_valid(
     there: Stage,
 ) -> None:
     await there.start(tiny())
@@ -112,6 +112,6 @@ async def test_of_a_run_that_was_never_accepted_nothing_is_made(there: Stage) ->
     await there.create(run)
     run = await there.looks(lambda r: bool(condition(r, "Accepted")), times=1)
     assert condition(run, "Accepted") == "SpecInvalid"
-    assert "goes on" not in accepted(run)["message"]
+    assert "continues" not in accepted(run)["message"]
     assert [c["metadata"]["name"] for c in await there.all("ConfigMap")] == ["kube-root-ca.crt"]
     assert "acceptedSpec" not in run["status"]

@@ -10,7 +10,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_operator.controller.apply import SEARCH_SECONDS
-from scalerl_operator.controller.coordinator_access import CHECK_SECONDS
+from scalerl_operator.controller.coordinator_poller import CHECK_SECONDS
 from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster
@@ -29,7 +29,7 @@ async def strip(there: Stage, kind: str, name: str, *only: str) -> Object:
 
 
 @pytest.mark.parametrize("only", [(), ("scalerl.dev/run-uid",)], ids=["all", "the run's uid"])
-async def test_labels_that_somebody_takes_off_come_back(there: Stage, only: tuple[str, ...]) -> None:
+async def test_removed_labels_are_restored(there: Stage, only: tuple[str, ...]) -> None:
     """By its owner an object is the run's still."""
     await there.start(tiny())
     await there.look()
@@ -59,9 +59,7 @@ async def test_labels_that_somebody_takes_off_come_back(there: Stage, only: tupl
     [(), ("scalerl.dev/run",), ("scalerl.dev/run-uid",), ("app.kubernetes.io/component",)],
     ids=["all", "the run's name", "the run's uid", "the role"],
 )
-async def test_a_coordinators_pod_without_its_labels_is_made_anew(
-    there: Stage, only: tuple[str, ...]
-) -> None:
+async def test_coordinator_pod_without_labels_is_recreated(there: Stage, only: tuple[str, ...]) -> None:
     await there.start(tiny())
     pod = await strip(there, "Pod", f"{NAME}-coordinator-0", *only)
     await there.look()
@@ -76,7 +74,7 @@ async def test_a_coordinators_pod_without_its_labels_is_made_anew(
     assert any("labels were removed" in text for _, text in await there.events())
 
 
-async def test_a_pod_of_that_name_that_is_somebody_elses_is_left_alone(there: Stage) -> None:
+async def test_foreign_pod_of_same_name_is_unchanged(there: Stage) -> None:
     container = {"name": "theirs", "image": "theirs:1"}
     pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}
     await there.create(pod | {"metadata": {"name": f"{NAME}-coordinator-0"}})
@@ -116,7 +114,7 @@ async def test_a_token_that_is_refused_is_read_again(there: Stage) -> None:
     await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready", times=3)
 
 
-async def test_labels_of_a_job_that_admission_lets_nobody_write_fail_no_look(there: Stage) -> None:
+async def test_job_labels_refused_by_admission_fail_no_reconcile(there: Stage) -> None:
     """As Kueue's webhook does with the queue of a Job that it has let in."""
     await there.start(tiny())
     await strip(there, "Job", f"{NAME}-trainer-1", "app.kubernetes.io/name")

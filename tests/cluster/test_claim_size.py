@@ -83,7 +83,7 @@ async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_s
     await there.look()
     assert await size(there) == "3Gi"
     with pytest.raises(
-        errors.Invalid, match=r"storage\.size can only be raised: Kubernetes shrinks no claim"
+        errors.Invalid, match=r"storage\.size can only be raised: Kubernetes does not shrink claims"
     ):
         await there.edit(*THE_RUN, sized("2Gi"))
     await there.edit(*THE_RUN, sized("3072Mi"))

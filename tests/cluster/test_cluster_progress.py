@@ -1,4 +1,4 @@
-"""What takes minutes says that it goes on, how far it is, and how it ended."""
+"""What takes minutes says that it continues, how far it is, and how it ended."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def gated(served: Cluster, folder: Path) -> AsyncIterator[tuple[Cluster, G
         yield Cluster(path, served.kubectl_program), gate
 
 
-async def test_an_operator_that_is_cut_off_stops_leading_and_goes_on_when_it_is_back(
+async def test_disconnected_operator_stops_leading_and_resumes(
     served: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     async def prepare_of(run: str) -> str:

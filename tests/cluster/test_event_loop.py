@@ -104,7 +104,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
     return {what: float(seconds) for what, seconds in SLOW.findall(words(log)[began:])}
 
 
-def test_what_holds_the_loop_is_found_in_the_words_of_asyncio() -> None:
+def test_blocking_callback_is_found_in_asyncio_log() -> None:
     """The control: a callback of 150 ms, as asyncio says it to the log of a process like the operator's."""
     code = (
         "import asyncio, logging, time\n"
@@ -124,7 +124,7 @@ def test_what_holds_the_loop_is_found_in_the_words_of_asyncio() -> None:
     assert found("") == []
 
 
-async def test_no_look_holds_the_loop(control_plane: Cluster, tmp_path: Path) -> None:
+async def test_no_reconcile_blocks_event_loop(control_plane: Cluster, tmp_path: Path) -> None:
     found = dict[str, float]()
     for turn in range(TIMES):
         found = await held(control_plane, f"loop-{turn}", tmp_path / f"{turn}.log")

@@ -10,7 +10,7 @@ from scalerl_operator.controller.conditions import QUIET_SECONDS
 pytestmark = pytest.mark.cluster
 
 
-async def test_five_hundred_slots_given_up_are_one_event(there: Stage) -> None:
+async def test_five_hundred_lost_slots_are_one_event(there: Stage) -> None:
     await there.start(tiny())
     for _ in range(5):
         there.coordinator.given_up += 100

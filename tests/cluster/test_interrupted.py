@@ -229,7 +229,7 @@ COURSES: tuple[tuple[LifecycleDecision, int], ...] = (
 """Each with the first scene in which operators are cut off: what comes before is cut off in another one."""
 
 
-async def test_after_whichever_write_an_operator_ends_the_next_one_goes_on(served: Cluster) -> None:
+async def test_operator_killed_after_any_write_is_succeeded(served: Cluster) -> None:
     async with AsyncExitStack() as stack:
         theres = await stages(stack, served, len(COURSES))
         undisturbed = await asyncio.gather(

@@ -15,6 +15,7 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from scalerl_api.load import run_from_object
+from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import GROUP, PLURAL, VERSION
 from scalerl_api.status import RunStatus
 from scalerl_operator import crd
@@ -193,6 +194,23 @@ def test_the_server_fills_in_what_the_models_do(stored: Object) -> None:
     assert spec == shown(written)
 
 
+def test_names_of_the_release_before_are_kept_and_read(server: Server) -> None:
+    """With the defaults that its API server wrote: they are not pruned, and not what a default would give instead."""
+    loss = {"name": "GRPO", "ratioCap": "5", "clipLow": "0.2", "clipHigh": "0.3"}
+    old = {"loss": loss, "advantageNormalization": "Group", "maxStalenessSteps": 3, "fp32Head": False}
+    created = server.create(merged(BASE, {"spec": {"recipe": old}}), dry_run="All")
+    recipe = run_from_object(created).spec.recipe
+    assert recipe.loss.ppo_clip is not None
+    assert recipe.loss.ppo_clip.clip_high == "0.3"
+    assert recipe.max_staleness_steps == 3
+    assert (recipe.advantage.normalization, recipe.fp32_logits) == ("Group", "None")
+    newer = merged(created, {"spec": {"recipe": {"preset": "dapo"}}})
+    assert (
+        run_from_object(newer).spec.recipe.model_dump()
+        == RecipeSpec(preset="dapo", max_completion_tokens=16).model_dump()
+    )
+
+
 def test_a_field_that_is_null_is_one_that_is_absent(server: Server) -> None:
     run = merged(BASE, {})
     run["spec"] |= {"seed": None, "warmStart": None, "generator": None}
@@ -271,8 +289,8 @@ def test_a_status_is_stored_whole_and_leaves_the_spec_alone(server: Server, stor
     assert "Duplicate value" in refusal(refused.value)
 
 
-def test_a_run_that_was_taken_before_there_was_a_rule_goes_on(server: Server) -> None:
-    """Its status is written, and it can be suspended; who breaks the rule anew is refused."""
+def test_run_accepted_before_a_rule_continues(server: Server) -> None:
+    """Its status is written, and it can be suspended; who breaks the rule again is refused."""
     without = crd.definition()
     schema = without["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del schema["x-kubernetes-validations"]

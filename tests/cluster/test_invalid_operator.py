@@ -78,7 +78,7 @@ async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: C
             if case.condition == "Prepared":
                 return
             await preparing
-            assert run["status"]["phase"] == "Running", "what has a place goes on"
+            assert run["status"]["phase"] == "Running", "what has a place continues"
         finally:
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)

@@ -272,7 +272,7 @@ async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(te
     assert any(name.startswith(f"Pod {generator}") for name in holding)
 
 
-async def test_nobody_fights_over_what_kueue_adds(team: Team) -> None:
+async def test_fields_of_kueue_are_not_contested(team: Team) -> None:
     """It labels pod templates, gates pods and starts Jobs; the operator applies the same objects."""
     await team.starts(4)
 
@@ -302,7 +302,7 @@ async def test_nobody_fights_over_what_kueue_adds(team: Team) -> None:
     assert not [said for said in await team.there.events() if said[0] == "RepairedDrift"]
 
 
-async def test_a_trainer_that_others_displace_saves_and_goes_on_when_it_is_let_in_again(team: Team) -> None:
+async def test_preempted_trainer_checkpoints_and_resumes_when_admitted(team: Team) -> None:
     await team.starts(3)
     await team.there.create(urgent(2))
     began = time.monotonic()
@@ -326,7 +326,7 @@ async def test_a_trainer_that_others_displace_saves_and_goes_on_when_it_is_let_i
     assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
 
 
-async def test_a_generator_that_others_displace_is_missed_and_comes_back(team: Team) -> None:
+async def test_preempted_generator_is_reported_and_recreated(team: Team) -> None:
     await team.starts(3)
     await team.there.create(urgent(1))
     run = await team.reaches("lacks it", lambda r: condition(r, "GeneratorsReady") == "WaitingForQuota")

@@ -184,7 +184,7 @@ async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
         assert answer[1] == "does not lead, and who does is not known\n"
 
 
-async def test_a_coordinator_is_told_nothing_by_who_does_not_lead(
+async def test_non_leader_sends_no_request_to_coordinator(
     control_plane: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage(control_plane, f"fence-{uuid.uuid4().hex[:8]}") as there:

@@ -13,7 +13,7 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_api.load import run_from_object
-from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.observe import rfc3339
 
 pytestmark = pytest.mark.cluster
@@ -95,7 +95,7 @@ async def test_from_nothing_to_completed(there: Stage) -> None:
     assert {"Accepted", "Preparing", "Prepared", "Running", "Completed", "BudgetReached"} <= told
 
 
-async def test_a_look_that_finds_all_well_writes_nothing(there: Stage) -> None:
+async def test_idle_reconcile_writes_nothing(there: Stage) -> None:
     await there.start(tiny())
     await there.look()
     before = there.calls.writes
@@ -234,7 +234,7 @@ async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
 
 
-async def test_a_token_that_somebody_deletes_comes_back_as_it_was(there: Stage) -> None:
+async def test_deleted_token_is_restored(there: Stage) -> None:
     """The operator cannot watch Secrets: it hears of it from the kubelet, when a pod does not find it."""
     await there.start(tiny())
     token = await there.get("Secret", "tiny-addition-token")
@@ -423,7 +423,7 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     await there.looks(lambda r: condition(r, "TrainerReady") == "Ready" and there.coordinator.told[-1] == "")
 
 
-async def test_what_the_forecast_stops_is_suspended_until_a_person_resumes_it(there: Stage) -> None:
+async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
     await there.start(tiny(autoscaling={"mode": "Auto"}))
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "forecast"
     await there.end("trainer", 0, count=2)

@@ -19,7 +19,7 @@ from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS, S
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.refusals import TRIED_SECONDS
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
+from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 
@@ -174,7 +174,7 @@ async def is_made_and_does_not_begin(there: Stage) -> None:
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
 
 
-async def test_by_the_clock_only_what_events_alone_tell_is_looked_at(there: Stage) -> None:
+async def test_periodic_reconcile_reads_only_events(there: Stage) -> None:
     await is_made_and_does_not_begin(there)
     assert await there.look() == START_CHECK_SECONDS[0], "why a volume is not mounted, only events tell"
     await there.begin("prepare")
@@ -202,7 +202,7 @@ async def test_events_are_asked_for_after_a_while_and_now_and_then(there: Stage)
     assert await questions(ASK_SECONDS + 1.0) == 0
 
 
-async def test_a_coordinator_is_asked_once_a_look_and_sooner_again_while_its_word_is_awaited(
+async def test_coordinator_is_polled_once_a_reconcile_and_sooner_while_awaited(
     there: Stage,
 ) -> None:
     await there.start(tiny())

@@ -84,7 +84,7 @@ async def is_gone(there: Stage) -> bool:
     return await there.get("ScaleRLRun", NAME) is None
 
 
-async def test_deleted_in_the_foreground_it_waits_for_the_trainer_and_makes_nothing_anew(
+async def test_foreground_deletion_waits_for_trainer_and_recreates_nothing(
     there: Stage,
 ) -> None:
     await there.start(tiny(storage={"size": "1Gi", "onDelete": "Retain"}))
@@ -119,7 +119,7 @@ async def test_deleted_in_the_foreground_it_waits_for_the_trainer_and_makes_noth
     assert set(await objects(there)) <= set(before)
 
 
-async def test_drain_deletes_the_trainer_job_before_the_coordinator_when_nobody_answers(there: Stage) -> None:
+async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: Stage) -> None:
     """A run that is deleted, of a spec that is refused."""
     await there.start(tiny())
     await land(there, "trainer", 2)
@@ -167,7 +167,7 @@ async def test_a_run_that_is_let_go_and_that_somebody_else_still_holds_is_asked_
     await there.delete("ScaleRLRun", NAME)
     await there.looks(lambda r: r["metadata"]["finalizers"] == ["test/theirs"])
     asked = there.coordinator.asked
-    await there.reconciler.coordinators.ask_all()
+    await there.ask_coordinators()
     assert there.coordinator.asked == asked
     await there.edit("ScaleRLRun", NAME, {"metadata": {"finalizers": None}})
 

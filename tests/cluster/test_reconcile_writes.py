@@ -11,13 +11,34 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
-from scalerl_operator.controller.run_context import WORKLOADS
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS, RunState
+from scalerl_operator.controller.run_context import (
+    LONGEST_REPAIR_SECONDS,
+    REPAIR_SECONDS,
+    WORKLOADS,
+    RunState,
+)
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import first_difference
 from scalerl_operator.names import QUEUE, RENDERED_HASH
 
 pytestmark = pytest.mark.cluster
+
+
+_NO_CHANGE_OF_SERVICES = """
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {{name: {name}}}
+spec:
+  matchConstraints:
+    namespaceSelector: {{matchLabels: {{kubernetes.io/metadata.name: {namespace}}}}}
+    resourceRules: [{{apiGroups: [""], apiVersions: [v1], operations: [UPDATE], resources: [services]}}]
+  validations: [{{expression: "false", message: not this week}}]
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {{name: {name}}}
+spec: {{policyName: {name}, validationActions: [Deny]}}
+"""
 
 
 @pytest.mark.parametrize(
@@ -314,6 +335,51 @@ async def test_a_repair_that_is_withheld_is_made_when_it_is_due(there: Stage) ->
     spec = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec is not None
     assert spec["data"]["run.yaml"] != "{}"
+
+
+async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -> None:
+    """Also while the repair is withheld; other objects are applied meanwhile."""
+
+    async def until(*, refused: bool) -> None:
+        for _ in range(300):
+            try:
+                await there.edit("Service", "tiny-addition-coordinator", {"metadata": {"labels": {"a": "b"}}})
+                found = False
+            except errors.Invalid:
+                found = True
+            if found is refused:
+                return
+            await asyncio.sleep(0.1)
+
+    await there.start(tiny())
+    await there.look()
+    await there.edit("Service", "tiny-addition-trainer", {"spec": {"publishNotReadyAddresses": False}})
+    name = f"refuse-{there.namespace}"
+    there.kubectl(
+        "create", "-f", "-", stdin=_NO_CHANGE_OF_SERVICES.format(name=name, namespace=there.namespace)
+    )
+    await until(refused=True)
+    said = set()
+    for count in range(8):
+        await there.look()
+        run = await there.get("ScaleRLRun", "tiny-addition")
+        assert run is not None
+        degraded = next(c for c in run["status"]["conditions"] if c["type"] == "Degraded")
+        said.add((degraded["status"], degraded["reason"], "not this week" in degraded["message"]))
+        there.now += REPAIR_SECONDS / 2
+        if count == 2:
+            await there.edit("Deployment", "tiny-addition-generator", {"spec": {"replicas": 5}})
+    assert said == {("True", "ObjectRefused", True)}
+    live = await there.get("Deployment", "tiny-addition-generator")
+    assert live is not None
+    assert live["spec"]["replicas"] == 1
+    there.kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name)
+    await until(refused=False)
+    there.now += LONGEST_REPAIR_SECONDS
+    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=3)
+    service = await there.get("Service", "tiny-addition-trainer")
+    assert service is not None
+    assert service["spec"]["publishNotReadyAddresses"]
 
 
 async def test_what_admission_changes_is_asked_for_once(

@@ -112,7 +112,7 @@ def test_a_trainer_pod_is_killed_and_the_gang_comes_back(run: Run) -> None:
     run.cluster.kubectl("delete", "pod", pod, "-n", NAMESPACE, "--grace-period=0", "--force")
     took = until(lambda: run.status()["trainer"]["attempt"] > attempt, 600, "the next attempt")
     say("trainer pod killed, next attempt", took, 60)
-    say("and it trains from its checkpoint", run.goes_on(600, steps=2), 240)
+    say("and it trains from its checkpoint", run.continues(600, steps=2), 240)
     assert len(run.pods("generator")) == 1, "generators stayed up"
 
 
@@ -122,7 +122,7 @@ def test_a_generator_is_deleted_and_replaced(run: Run) -> None:
     run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
     replaced = until(lambda: run.pods("generator", ready=True), 600, "another generator")
     say("generator deleted, another one ready", replaced, 180)
-    say("and training goes on", run.goes_on(600), 120)
+    say("and training continues", run.continues(600), 120)
     assert run.status()["trainer"]["attempt"] == attempt, "the trainer noticed nothing"
 
 
@@ -133,7 +133,7 @@ def test_the_coordinator_is_killed(run: Run) -> None:
     )
     ready = until(lambda: run.pods("coordinator", ready=True), 600, "the coordinator")
     say("coordinator killed, ready again", ready, 90)
-    say("and training goes on", run.goes_on(600, steps=2), 120)
+    say("and training continues", run.continues(600, steps=2), 120)
 
 
 def test_the_leading_operator_is_killed(run: Run) -> None:
@@ -142,7 +142,7 @@ def test_the_leading_operator_is_killed(run: Run) -> None:
     cluster.kubectl("delete", "pod", first, "-n", OPERATORS, "--grace-period=0", "--force")
     took = until(lambda: leader(cluster) not in ("", first), 600, f"another holder of {LEASE}", every=0.2)
     say("operator killed, another one leads", took, 15)
-    run.goes_on(120)
+    run.continues(120)
     assert {o["metadata"]["uid"] for o in owned(run)} == before, "nothing made twice, nothing lost"
 
 
@@ -161,7 +161,7 @@ def scale(run: Run, count: int) -> None:
 @pytest.mark.full
 def test_generators_are_scaled_up_by_kubectl(run: Run) -> None:
     scale(run, 3)
-    run.goes_on(120)
+    run.continues(120)
 
 
 @pytest.mark.full
@@ -192,7 +192,7 @@ def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
         run.cluster.kubectl("uncordon", node)
     took = until(lambda: len(run.pods("generator", ready=True)) == 3, 600, "the third generator")
     say("uncordoned, all generators ready", took, 180)
-    say("and it trains from its checkpoint", run.goes_on(600, steps=2), 240)
+    say("and it trains from its checkpoint", run.continues(600, steps=2), 240)
     assert run.status()["trainer"]["attempt"] == attempt + 1
     assert resumed_at(run) == kept
 
@@ -203,7 +203,7 @@ def saved(run: Run) -> int:
 
 
 def resumed_at(run: Run) -> int:
-    """The step that the trainer went on at, in its own words."""
+    """The step that the trainer continued at, in its own words."""
     for pod in run.pods("trainer"):
         log = run.cluster.kubectl("logs", pod["metadata"]["name"], "-n", NAMESPACE)
         if (said := re.search(r"registered: version (\d+)", log)) is not None:
@@ -218,7 +218,7 @@ def names(pods: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.full
 def test_generators_are_scaled_down_by_kubectl(run: Run) -> None:
     scale(run, 1)
-    run.goes_on(120)
+    run.continues(120)
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 from replicas import until
 from stage import Coordinator, Stage, tiny
 
-from scalerl_operator import coordinator_poller
+from scalerl_operator.controller import coordinator_poller
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
@@ -44,7 +44,7 @@ async def with_coordinator(there: Stage, name: str, address: str) -> None:
     await there.edit("Pod", f"{name}-coordinator-0", {"status": status}, "status")
 
 
-async def test_forty_unreachable_coordinators_leave_a_healthy_runs_looks_prompt(
+async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_poller, "ANSWER_SECONDS", SILENT_SECONDS)

@@ -65,7 +65,7 @@ async def is_held(there: Stage, says: str) -> Object:
     return run
 
 
-async def test_a_claim_that_is_deleted_under_a_run_is_told_at_once_and_the_run_is_held_when_it_is_gone(
+async def test_deleted_claim_is_reported_at_once_and_holds_run(
     there: Stage,
 ) -> None:
     await there.start(tiny())
@@ -173,7 +173,7 @@ async def test_a_run_whose_coordinator_finds_an_empty_volume_is_held_and_goes_on
     assert "trained" not in spec_map["data"]
 
 
-async def test_a_claim_that_goes_under_a_working_run_is_not_made_anew(there: Stage) -> None:
+async def test_lost_claim_of_running_run_is_not_recreated(there: Stage) -> None:
     await there.start(tiny())
     await delete_claim(there)
     run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from bad_items.sitecustomize import is_clamped
 
 from scalerl_api import wire
 from scalerl_api.paths import RunPaths
@@ -48,7 +47,9 @@ class JournalCopy:
 class Audit:
     """Rollouts are those of training slots.
 
-    fates: rollouts of all closed slots: trained, filtered, skipped, given_up.
+    fates: rollouts of all closed slots: trained, filtered, skipped, given_up; refilled is a part of filtered.
+    prompts: of every slot, each prompt that it had, in order.
+    accepted: of every slot, the group of each of these prompts, in order.
     too_long, ungraded, masked_tokens: as in the summary's counts.
     clamped: accepted groups of a prompt that gets a token without a log-probability.
     skipped_steps: of the line of versions that the run ended with.
@@ -58,6 +59,8 @@ class Audit:
     """
 
     fates: Counter[str] = field(default_factory=Counter)
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    accepted: dict[int, list[r.GroupAccepted]] = field(default_factory=lambda: defaultdict(list))
     too_long: int = 0
     ungraded: int = 0
     masked_tokens: int = 0
@@ -69,8 +72,13 @@ class Audit:
     open: list[Place] = field(default_factory=list)
 
 
-def audit(journal: JournalCopy, completions: int) -> Audit:
-    """Count; asserts that each lease ends once and each slot is filled once."""
+def audit(
+    journal: JournalCopy, completions: int, is_clamped: Callable[[Sequence[int]], bool] = lambda ids: False
+) -> Audit:
+    """Count; asserts that each lease ends once, each slot is filled once, and a slot that is issued again has its prompt.
+
+    is_clamped: whether vLLM gave the first token of this prompt's first completion no log-probability.
+    """
     found, state = Audit(), CoordinatorState()
     leases: dict[str, Place] = {}
     ended: set[str] = set()
@@ -80,12 +88,19 @@ def audit(journal: JournalCopy, completions: int) -> Audit:
         record = r.decode(frame.header)
         match record:
             case r.LeasesIssued():
+                for slot, prompt in record.held_back:
+                    assert found.prompts.setdefault(slot, [prompt.index]) == [prompt.index]
                 for issue in record.issues:
                     lease_id = state.lease_id(issue.number)
                     assert lease_id not in leases, f"{lease_id} was given out twice"
-                    version = issue.policy_version if issue.split is wire.Split.HELD_OUT else -1
-                    leases[lease_id] = (issue.split.value, version, issue.slot)
+                    version = issue.policy_version if issue.prompt.split is wire.Split.HELD_OUT else -1
+                    leases[lease_id] = (issue.prompt.split.value, version, issue.slot)
                     found.issues[leases[lease_id]] += 1
+                    if issue.prompt.split is wire.Split.TRAIN:
+                        prompts = found.prompts.setdefault(issue.slot, [issue.prompt.index])
+                        assert prompts[-1] == issue.prompt.index, (
+                            f"slot {issue.slot} was issued with another prompt"
+                        )
             case r.LeaseClosed():
                 assert record.lease_id not in ended
                 ended.add(record.lease_id)
@@ -95,8 +110,15 @@ def audit(journal: JournalCopy, completions: int) -> Audit:
                 assert record.slot not in groups, f"slot {record.slot} was filled twice"
                 assert leases[record.lease_id] == ("train", -1, record.slot)
                 ended.add(record.lease_id)
-                groups[record.slot] = record
-                _tokens(found, record, msgspec.msgpack.decode(frame.blob, type=wire.Group))
+                found.accepted[record.slot].append(record)
+                if record.next_prompt is not None:
+                    found.prompts[record.slot].append(record.next_prompt.index)
+                    found.fates.update({"filtered": len(record.lengths), "refilled": len(record.lengths)})
+                else:
+                    groups[record.slot] = record
+                    group = msgspec.msgpack.decode(frame.blob, type=wire.Group)
+                    assert group.prompt.index == found.prompts[record.slot][-1]
+                    _tokens(found, record, group, is_clamped)
             case r.EvaluationAccepted():
                 ended.add(record.lease_id)
             case r.GivenUp() if record.split is wire.Split.TRAIN:
@@ -128,10 +150,12 @@ def audit(journal: JournalCopy, completions: int) -> Audit:
     return found
 
 
-def _tokens(found: Audit, record: r.GroupAccepted, group: wire.Group) -> None:
+def _tokens(
+    found: Audit, record: r.GroupAccepted, group: wire.Group, is_clamped: Callable[[Sequence[int]], bool]
+) -> None:
     """The journaled tokens are those of the record, and a masked one is where it was put in."""
     assert [len(c.token_ids) // 4 for c in group.completions] == record.lengths
-    clamped = is_clamped(np.frombuffer(group.prompt_token_ids, dtype=np.int32))
+    clamped = is_clamped(np.frombuffer(group.prompt_token_ids, dtype=np.int32).tolist())
     found.clamped += clamped
     masked = [sum(span.version == wire.MASKED for span in c.versions) for c in group.completions]
     assert masked == [int(clamped), *[0] * (len(masked) - 1)]

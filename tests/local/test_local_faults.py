@@ -6,19 +6,16 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
-import statistics
 import subprocess
 import time
-import urllib.request
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bad_items.sitecustomize import is_clamped
+from faults import ROLES, Watch, kill_one
 from journal_audit import JournalCopy, audit
 from runs import (
     START_SECONDS,
@@ -35,12 +32,6 @@ from scalerl_coordinator.leases import MAX_FAILURES
 
 pytestmark = pytest.mark.timeout(900)
 
-ROLES = {
-    "server": "scalerl_generator.vllm_server",
-    "actor": "scalerl_generator.actor",
-    "trainer rank": "scalerl_trainer.main",
-    "coordinator": "scalerl_coordinator.main",
-}
 FIFTY_KILLS = {"coordinator": 17, "actor": 17, "trainer rank": 10, "server": 6}
 VERIFIER = "verifier"
 """Is stopped rather than killed: it hangs with the next completion that it is given."""
@@ -48,11 +39,6 @@ VERIFIER = "verifier"
 COMPLETIONS = 4
 STALENESS = 4
 BAD_ITEMS = Path(__file__).with_name("bad_items")
-
-
-def kill_one(run: LocalRun, part: str, dice: random.Random) -> None:
-    run.until(lambda: run.find(part), 120, f"a process of {part}")
-    os.kill(dice.choice(run.find(part)).pid, signal.SIGKILL)
 
 
 def hang_a_verifier(run: LocalRun, dice: random.Random) -> None:
@@ -71,57 +57,6 @@ def prompts_some_too_long(path: Path) -> Path:
     rows += [{"prompt": "+".join([str(i)] * 15), "answer": "000"} for i in range(10, 13)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@dataclass
-class Watch:
-    """Looks at a run while the test waits for it: keeps its journal, times what it takes to go on after a kill."""
-
-    run: LocalRun
-    journal: JournalCopy
-    waiting: list[tuple[str, float, int]] = field(default_factory=list)
-    """Who was killed, when, and how many steps there were."""
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """From a kill to the next new step, by who was killed; other kills may come in between."""
-
-    def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        self.run.until(lambda: self.look() or condition(), seconds, what)
-
-    def look(self) -> None:
-        self.journal.update()
-        now, step = time.monotonic(), self.run.step()
-        for killed in [k for k in self.waiting if step > k[2]]:
-            self.waiting.remove(killed)
-            self.seconds[killed[0]].append(now - killed[1])
-
-    def assert_rollouts_add_up(self) -> None:
-        """As the coordinator's metrics have it at this moment, if it answers."""
-        text = ""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        for coordinator in self.run.find(ROLES["coordinator"]):
-            address = re.search(r"--listen (\S+)", coordinator.command)
-            assert address is not None, coordinator.command
-            with (
-                contextlib.suppress(OSError),
-                direct.open(f"http://{address[1]}/metrics", timeout=5) as answer,
-            ):
-                text = answer.read().decode()
-        if text:
-            fates = dict(
-                re.findall(r'^scalerl_coordinator_rollouts\{fate="(\w+)"\} (\S+)$', text, re.MULTILINE)
-            )
-            acknowledged = re.search(r"^scalerl_coordinator_acknowledged_rollouts (\S+)$", text, re.MULTILINE)
-            assert acknowledged is not None
-            parts = [float(fates[fate]) for fate in ("trained", "filtered", "skipped", "queued")]
-            assert sum(parts) == float(acknowledged[1]), fates
-
-    def report(self) -> str:
-        every = [s for seconds in self.seconds.values() for s in seconds]
-        parts = [f"{who} {statistics.mean(s):.1f} s" for who, s in sorted(self.seconds.items())]
-        return (
-            f"{len(every)} kills; from a kill to the next new step: mean {statistics.mean(every):.1f} s, "
-            f"longest {max(every):.1f} s; mean by who was killed: {', '.join(parts)}"
-        )
 
 
 def run_with_faults(
@@ -188,7 +123,7 @@ def check_journal(
     victims: Counter[str],
 ) -> None:
     """The journal, metrics.jsonl and the summary count the same, and each bad item has cost what it should."""
-    found = audit(journal, COMPLETIONS)
+    found = audit(journal, COMPLETIONS, is_clamped)
     print(
         f"fates: {dict(found.fates)}; issued at most {max(found.issues.values())} times: {found.issues.most_common(3)}"
     )
@@ -285,5 +220,6 @@ def test_second_ctrl_c_ends_everything_now(tmp_path: Path) -> None:
             run.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             run.process.send_signal(signal.SIGINT)
-        assert run.finish(40) == 130
+        # On a loaded machine the second one may come when the process has ended all and is exiting: a shell shows 130 too.
+        assert run.finish(40) in (130, -signal.SIGINT)
         assert_nothing_left(run.directory)

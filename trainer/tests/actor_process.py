@@ -4,7 +4,7 @@ Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR``
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
 ``token``, and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
 "refuse" | "not-ready" | "shoot", "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
-whose id is in the file ``victim`` and goes on.
+whose id is in the file ``victim`` and continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl_api import endpoints, wire
-from scalerl_api.weights import check_trailer, checksum, lay_out, tensor_bytes
+from scalerl_api.weight_layout import check_trailer, checksum, lay_out, tensor_bytes
 
 
 class Refused(Exception):

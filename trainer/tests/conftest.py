@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -25,14 +26,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 @pytest.fixture(scope="session")
 def forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch.distributed",
-            "transformers.models.llama.modeling_llama",
-            "scalerl_trainer.main",
-            "scalerl_coordinator.main",
-        ]
-    )
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patched:
+        # Python 3.11 gives the server no sys.path.
+        patched.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
     return context
 
 

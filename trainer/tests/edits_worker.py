@@ -36,6 +36,8 @@ for path, manifest in given["runs"].items():
     engine = Engine(load_model(given["model"], dtype=spec.model.dtype), settings, device)
     checkpointer = Checkpointer(CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
+    if spec.recipe.kl.penalty is not None:
+        engine.set_reference(load_model(given["model"], dtype=spec.model.dtype))
     steps = engine.steps_done
     stats = engine.step(share(steps, rank, world), make_loss(spec.recipe))
     group = engine._deepspeed.engine.optimizer.param_groups[0]

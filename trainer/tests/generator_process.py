@@ -61,7 +61,6 @@ def completion(lease: wire.Lease, sample: int, held: int) -> wire.Completion:
         logprobs=np.full(tokens, logprob, "<f4").tobytes(),
         versions=[wire.VersionSpan(held, 0)],
         finish_reason="stop",
-        score=float((sample + lease.slot) % 2),
     )
 
 
@@ -97,12 +96,12 @@ def work(me: wire.Registered) -> None:
         time.sleep(given["seconds_per_group"])
         group = wire.Group(
             lease_id=lease.lease_id,
-            split=lease.split,
+            prompt=lease.prompt,
             slot=lease.slot,
-            prompt_index=lease.prompt_index,
             prompt_id=lease.prompt_id,
             prompt_token_ids=np.array([4, 5, 6], "<i4").tobytes(),
             completions=[completion(lease, s, held) for s in range(lease.completions)],
+            verdicts=wire.Verdicts(scores=[float((s + lease.slot) % 2) for s in range(lease.completions)]),
             generation_seconds=0.01,
         )
         call(endpoints.GROUPS, wire.Push(member_id=me.member_id, groups=[group]), wire.PushReply)

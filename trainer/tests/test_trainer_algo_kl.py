@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerl_api.recipe import KlEstimator
 from scalerl_trainer.algo.aggregation import Aggregation, per_token, sequence_weights
 from scalerl_trainer.algo.corrections import Corrected
-from scalerl_trainer.algo.kl import Estimator, WithKl, kl_terms
+from scalerl_trainer.algo.kl import WithKl, kl_terms
 from scalerl_trainer.algo.losses import PpoClip, Reinforce, TokenBatch
 from scalerl_trainer.errors import BadBatchError
 
-ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+ESTIMATORS: list[KlEstimator] = ["k1", "k2", "k3"]
 
 # 2 prompts × 2 completions of 2, 1, 1 and 2 tokens; d = log π - log π_ref of each token.
 LENGTHS, GROUPS = [2, 1, 1, 2], [0, 0, 1, 1]
@@ -57,7 +58,7 @@ def token_batch(aggregation: Aggregation = "PromptAverage") -> TokenBatch:
 def test_penalty_by_hand(
     aggregation: Aggregation,
     weights: list[float],
-    estimator: Estimator,
+    estimator: KlEstimator,
     values: list[float],
     slopes: list[float],
 ) -> None:
@@ -75,7 +76,7 @@ def test_penalty_by_hand(
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(seed=st.integers(0, 2**16))
 @settings(max_examples=30, deadline=None)
-def test_means_over_the_vocabulary(estimator: Estimator, seed: int) -> None:
+def test_means_over_the_vocabulary(estimator: KlEstimator, seed: int) -> None:
     """E_{y~π} of value and gradient, summed over all 7 tokens, against the exact KL and its gradient."""
     generator = torch.Generator().manual_seed(seed)
     logits_v = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
@@ -94,8 +95,40 @@ def test_means_over_the_vocabulary(estimator: Estimator, seed: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+@given(
+    d=st.lists(st.floats(-20.0, 20.0), min_size=1, max_size=8),
+    logprob=st.floats(-20.0, 0.0),
+)
+@settings(max_examples=100, deadline=None)
+def test_only_k1_is_negative_below_the_reference(d: list[float], logprob: float) -> None:
+    """For every d, also those far from 0; k2 and k3 are 0 at the reference itself and grow away from it."""
+    logprobs_n = torch.full((len(d),), logprob, dtype=torch.float64)
+    d_n = torch.tensor(d, dtype=torch.float64)
+    values = {estimator: kl_terms(logprobs_n, logprobs_n - d_n, estimator) for estimator in ESTIMATORS}
+    torch.testing.assert_close(values["k1"], d_n, rtol=1e-9, atol=1e-12)
+    for estimator in ("k2", "k3"):
+        assert bool((values[estimator] >= -1e-12).all())
+        further = kl_terms(logprobs_n, logprobs_n - 1.5 * d_n, estimator)
+        assert bool((further >= values[estimator] - 1e-12).all())
+        assert bool((values[estimator] > 0)[d_n.abs() > 1e-3].all())
+
+
+@pytest.mark.parametrize(("estimator", "differentiated"), [("k1", "k2"), ("k2", "k2"), ("k3", "k3")])
+@given(d=st.floats(-8.0, 8.0), logprob=st.floats(-8.0, 0.0))
+@settings(max_examples=60, deadline=None)
+def test_slope_of_every_token_is_that_of_finite_differences(
+    estimator: KlEstimator, differentiated: KlEstimator, d: float, logprob: float
+) -> None:
+    """k1's gradient is the derivative of k2, not of its own value, whose gradient would be no penalty."""
+    own = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    reference = own.detach() - d
+    (slope,) = torch.autograd.grad(kl_terms(own, reference, estimator).sum(), own)
+    above, below = (kl_terms(own.detach() + step, reference, differentiated).item() for step in (1e-5, -1e-5))
+    assert slope.item() == pytest.approx((above - below) / 2e-5, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_gradient_is_that_of_finite_differences(estimator: Estimator) -> None:
+def test_gradient_is_that_of_finite_differences(estimator: KlEstimator) -> None:
     tokens = token_batch()
     loss = WithKl(PpoClip(), estimator, 0.3)
     (gradient_n,) = torch.autograd.grad(loss(tokens).loss, tokens.logprobs_n)
@@ -110,7 +143,7 @@ def test_gradient_is_that_of_finite_differences(estimator: Estimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_penalty_of_the_reference_itself_changes_nothing(estimator: Estimator) -> None:
+def test_penalty_of_the_reference_itself_changes_nothing(estimator: KlEstimator) -> None:
     tokens = replace(token_batch(), advantages_n=torch.ones(6, dtype=torch.float64))
     tokens = replace(tokens, reference_logprobs_n=tokens.generator_logprobs_n)
     plain, penalised = (loss(tokens).loss for loss in (PpoClip(), WithKl(PpoClip(), estimator, 5.0)))

@@ -116,7 +116,7 @@ def test_rank_batch_golden_advantages_and_weights() -> None:
             slot=0, scores=[1.0, 0.0], rewards=[1.0, 0.0], completion_tokens=[3, 1], filtered=False
         ),
         wire.GroupMeta(
-            slot=1, scores=[1.0, 1.0], rewards=[1.0, 1.0], completion_tokens=[2, 2], filtered=True
+            slot=1, scores=[1.0, 1.0], rewards=[0.5, 0.5], completion_tokens=[2, 2], filtered=True
         ),
         wire.GroupMeta(
             slot=2, scores=[0.0, 1.0], rewards=[0.0, 1.0], completion_tokens=[2, 2], filtered=False
@@ -131,7 +131,13 @@ def test_rank_batch_golden_advantages_and_weights() -> None:
     # Prompt average over two prompts of four tokens each.
     assert done.batch.weights_s.tolist() == [1 / 8, 1 / 8]
     assert done.stats["reward_mean"] == pytest.approx(4 / 6)
+    assert done.stats["shaped_reward_mean"] == pytest.approx(3 / 6)
     assert done.stats["filtered_fraction"] == pytest.approx(1 / 3)
+    # With the two completions of the filtered group the variance is 4/6 of what it was.
+    advantage = {"normalization": "Batch", "batchDeviation": "BeforeFilter"}
+    recipe = RecipeSpec.model_validate({"advantage": advantage})
+    done = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), recipe)
+    assert done.batch.advantages_s.tolist() == pytest.approx([-((6 / 4) ** 0.5)] * 2, abs=1e-5)
 
 
 def test_rank_batch_staleness_by_token() -> None:
@@ -271,3 +277,56 @@ def test_probe_sequences_are_evenly_spaced() -> None:
     assert chosen[0].prompt_tokens == len(sequences[0].prompt_token_ids) // 4
     assert len(probe_sequences(shard, 1000)) == len(sequences)
     assert probe_sequences(shard, 0) == []
+
+
+# --- distillation -----------------------------------------------------------------------------
+
+
+def distilled(rewards: str = "Ignored") -> RecipeSpec:
+    given = {"teacher": {"url": "http://teacher:8000"}, "rewards": rewards}
+    return RecipeSpec.model_validate({"distillation": given})
+
+
+def taught_shard(tokens: int = 4) -> wire.Shard:
+    """Two completions of 4 tokens, of which the second has two masked ones in its middle. The teacher scored ``tokens``."""
+    meta = wire.GroupMeta(
+        slot=0,
+        scores=[0.0, 1.0],
+        rewards=[-1.0, 1.0],
+        completion_tokens=[4, 4],
+        filtered=False,
+        masked_tokens=[0, 2],
+    )
+    spans = [
+        [wire.VersionSpan(STEP, 0)],
+        [wire.VersionSpan(STEP, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(STEP, 3)],
+    ]
+    theirs = [[-1.0, -2.0, -3.0, -4.0], [-5.0, 0.0, 0.0, -6.0]]
+    sequences = [
+        msgspec.structs.replace(
+            sequence(np.random.default_rng(1), 0, at, 4),
+            versions=spans[at],
+            teacher_logprobs=np.array(theirs[at][:tokens], "<f4").tobytes(),
+        )
+        for at in range(2)
+    ]
+    return wire.Shard(step=STEP, groups=[meta], sequences=sequences)
+
+
+def test_teacher_logprobs_are_of_the_trained_tokens() -> None:
+    batch = rank_batch(taught_shard(), distilled()).batch
+    assert batch.teacher_logprobs_n is not None
+    assert batch.teacher_logprobs_n.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    assert rank_batch(taught_shard(), RecipeSpec()).batch.teacher_logprobs_n is None
+
+
+def test_rewards_are_ignored_or_added() -> None:
+    assert rank_batch(taught_shard(), distilled()).batch.advantages_s.tolist() == [0.0, 0.0]
+    added = rank_batch(taught_shard(), distilled("Added")).batch
+    plain = rank_batch(taught_shard(), RecipeSpec()).batch
+    assert added.advantages_s.tolist() == plain.advantages_s.tolist() == pytest.approx([-1.0, 1.0], rel=1e-4)
+
+
+def test_rank_batch_refuses_sequences_without_the_teacher() -> None:
+    with pytest.raises(BadBatchError, match="4 tokens, 0 teacher's log-probabilities"):
+        rank_batch(taught_shard(0), distilled())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,13 @@ class Weights:
 
 
 class SlowDisk(Disk):
+    """Reads files only once ``released`` is set."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
     def sha256(self, path: Path) -> str:
-        time.sleep(1.0)
+        self.released.wait(120)
         return super().sha256(path)
 
 
@@ -94,15 +100,17 @@ def test_load_all_damaged_raises(tmp_path: Path) -> None:
 def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     tmp_path: Path,
 ) -> None:
-    timeout_seconds = 0.4
-    one = checkpointer(tmp_path, timeout_seconds, SlowDisk())
+    timeout_seconds = 2.0
+    disk = SlowDisk()
+    one = checkpointer(tmp_path, timeout_seconds, disk)
     assert one.start(1, b"") is None
     begun = time.perf_counter()
     saved = one.finish()
     assert time.perf_counter() - begun < timeout_seconds
-    assert saved.error == "not flushed within 0.2 s"
+    assert saved.error == "not flushed within 1 s"
     assert one.last_step is None
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
+    disk.released.set()
 
 
 def test_load_other_shape(tmp_path: Path) -> None:
@@ -142,6 +150,6 @@ def test_load_new_rank_gets_own_random_state(tmp_path: Path) -> None:
     for rank in (0, 1, 2, 3, 2):
         _load_random_state(tmp_path, rank)
         after.append(draws())
-    assert after[:2] == seen, "those that were there go on"
+    assert after[:2] == seen, "those that were there continue"
     assert after[4] == after[2], "the same at every load"
     assert all(len({a[i] for a in after[:4]}) == 4 for i in range(3))

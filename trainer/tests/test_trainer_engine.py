@@ -206,7 +206,7 @@ def test_gather_parameters_is_empty_on_other_ranks(ranks: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-class TestWhatIsRefused:
+class TestRefusals:
     def test_bad_shard_raises_on_all_ranks(self, stage: int, ranks: list[dict[str, Any]]) -> None:
         first, second = (rank[f"refuse {stage}"] for rank in ranks)
         assert second["nan generator"].startswith("NonFiniteLogprobError: ")
@@ -253,7 +253,7 @@ def test_skipped_step_changes_nothing_on_any_rank(
             assert (found[name].applied, found[name].step) == (False, 1)
             assert found[f"{name} unchanged"], name
         assert (found["after"].applied, found["after"].step) == (True, 1)
-        assert found["goes on"], "the next step is the one that would have been taken, optimizer included"
+        assert found["continues"], "the next step is the one that would have been taken, optimizer included"
         assert found["outlier"].applied, "one broken token ends no step"
         assert found["outlier"].ratios.ratio_mean > 1e9
     first, second = (rank[f"skip {stage} {dtype}"]["ratio"].broken for rank in ranks)
@@ -265,9 +265,9 @@ def test_warm_start_learns_and_resets_optimizer(ranks: list[dict[str, Any]]) -> 
     for rank in ranks:
         warm = rank["warm"]
         assert warm["losses"][0] > 2.5, "it began near uniform over the vocabulary"
-        assert warm["result"].loss < 0.8
-        assert warm["stopped"].solved >= 0.5
-        assert 32 <= warm["stopped"].steps < 200
+        assert warm["result"][2] < 0.8
+        assert warm["stopped"][3] >= 0.5
+        assert 32 <= warm["stopped"][0] < 200
         assert warm["clean"]
         assert warm["steps_done"] == 0
     assert ranks[0]["warm"]["losses"] == ranks[1]["warm"]["losses"]

@@ -162,7 +162,7 @@ def test_export_cluster_volume_with_copied_run_file(tmp_path: Path, caplog: Any)
     paths.run_file.unlink()
     paths.run_file.mkdir()
     copy_run_file(RunPaths(paths.root, mounted))
-    assert "`scalerl export` of this volume needs it" in caplog.text, "and the run goes on"
+    assert "`scalerl export` of this volume needs it" in caplog.text, "and the run continues"
 
 
 def test_export_does_not_validate_spec(tmp_path: Path) -> None:

@@ -381,7 +381,7 @@ def test_exporter_close_does_not_wait_for_copy_after_stop(
     threading.Timer(1.0, told.set).start()
     begun = time.monotonic()
     run.exporter.close(told.is_set)
-    assert 1.0 <= time.monotonic() - begun < 10.0
+    assert 1.0 <= time.monotonic() - begun < 60.0
     ended.set()  # the interpreter waits for the thread at its exit
 
 

@@ -149,6 +149,11 @@ def test_launch_waits_for_all_ranks_that_succeed(tmp_path: Path) -> None:
             1,
             f"rank 4 exited with code 1: {'x' * launch.QUOTED_CHARACTERS}",
         ),
+        (  # the end of a line that was passed on in pieces
+            "print('x' * 100_000, end='', flush=True); time.sleep(1); print('end', flush=True); sys.exit(1)",
+            1,
+            f"rank 4 exited with code 1: {'x' * launch.QUOTED_CHARACTERS}",
+        ),
     ],
 )
 def test_launch_exits_as_the_rank_that_failed_first(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -25,7 +26,9 @@ from safetensors.torch import load_file
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
+from scalerl_trainer.errors import ModelError
 from scalerl_trainer.prepare import prepare
+from scalerl_trainer.reference import load_reference
 from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
@@ -431,15 +434,88 @@ def test_sigterm_without_coordinator_keeps_last_checkpoint(new_run: Any) -> None
     assert [row["step"] for row in run.rows()] == list(range(6))
 
 
-def test_sigterm_ends_warm_start(new_run: Any) -> None:
-    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4)
+def supervised(run: Run) -> list[dict[str, Any]]:
+    """Rows of ``mid-training.jsonl``, without its evaluations."""
+    file = run.paths.supervised_metrics
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_killed_mid_training_resumes_as_if_undisturbed(new_run: Any, stage: int) -> None:
+    """Weights bit for bit, and tokens: nothing is repeated, skipped or counted twice."""
+    settings = {
+        "trainer__zeroStage": stage,
+        "checkpoint__everySteps": 4,
+        "warmStart__steps": 120,
+        "warmStart__batchSize": 6,
+        "warmStart__learningRate": "1e-2",
+    }
+    undisturbed, killed = new_run(**settings), new_run(**settings)
+    for run in (undisturbed, killed):
+        run.start_coordinator()
+        run.start_trainer()
+        if run is killed:
+            at = random.randint(5, 100)
+            until(lambda: len(supervised(killed)) >= at, what=f"supervised step {at}")  # noqa: B023
+            os.kill(killed.ranks[at % 2].pid, signal.SIGKILL)
+            killed.wait_trainer(30)
+            assert killed.checkpoints() == []
+            killed.start_trainer()
+        until(lambda: run.checkpoints() == [0], what="the end of mid-training")  # noqa: B023
+        until(lambda: not run.paths.mid_training.root.exists(), what="its checkpoints removed")  # noqa: B023
+    assert "mid-training continues after step" in killed.log("trainer-0")
+    expected, found = (model_state(run.paths.checkpoint(0)) for run in (undisturbed, killed))
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    rows = [
+        [(row["step"], row["loss"], row["tokens"]) for row in supervised(r)] for r in (undisturbed, killed)
+    ]
+    assert rows[0] == rows[1]
+    assert [step for step, *_ in rows[0]] == list(range(120))
+    evaluated = [json.loads(line) for line in killed.paths.supervised_metrics.read_text().splitlines()]
+    before, after = (row for row in evaluated if "held_out_loss" in row)
+    assert (before["step"], after["step"]) == (0, 120)
+    assert after["held_out_loss"] < before["held_out_loss"]
+    meters = [run.status() for run in (undisturbed, killed)]
+    assert all(meter is not None for meter in meters)
+    assert [(m.supervised_steps, m.supervised_tokens) for m in meters] == [(120, rows[0][-1][2])] * 2
+    # The meter counts the evaluations and checkpoints between the steps, too.
+    assert meters[0].wall_seconds > sum(row["seconds"] for row in supervised(undisturbed))
+    assert all(m.wall_seconds > 0 and m.device_seconds == pytest.approx(2 * m.wall_seconds) for m in meters)
+
+    for rank in killed.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert killed.wait_trainer(30) == [0, 0]
+    killed.start_trainer()
+    until(lambda: killed.log("trainer-0").count("registered: version 0") >= 2, what="the next start")
+    assert killed.log("trainer-0").count("mid-training: 120 steps") == 1, "a finished one is not repeated"
+
+
+def test_sigterm_in_mid_training_saves_it(new_run: Any) -> None:
+    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4, checkpoint__everySteps=100_000)
+    run.start_coordinator()
     run.start_trainer()
-    until(lambda: "warm start 50/" in run.log("trainer-0"), what="step 50")
+    until(lambda: len(supervised(run)) >= 50, what="step 50")
     os.kill(run.ranks[1].pid, signal.SIGTERM)
     assert run.wait_trainer(10) == [0, 0]
+    (saved,) = run.paths.mid_training.checkpoints.glob("step-*")
+    assert int(saved.name[5:]) >= 50
     for rank in (0, 1):
-        assert "of the warm start; the next start repeats it" in run.log(f"trainer-{rank}")
+        assert "of mid-training; the next start continues there" in run.log(f"trainer-{rank}")
     assert run.checkpoints() == []
+
+
+def test_stop_ends_mid_training(new_run: Any) -> None:
+    """The run's budget is used up by supervised steps alone: the last evaluation follows."""
+    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4)
+    run.start()
+    until(lambda: (status := run.status()) is not None and status.supervised_steps > 0, what="a report")
+    run.stop("maxSeconds")
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert (status.phase, status.step, len(status.points)) == (wire.Phase.FINISHED, 0, 1)
+    assert status.points[0].device_seconds >= 2 * sum(row["seconds"] for row in supervised(run)) * 0.5
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -511,14 +587,14 @@ def test_interrupted_run_checkpoints_before_evaluation(new_run: Any) -> None:
 
 
 def test_stopped_run_exports_last_model(new_run: Any) -> None:
-    run = new_run(checkpoint__everySteps=100)
+    run = new_run(checkpoint__everySteps=100, budget__maxSteps=1000)
     directory = run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 2)
     run.stop("enough")
     assert run.wait_trainer(60) == [0, 0]
     status = run.status()
     assert status is not None
-    assert 2 <= status.step < 6
+    assert 2 <= status.step < 1000
     assert status.points[-1].version == status.step
     until(lambda: run.exported() == status.step)  # the status is a tick behind the volume
     status = run.status()
@@ -633,11 +709,45 @@ def test_warm_start_checkpointed_before_first_step(new_run: Any) -> None:
     run = new_run(budget__maxSteps=1, warmStart__steps=3, warmStart__batchSize=4)
     directory = run.start()
     assert run.wait_trainer() == [0, 0]
-    assert "warm start: 3 steps" in run.log("trainer-0")
+    assert "mid-training: 3 steps" in run.log("trainer-0")
     assert run.checkpoints() == [0, 1]
     published = torch.load(directory / "v0.pt")
     saved = model_state(run.paths.checkpoint(0))
     assert all(torch.equal(published[name], saved[name]) for name in published)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_kl_reference_is_the_warm_started_model(new_run: Any, stage: int) -> None:
+    """Also after a restart: neither the prepared model nor the resumed weights."""
+    run = new_run(
+        budget__maxSteps=9,
+        checkpoint__everySteps=100,
+        trainer__zeroStage=stage,
+        recipe__kl={"penalty": {"coefficient": "0.1"}},
+        warmStart__steps=3,
+        warmStart__batchSize=4,
+        warmStart__learningRate="1e-2",
+    )
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 3)
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert run.wait_trainer(30) == [0, 0]
+    stopped = run.step()
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    kl = [row["reference_kl"] for row in run.rows()]
+    assert len(kl) == 9
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    # Of the resumed weights it would be 0 again, of the prepared model much more.
+    assert 1e-5 < kl[stopped] < 5 * kl[stopped - 1]
+    weights = dict(load_reference(run.paths, run.spec).named_parameters())
+    start = load_file(run.paths.base_model / "model.safetensors")
+    assert any(not torch.equal(weights[name], start[name]) for name in weights)
+
+    run.paths.warm_started_weights.unlink()
+    with pytest.raises(ModelError, match="weights after the warm start, cannot be read"):
+        load_reference(run.paths, run.spec)
 
 
 def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
@@ -700,6 +810,7 @@ def test_bad_input_exits_with_2(new_run: Any) -> None:
     run = new_run(warmStart__steps=3, warmStart__batchSize=60, trainer__microBatchTokens=64)
     rows = [{"prompt": f"{i}+{i}=", "answer": "1", "solution": "1 2 3 " * 30} for i in range(60)]
     (run.paths.root / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.start_coordinator()
     run.start_trainer()
     assert run.wait_trainer(60) == [2, 2]
     assert "warmStart: " in run.log("trainer-0")

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScratchModel
-from scalerl_tasks import RenderedPrompt
-from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError
+from scalerl_trainer.errors import ModelError, ModelNotFoundError
 from scalerl_trainer.models import (
     Policy,
-    check_tokenizer,
     load_model,
-    load_tokenizer,
     write_scratch,
 )
 from scalerl_trainer.models.load import check_weights_are_parameters
-from scalerl_trainer.models.tokens import TokenCounter
 
 TEXTS = [f"State the answer: {i} + {i} = {2 * i}" for i in range(100)]
 SIZES = ScratchModel(layers=2, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=300)
@@ -44,14 +40,14 @@ def test_scratch_model_has_files_for_servers(folder: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["tie_word_embeddings"] is True
     assert (folder / "model.safetensors").is_file()
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
     assert tokenizer.eos_token_id == config["eos_token_id"] == 1
     assert tokenizer.pad_token_id == config["pad_token_id"] == 0
     assert config["vocab_size"] == len(tokenizer)
 
 
 def test_tokenizer_single_digits_and_round_trip(folder: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
     assert tokenizer.tokenize("123 + 45")[:3] == ["1", "2", "3"]
     for text in ("State the answer: 999 + 1 =", " 1000", "çé \n\t 🙂"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -73,7 +69,7 @@ def test_tokenizer_small_vocabulary(tmp_path: Path) -> None:
         layers=1, hidden_size=16, attention_heads=1, intermediate_size=16, vocabulary_size=64
     )
     make(tmp_path / "small", small, TEXTS, seed=0)
-    tokenizer = load_tokenizer(str(tmp_path / "small"))
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "small"))
     assert len(tokenizer) <= 64
     assert tokenizer.decode(tokenizer.encode(TEXTS[7])) == TEXTS[7]
     assert tokenizer.unk_token_id in tokenizer.encode("State the @nswer")
@@ -81,7 +77,7 @@ def test_tokenizer_small_vocabulary(tmp_path: Path) -> None:
 
 def test_tokenizer_vocabulary_below_alphabet_raises(tmp_path: Path) -> None:
     letters = ["".join(chr(code) for code in range(48, 123))]
-    with pytest.raises(TokenizerError, match="a vocabulary of 64 is too small, take at least 78"):
+    with pytest.raises(ModelError, match="a vocabulary of 64 is too small, take at least 78"):
         make(tmp_path / "m", ScratchModel(vocabulary_size=64), letters, seed=0)
 
 
@@ -98,9 +94,8 @@ def test_loading_and_counting(folder: Path) -> None:
     [("/no/such/folder", "is not a folder"), ("./neither", "is not a folder")],
 )
 def test_load_model_missing_folder_raises(name: str, message: str) -> None:
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(ModelNotFoundError, match=message):
-            load(name)
+    with pytest.raises(ModelNotFoundError, match=message):
+        load_model(name)
 
 
 def test_load_model_empty_folder_raises(tmp_path: Path) -> None:
@@ -115,15 +110,6 @@ def test_load_model_offline_names_cache(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match=r"nobody/nothing at revision main.*HF_HUB_OFFLINE is set"):
         load_model("nobody/nothing")
-
-
-def test_check_tokenizer_raises(folder: Path) -> None:
-    tokenizer = load_tokenizer(str(folder))
-    with pytest.raises(TokenizerError, match="no chat template"):
-        check_tokenizer(tokenizer, "tiny", chat=True)
-    tokenizer.eos_token = None
-    with pytest.raises(TokenizerError, match="no end-of-sequence token"):
-        check_tokenizer(tokenizer, "tiny")
 
 
 def test_policy_transformed_logits_raise(folder: Path) -> None:
@@ -153,28 +139,3 @@ def test_load_model_missing_package_is_named(folder: Path, monkeypatch: pytest.M
     with pytest.raises(ModelError, match=r"flash_attention_2 needs a package.*flash_attn") as caught:
         load_model(str(folder), attention="flash_attention_2")
     assert "check the folder" not in str(caught.value)
-
-
-class TestTokenCounter:
-    def test_token_counter_matches_tokenizer(self, folder: Path) -> None:
-        tokenizer, counter = load_tokenizer(str(folder)), TokenCounter(folder, chat=False)
-        texts = ["1 + 2 =", "State the answer: 20 + 22 =", "é"]
-        assert counter.prompts([RenderedPrompt(text) for text in texts]) == [
-            len(tokenizer.encode(t)) for t in texts
-        ]
-        assert counter.completions(texts) == [
-            len(tokenizer.encode(t, add_special_tokens=False)) for t in texts
-        ]
-
-    def test_token_counter_includes_chat_template(self, folder: Path, tmp_path: Path) -> None:
-        copy = shutil.copytree(folder, tmp_path / "chat")
-        (copy / "chat_template.jinja").write_text(
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        )
-        prompt = RenderedPrompt("1 + 2 =", system="Add.")
-        ids = load_tokenizer(str(copy), chat=True).apply_chat_template(
-            prompt.messages, add_generation_prompt=True, return_dict=False
-        )
-        assert TokenCounter(copy, chat=True).prompts([prompt]) == [len(ids)]
-        with pytest.raises(TokenizerError, match="no chat template"):
-            TokenCounter(folder, chat=True)

@@ -45,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-class TestBesidePlainTransformers:
+class TestAgainstPlainTransformers:
     @pytest.mark.parametrize("model", ["qwen2 1", "qwen2 3", "llama3 1", "gemma3 1"])
     def test_bfloat16_logprobs_agree_with_float32(self, model: str, results: dict[str, Any]) -> None:
         """Rotary tables in bfloat16 would give 0.06 to 0.3 in the first bucket and more than 1 in the last."""

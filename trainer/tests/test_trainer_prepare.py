@@ -17,12 +17,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, TaskSpec, WarmStartSpec
-from scalerl_tasks import open_task
-from scalerl_trainer.models import load_model, load_tokenizer
+from scalerl_tasks import TokenizerError, open_task
+from scalerl_trainer.models import load_model
 from scalerl_trainer.prepare import PrepareError, main, prepare
 
 SCRATCH = {"layers": 2, "hiddenSize": 32, "attentionHeads": 2, "intermediateSize": 48, "vocabularySize": 300}
@@ -57,7 +58,7 @@ def test_prepare_scratch_loads_in_transformers(tmp_path: Path, dtype: Any, tied:
     paths, spec = make(tmp_path, {"scratch": SCRATCH | {"tiedEmbeddings": tied}, "dtype": dtype})
     prepare(paths, spec, one_machine=True)
     model = load_model(str(paths.base_model), dtype=dtype)
-    tokenizer = load_tokenizer(str(paths.base_model))
+    tokenizer = AutoTokenizer.from_pretrained(paths.base_model)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
@@ -115,7 +116,7 @@ def test_prepare_is_deterministic(tmp_path: Path) -> None:
 def test_prepare_vocabulary_is_upper_bound(tmp_path: Path) -> None:
     paths, spec = make(tmp_path, {"scratch": SCRATCH | {"vocabularySize": 64}})
     prepare(paths, spec, one_machine=True)
-    tokenizer = load_tokenizer(str(paths.base_model))
+    tokenizer = AutoTokenizer.from_pretrained(paths.base_model)
     assert len(tokenizer) <= 64
     assert tokenizer.decode(tokenizer.encode("3+1=4")) == "3+1=4"
     assert tokenizer.encode("é") == [tokenizer.unk_token_id] * 2, "nothing is dropped silently"
@@ -130,6 +131,14 @@ def test_prepare_is_idempotent_and_refuses_other_model(tmp_path: Path) -> None:
     _, other = make(tmp_path, {"scratch": SCRATCH | {"layers": 3}})
     with pytest.raises(PrepareError, match="another run directory"):
         prepare(paths, other, one_machine=True)
+
+
+def test_prepare_refuses_sec_without_difficulties(tmp_path: Path) -> None:
+    curriculum = {"curriculum": {"sec": {"edges": [3]}}, "maxCompletionTokens": 8}
+    paths, spec = make(tmp_path, recipe=curriculum)
+    with pytest.raises(PrepareError, match=r"recipe\.curriculum\.sec: .* no difficulty.* edgeOfCompetence"):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
 
 
 def test_prepare_path(tmp_path: Path) -> None:
@@ -179,7 +188,6 @@ def add_tensor(directory: Path, name: str) -> None:
     [
         (lambda d: (d / "config.json").unlink(), "model.path.*config.json"),
         (lambda d: (d / "model.safetensors").unlink(), r"model.path.*safetensors"),
-        (edit("tokenizer_config.json", eos_token=None), "end-of-sequence"),
         (edit("config.json", max_position_embeddings=32), r"model.contextTokens: 64 asked for.*32"),
         (
             edit("config.json", final_logit_softcapping=30.0),
@@ -197,6 +205,39 @@ def add_tensor(directory: Path, name: str) -> None:
 def test_prepare_incomplete_folder_raises(tmp_path: Path, change: Any, message: str) -> None:
     paths, spec = make(tmp_path / "run", broken(tmp_path, change))
     with pytest.raises(PrepareError, match=message):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
+@pytest.mark.parametrize(
+    ("interruption", "longest", "message"),
+    [
+        ({"phrase": "the end"}, 32, "'the end' does not end the thought"),
+        (
+            {"phrase": "1 2 3 4 5 </think>", "maxTokens": 12},
+            24,
+            r"maxTokens \(12\) .*recipe\.maxCompletionTokens \(24\)",
+        ),
+    ],
+)
+def test_prepare_interruption_that_does_not_fit_raises(
+    tmp_path: Path, interruption: dict[str, Any], longest: int, message: str
+) -> None:
+    recipe = {"maxCompletionTokens": longest, "length": {"interruption": interruption}}
+    paths, spec = make(tmp_path, recipe=recipe)
+    with pytest.raises(TokenizerError, match=r"^recipe\.length\.interruption\.phrase .*" + message):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
+def test_prepare_model_without_end_token_raises(tmp_path: Path) -> None:
+    def change(directory: Path) -> None:
+        edit("tokenizer_config.json", eos_token=None)(directory)
+        edit("config.json", eos_token_id=None)(directory)
+        (directory / "generation_config.json").unlink()
+
+    paths, spec = make(tmp_path / "run", broken(tmp_path, change))
+    with pytest.raises(TokenizerError, match="no end-of-sequence token"):
         prepare(paths, spec, one_machine=True)
     assert not paths.base_model.exists()
 
@@ -334,6 +375,16 @@ def test_check_prompts_warm_start_without_solutions_raises(
         directory.root.mkdir(exist_ok=True)
         with pytest.raises(PrepareError, match=r"warmStart: prompt .* has no solution and no answer"):
             prepare(directory, warm, one_machine=True)
+
+
+def test_mid_training_file_without_solution_raises(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        '{"prompt": "1+1 =", "answer": "2", "solution": "2"}\n\n{"prompt": "1+2 =", "answer": "3"}\n'
+    )
+    paths, spec = make(tmp_path / "run", warmStart={"steps": 1, "jsonl": {"path": str(own)}})
+    with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*own.jsonl, line 3 has no solution"):
+        prepare(paths, spec, one_machine=True)
 
 
 def test_check_prompts_long_solution_raises(tmp_path: Path) -> None:

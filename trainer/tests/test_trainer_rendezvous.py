@@ -41,7 +41,7 @@ class Gathering:
             distributed._rendezvous(
                 Rank(rank, 3, 0, "127.0.0.1", self._port), 20.0, lambda: self.told[rank].is_set()
             )
-            self.outcome[rank] = "goes on"
+            self.outcome[rank] = "continues"
         except Stopped:
             self.outcome[rank] = "stopped"
 
@@ -74,4 +74,4 @@ def test_rendezvous_stop_after_decision_proceeds(
         late.join(20)
     ranks.told[0].set()
     ranks.end()
-    assert ranks.outcome == dict.fromkeys(range(3), "goes on")
+    assert ranks.outcome == dict.fromkeys(range(3), "continues")

@@ -79,11 +79,18 @@ SOURCES = sorted(
 )
 ANNOTATED = {
     *(
-        "run_warm_start",
+        "MidTraining",
+        "load_reference",
         "solved_pairs",
+        "examples",
+        "of_source",
+        "held_out_examples",
+        "Pairs",
+        "supervised_tokens",
         "rank_batch",
         "make_loss",
         "_loss",
+        "_corrected",
         "Exporter",
         "Worker",
         "stage_model",

@@ -8,6 +8,8 @@ import pytest
 
 from scalerl_api.recipe import ONE_OF, RecipeSpec
 from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.distillation import Distilled
+from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.spec_settings import make_loss
 
@@ -30,6 +32,27 @@ def test_every_loss_of_the_spec_is_made() -> None:
 def test_correction_wraps_the_loss(correction: str, above: Any) -> None:
     recipe = RecipeSpec.model_validate({"loss": {"gspo": {}}, "correction": {correction: {"cap": 3}}})
     assert make_loss(recipe) == Corrected(Gspo(), 3.0, above)
+
+
+def test_kl_penalty_wraps_the_loss_within_the_correction() -> None:
+    kl = {"penalty": {"coefficient": "0.04"}}
+    assert make_loss(RecipeSpec.model_validate({"kl": kl})) == WithKl(Cispo(5.0), "k3", 0.04)
+    kl["penalty"]["estimator"] = "k2"
+    recipe = RecipeSpec.model_validate({"kl": kl, "correction": {"masked": {}}})
+    assert make_loss(recipe) == Corrected(WithKl(Cispo(5.0), "k2", 0.04), 2.0, "mask")
+
+
+def test_distillation_wraps_the_correction() -> None:
+    """A correction hides the log-probabilities of what was sampled, which the teacher's are compared with."""
+    distillation = {"teacher": {"url": "http://teacher:8000"}}
+    assert make_loss(RecipeSpec.model_validate({"distillation": distillation})) == Distilled(Cispo(5.0), 1.0)
+    chosen = {
+        "distillation": distillation | {"coefficient": "0.5"},
+        "correction": {"masked": {}},
+        "kl": {"penalty": {"coefficient": "0.04"}},
+    }
+    expected = Distilled(Corrected(WithKl(Cispo(5.0), "k3", 0.04), 2.0, "mask"), 0.5)
+    assert make_loss(RecipeSpec.model_validate(chosen)) == expected
 
 
 @pytest.mark.parametrize(

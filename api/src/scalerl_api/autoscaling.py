@@ -47,12 +47,12 @@ Timestamp = Annotated[
 
 
 class GeneratorRange(Model):
-    """How many generators there may be; without one the autoscaler leaves their number alone."""
+    """Allowed number of generators."""
 
     min: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Fewest."""
+    """Minimum."""
     max: Annotated[int, Field(ge=1, le=1024)]
-    """Most."""
+    """Maximum."""
 
     rules = (
         Rule(
@@ -65,39 +65,40 @@ class GeneratorRange(Model):
 
 
 class AutoscalingSpec(Model):
-    """Who acts on the forecast, and when going on no longer pays."""
+    """Whether and how decisions follow from the forecast of the curve."""
 
     mode: Literal["Off", "Advisory", "Auto"] = "Off"
     """``Advisory`` decides and records, but changes nothing; ``Auto`` acts."""
     min_gain: OpenUnitDecimal = "0.02"
-    """Gain of reward at the horizon below which going on does not pay. The paper's margin is ±.02 [P]."""
+    """Minimum worthwhile gain of reward at the horizon. The paper's margin is ±.02 [P]."""
     horizon: HorizonDecimal = "2"
-    """Multiple of the compute used so far at which the gain is looked at."""
+    """Multiple of the current compute at which the gain is predicted."""
     target: OpenUnitDecimal | None = None
-    """A reward without which the run is worth nothing: it stops once that is out of the budget's reach."""
+    """Minimum useful reward: the run stops once the budget cannot reach it."""
     price_per_device_hour: PositiveDecimal | None = None
-    """In any currency."""
+    """Price of a device-hour, in any currency."""
     value_per_point: PositiveDecimal | None = None
-    """Of one point, .01 of reward, in the currency of the price. With both, money decides in place of minGain."""
+    """Value of one point (.01) of reward, in the currency of the price. If both are set, cost and value replace
+    minGain."""
     prior: Literal["OwnRuns", "None"] = "OwnRuns"
-    """Finished runs that the forecast also learns from. ``OwnRuns``: those of the same namespace (locally: beside the run's
-    directory) of the same task and model, the newest 50; ``None``: no run but this one."""
+    """Finished runs that the forecast also uses. ``OwnRuns``: the newest 50 runs of the same task and model in the
+    same namespace (locally: next to the run directory); ``None``: this run only."""
     max_device_hours: PositiveDecimal | None = None
-    """What the autoscaler may plan with, if that is less than the budget's own."""
+    """Planning limit of the autoscaler, if less than the budget."""
     deadline: Timestamp | None = None
-    """When the result is wanted. It ends nothing by itself: generators are added if it binds."""
+    """When the result is needed. It does not end the run: if it is binding, generators are added."""
     generators: GeneratorRange | None = None
-    """How many generators there may be; none: their number is left alone."""
+    """Allowed number of generators; default: the number is not changed."""
     cooldown_seconds: Annotated[int, Field(ge=1, le=604_800)] = 600
-    """At least so long between two changes of the number of generators."""
+    """Minimum time between two changes of the number of generators."""
     stop_after: Annotated[int, Field(ge=1, le=100)] = 3
-    """New evaluations in a row that must agree before the run is stopped."""
+    """Consecutive new evaluations that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"
-    """``Suspend`` can be taken back; the last checkpoint stays either way."""
+    """``Suspend`` can be reverted; the last checkpoint is kept in both cases."""
     on_broken: Literal["Hold", "Alert", "Tell"] = "Hold"
-    """In ``Auto``, once ``stopAfter`` new evaluations in a row find the run broken: ``Hold`` suspends it after a
-    checkpoint, which can be taken back; ``Alert`` only reports it.
-    ``Tell`` is the earlier name of ``Alert``, read for one release."""
+    """In ``Auto``, after ``stopAfter`` consecutive new evaluations in the state BROKEN: ``Hold`` suspends the run
+    after a checkpoint, which can be reverted; ``Alert`` only reports it. ``Tell`` is the earlier name of
+    ``Alert``, read for one release."""
 
     rules = (
         Rule(

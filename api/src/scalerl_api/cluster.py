@@ -11,19 +11,20 @@ from scalerl_api.pods import ObjectName
 
 
 class StorageSpec(Model):
-    """The volume that all pods of a run share, with everything the run writes. Ignored by the local runtime."""
+    """The volume shared by all pods of a run, with all files of the run. Ignored by the local runtime."""
 
     claim_name: ObjectName | None = None
-    """A claim that exists, used below a folder of the run's name; without one the operator makes ``<run>-data``."""
+    """An existing claim, in which the run uses a directory with its name; default: the operator creates
+    ``<run>-data``."""
     size: ClaimQuantity = "10Gi"
-    """Of the claim that the operator makes: checkpoints × (weights + optimizer state), and the prepared model. It can be
-    raised where the StorageClass allows expansion."""
+    """Size of the created claim: checkpoints × (weights + optimizer state), and the prepared model. Can be raised
+    if the StorageClass allows expansion."""
     storage_class_name: ObjectName | None = None
-    """Of the claim that the operator makes; none: the cluster's default."""
+    """StorageClass of the created claim; default: that of the cluster."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
-    """Of the claim that the operator makes; ``ReadWriteOnce`` works where all pods of a run land on one node."""
+    """Access mode of the created claim; ``ReadWriteOnce`` is sufficient if all pods of a run are on one node."""
     on_delete: Literal["Retain", "Delete"] = "Retain"
-    """What becomes of the claim that the operator made once the run is deleted."""
+    """Whether the created claim is kept or deleted with the run."""
 
     rules = (
         Rule(
@@ -54,13 +55,13 @@ Image = Annotated[
 
 
 class ImagesSpec(Model):
-    """Container images of the roles; what is not given is the operator's own setting. Ignored by the local runtime."""
+    """Container images of the roles; default: the operator's settings. Ignored by the local runtime."""
 
     trainer: Image | None = None
-    """Of the trainer, and of the preparation before it."""
+    """Image of the trainer and of the preparation."""
     generator: Image | None = None
-    """Of both containers of a generator."""
+    """Image of both containers of a generator."""
     coordinator: Image | None = None
-    """Of the coordinator."""
+    """Image of the coordinator."""
     pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When the images are pulled; none: the operator's setting."""
+    """Pull policy of the images; default: the operator's setting."""

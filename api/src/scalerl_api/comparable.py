@@ -24,8 +24,9 @@ recipe.maxCompletionTokens, which is in the digest of the evaluation set. All ot
 def comparable(earlier: RunSpec, run: RunSpec) -> str:
     """Why a finished run of spec ``earlier`` is no prior for ``run``, naming the field; empty if it may be one.
 
-    Model, task and warm start must agree. Recipe, seed, budget and sizes may differ: how much runs differ by those is
-    what a prior says. Evaluations are compared by the digest that each point carries, not here.
+    Model, task, warm start and, with ``budget.split``, the compute that it gives mid-training must agree. Recipe,
+    seed, budget and sizes may differ: how much runs differ by those is what a prior says. Evaluations are compared by
+    the digest that each point carries, not here.
     """
     one, other = (dict(_fields(spec)) for spec in (earlier, run))
     for path in [*one, *(path for path in other if path not in one)]:
@@ -37,6 +38,10 @@ def comparable(earlier: RunSpec, run: RunSpec) -> str:
 def _fields(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     dumped = spec.model_dump(mode="json", by_alias=True)
     yield from _leaves({name: dumped[name] for name in ("model", "task", "warmStart")}, "")
+    if spec.budget.split is not None:  # it ends mid-training
+        yield from _leaves(
+            {"budget": {name: dumped["budget"][name] for name in ("maxComputeTokens", "split")}}, ""
+        )
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

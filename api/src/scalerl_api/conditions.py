@@ -28,14 +28,14 @@ class _Explained(StrEnum):
 class Phase(_Explained):
     """One word for where a run stands."""
 
-    PENDING = "Pending", "Nothing runs: the run waits in its queue, or for its spec to be usable."
-    PREPARING = "Preparing", "Model, tokenizer and task are being made ready on the volume."
-    RUNNING = "Running", "The trainer trains, or is about to."
-    FINISHING = "Finishing", "The run has reached its end; the last evaluation and checkpoint are under way."
-    SUSPENDING = "Suspending", "The run writes its checkpoint and lets its devices go."
-    SUSPENDED = "Suspended", "Nothing runs; setting spec.suspend to false goes on from the checkpoint."
-    COMPLETED = "Completed", "Ended as its spec says; what is kept lies on the volume."
-    FAILED = "Failed", "Given up; the condition Failed says why."
+    PENDING = "Pending", "The run waits in its queue or for a valid spec; nothing is running."
+    PREPARING = "Preparing", "The preparation writes model, tokenizer and task to the volume."
+    RUNNING = "Running", "The run is training or about to start training."
+    FINISHING = "Finishing", "Training has ended; the last evaluation and checkpoint are in progress."
+    SUSPENDING = "Suspending", "The run is writing a checkpoint and releasing its devices."
+    SUSPENDED = "Suspended", "Nothing is running. Set spec.suspend to false to continue from the checkpoint."
+    COMPLETED = "Completed", "The run has finished; its results are on the volume."
+    FAILED = "Failed", "The run has failed; the condition Failed has the reason."
 
 
 class ConditionType(_Explained):
@@ -44,66 +44,69 @@ class ConditionType(_Explained):
 
     ACCEPTED = (
         "Accepted",
-        "The spec can be run, and everything it names was found.",
-        "Correct what the message names, in the spec or in the namespace. A run that was accepted before goes on with the spec "
-        "that it had, and heeds `suspend` alone; of another, nothing is made.",
+        "The spec is valid, and all objects that it references exist.",
+        "Fix what the message names, in the spec or in the namespace. A run that was accepted before continues with its "
+        "previous spec, and only `suspend` of the new one takes effect; for other runs, nothing is created.",
     )
     ADMITTED = (
         "Admitted",
-        "Kueue lets the run have its devices; always so without a queue.",
-        "Wait, or see the queue's quota; without Kueue in the cluster, take the queue's label off the run.",
+        "Kueue has admitted the run, or the run has no queue.",
+        "Wait, or check the quota of the queue. If the cluster has no Kueue, remove the queue label from the run.",
     )
     PREPARED = (
         "Prepared",
         "Model, tokenizer and task are on the volume.",
-        "Wait, if the reason is Preparing; else it says why the pod does not start, or what its last try ended with.",
+        "Wait if the reason is Preparing. Otherwise the reason states why the pod does not start or why the last attempt "
+        "failed.",
     )
     COORDINATOR_READY = (
         "CoordinatorReady",
-        "The coordinator answers and hands out work.",
-        "The others wait for it and lose nothing. See its pod's log, and whether the operator reaches it (NetworkPolicies).",
+        "The coordinator responds and assigns work.",
+        "The other roles wait for it and lose nothing. Check the log of its pod, and whether NetworkPolicies block the "
+        "operator.",
     )
     GENERATORS_READY = (
         "GeneratorsReady",
-        "All generators wanted hold weights and work.",
-        "The run goes on with those that do. The reason says what the others lack: room, an image, memory.",
+        "All requested generators hold weights and generate.",
+        "The run continues with the ready generators. The reason states what the others need: capacity, an image, memory.",
     )
     TRAINER_READY = (
         "TrainerReady",
-        "All ranks of the trainer are up.",
-        "The message has the last words of the rank that failed; the next attempt comes by itself, a while later each time.",
+        "All ranks of the trainer are running.",
+        "The message quotes the last log line of the failed rank. The next attempt starts automatically, with back-off.",
     )
     PROGRESSING = (
         "Progressing",
-        "Steps are being trained.",
-        "Look at the three conditions above; the message has what the coordinator waits for.",
+        "The run completes training steps.",
+        "Check the three conditions above; the message states what the coordinator waits for.",
     )
     FORECAST_READY = (
         "ForecastReady",
-        "The newest points of the curve have a forecast.",
-        "The run goes on, nothing is stopped by its forecast, and generators are balanced. Wait for points, or see to the "
-        "curve-fit service.",
+        "There is a forecast for the latest points of the curve.",
+        "The run continues without forecast-based stops; generators are still balanced. Wait for more points, or check "
+        "the curve-fit sidecar.",
     )
     DEGRADED = (
         "Degraded",
-        "The run goes on, but not as it should; the message says what is wrong.",
-        "See to the reason soon: the run does not end by it, but may get worse. It clears by itself once it is over.",
+        "The run continues with a problem, which the message describes.",
+        "Fix the cause soon: it does not end the run, but may get worse. The condition clears when the problem is "
+        "resolved.",
     )
     SUSPENDED = (
         "Suspended",
         "Nothing of the run is running, and its checkpoint is written.",
-        "Set spec.suspend to false to go on from there.",
+        "Set spec.suspend to false to continue from the checkpoint.",
     )
     COMPLETED = (
         "Completed",
-        "The run has ended as its spec says.",
-        "Nothing: False says that it is under way, or Suspended, or Failed.",
+        "The run has finished.",
+        "Nothing: False means that the run is active, suspended or failed.",
     )
     FAILED = (
         "Failed",
-        "The run has been given up.",
-        "The message has the last words. Mend the cause and create the run anew; with its claim in spec.storage.claimName it "
-        "goes on from its checkpoint.",
+        "The run has failed.",
+        "The message has the error. Fix the cause and create the run again; with its claim in spec.storage.claimName, it "
+        "continues from its checkpoint.",
     )
 
 
@@ -136,109 +139,116 @@ class Reason(_Explained):
     # any
     OTHER_RELEASE = (
         "OtherRelease",
-        "An operator of a later release said so before it was rolled back; the message begins with its reason.",
+        "Set by an operator of a later release before a rollback; the message starts with its reason.",
     )
 
     # Accepted
     ACCEPTED = "Accepted", NOTHING_TO_DO
     ACCEPTED_WITH_WARNINGS = (
         "AcceptedWithWarnings",
-        "The run goes on. The message names fields that are seldom meant so, each with what to do; `scalerl validate` prints "
-        "the same.",
+        "The run continues. The message lists fields with unusual values, each with a recommendation; `scalerl validate` "
+        "prints the same.",
     )
     SPEC_INVALID = (
         "SpecInvalid",
-        "Change the field that the message names; until then nothing of the change is acted upon.",
+        "Fix the field that the message names. Until then, no part of the edit takes effect, except suspend.",
     )
     DEADLINE_PASSED = (
         "DeadlinePassed",
-        "spec.autoscaling.deadline was over when the run was created: set a later time, or leave it out.",
+        "spec.autoscaling.deadline had passed when the run was created: set a later time, or remove it.",
     )
     CLAIM_NOT_FOUND = (
         "ClaimNotFound",
-        "Create the claim that spec.storage.claimName, or a volume of a podTemplate, names; or name another.",
+        "Create the claim named by spec.storage.claimName or by a volume of a podTemplate, or name another one.",
     )
     CLAIM_TAKEN = (
         "ClaimTaken",
-        "A claim of that name holds another run's data. To go on with it, name it in spec.storage.claimName of a new "
-        "run; else delete it, or choose another name for the run.",
+        "A claim with that name has the data of another run. To continue from it, set it as spec.storage.claimName of a "
+        "new run; otherwise delete it, or rename the run.",
     )
     CLAIM_LOST = (
         "ClaimLost",
-        "The run is held. Restore its claim from its volume, a snapshot or a backup, or give the steps up: "
+        "The run is held. Restore its claim from its volume, a snapshot or a backup, or discard the steps: "
         "docs/operations.md, A claim that was deleted.",
     )
     CLAIM_NOT_ENLARGED = (
         "ClaimNotEnlarged",
-        "The claim keeps its size, and the run goes on. Set allowVolumeExpansion: true in its StorageClass, if its storage "
-        "can; it is tried again every five minutes. Else set spec.storage.size back.",
+        "The claim keeps its size, and the run continues. If the storage supports it, set allowVolumeExpansion: true in "
+        "the StorageClass; the operator retries every five minutes. Otherwise revert spec.storage.size.",
     )
     CLAIM_DELETED = (
         "ClaimDeleted",
-        "Do not suspend the run, nor let it end, before its volume is kept: docs/operations.md, A claim that was deleted.",
+        "Retain the volume before the run is suspended or ends: docs/operations.md, A claim that was deleted.",
     )
     STORAGE_CLASS_NOT_FOUND = (
         "StorageClassNotFound",
-        "Name a StorageClass that `kubectl get storageclass` lists, or leave out spec.storage.storageClassName.",
+        "Set spec.storage.storageClassName to a StorageClass from `kubectl get storageclass`, or remove it.",
     )
-    SECRET_NOT_FOUND = "SecretNotFound", "Create the Secret that the message names, in the run's namespace."
+    SECRET_NOT_FOUND = (
+        "SecretNotFound",
+        "Create the Secret that the message names in the namespace of the run.",
+    )
     CONFIG_MAP_NOT_FOUND = (
         "ConfigMapNotFound",
-        "Create the ConfigMap that the message names, in the run's namespace.",
+        "Create the ConfigMap that the message names in the namespace of the run.",
     )
-    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound", "Name a PriorityClass that the cluster has."
+    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound", "Use a PriorityClass that exists in the cluster."
     RUNTIME_CLASS_NOT_FOUND = (
         "RuntimeClassNotFound",
-        "Name a RuntimeClass that the cluster has, and whose handler its nodes have.",
+        "Use a RuntimeClass that exists in the cluster and whose handler is installed on the nodes.",
     )
     NAME_TAKEN = (
         "NameTaken",
-        "An object that the run needs exists and is not this run's: rename or delete it, or rename the run.",
+        "An object with a name that the run needs belongs to someone else: rename or delete it, or rename the run.",
     )
     OBJECT_REFUSED = (
         "ObjectRefused",
-        "The API server refused an object of the run; the message is its own. Often a podTemplate that is not "
-        "valid, or a policy of the namespace.",
+        "The API server rejected an object of the run; the message quotes it. Usual causes: an invalid podTemplate, or a "
+        "policy of the namespace.",
     )
     QUOTA_EXCEEDED = (
         "QuotaExceeded",
-        "Ask for less, or have the namespace's ResourceQuota raised; the run goes on by itself then.",
+        "Request less, or have the ResourceQuota of the namespace raised; the run then continues automatically.",
     )
-    FORBIDDEN = "Forbidden", "Give the operator the permission that the message names; see the chart's RBAC."
+    FORBIDDEN = (
+        "Forbidden",
+        "Grant the operator the permission that the message names; see the RBAC templates of the chart.",
+    )
 
     # Admitted
     NO_QUEUE = "NoQueue", "Nothing to do: the run has no queue label."
     WAITING_FOR_QUOTA = (
         "WaitingForQuota",
-        "Wait for Kueue, or see `kubectl describe workload` for what is short.",
+        "Wait for Kueue, or check `kubectl describe workload` for the missing quota.",
     )
     QUEUE_NOT_FOUND = (
         "QueueNotFound",
-        "The namespace has no LocalQueue of that name, or the cluster no Kueue. With Kueue the run waits for ever; without, it "
-        "begins at once, past every quota. Create the queue, or take the label kueue.x-k8s.io/queue-name off the run.",
+        "The namespace has no LocalQueue with that name, or the cluster has no Kueue. With Kueue, the run waits "
+        "indefinitely; without, it starts immediately and bypasses all quotas. Create the queue, or remove the label "
+        "kueue.x-k8s.io/queue-name from the run.",
     )
     QUEUE_ADMITTED = "QueueAdmitted", NOTHING_TO_DO
 
     # pods of any role
-    NOT_STARTED = "NotStarted", "Wait: the run is not accepted, admitted and prepared yet."
-    RUN_SUSPENDED = "RunSuspended", "Nothing to do: the run is suspended, and so has no pods."
+    NOT_STARTED = "NotStarted", "Wait until the run is accepted, admitted and prepared."
+    RUN_SUSPENDED = "RunSuspended", "Nothing to do: the run is suspended and has no pods."
     RUN_COMPLETED = "RunCompleted", "Nothing to do: the run has completed."
-    RUN_FAILED = "RunFailed", "The run has failed: the condition Failed says why."
-    STARTING = "Starting", "Wait; a first start loads images, weights and compiled kernels."
+    RUN_FAILED = "RunFailed", "The run has failed: the condition Failed has the reason."
+    STARTING = "Starting", "Wait; the first start pulls images, loads weights and compiles kernels."
     READY = "Ready", NOTHING_TO_DO
     PARTIALLY_READY = (
         "PartiallyReady",
-        "The run continues with those that are ready; the message says what the others lack.",
+        "The run continues with the ready ones; the message states what the others need.",
     )
-    BACK_OFF = "BackOff", "It failed and is started again shortly; the message has its last words."
+    BACK_OFF = "BackOff", "It failed and restarts after a back-off; the message quotes its last log line."
     UNSCHEDULABLE = (
         "Unschedulable",
-        "No node has room: the message is the scheduler's. Ask for less, add nodes, or check spec.deviceResource, "
-        "nodeSelector and tolerations.",
+        "No node has enough capacity; the message is the scheduler's. Request less, add nodes, or check "
+        "spec.deviceResource, nodeSelector and tolerations.",
     )
     IMAGE_PULL_FAILED = (
         "ImagePullFailed",
-        "Check spec.images (or the chart's images) for typing errors, and podTemplate.imagePullSecrets.",
+        "Check spec.images (or the images of the chart) and podTemplate.imagePullSecrets.",
     )
     CONTAINER_CONFIG_INVALID = (
         "ContainerConfigInvalid",
@@ -246,67 +256,68 @@ class Reason(_Explained):
     )
     CONTAINER_START_FAILED = (
         "ContainerStartFailed",
-        "The node has the image and cannot start its program: the message is the container runtime's. Check that spec.images "
-        "names the image of that role, built for the node's architecture.",
+        "The node pulled the image but cannot start the container; the message is the container runtime's. Check that "
+        "spec.images has the image of that role for the architecture of the node.",
     )
     VOLUME_NOT_WRITABLE = (
         "VolumeNotWritable",
-        "The coordinator cannot write its journal: a full disk, a quota, or a volume that has become read-only; the message "
-        "says which. Make room or enlarge the volume. The run goes on by itself then, and has lost nothing.",
+        "The coordinator cannot write its journal: disk full, quota exceeded, or volume read-only (see the message). Free "
+        "space or enlarge the volume. The run then continues without loss.",
     )
     VOLUME_NOT_READY = (
         "VolumeNotReady",
-        "A volume is not bound or cannot be mounted: see the claim's events; the storage class must offer "
+        "A volume is not bound or cannot be mounted: check the events of the claim. The StorageClass must support "
         "spec.storage.accessMode.",
     )
     OUT_OF_MEMORY = (
         "OutOfMemory",
-        "Raise podTemplate.resources.limits.memory of the role, or lower what it holds: microBatchTokens, kvCache, "
+        "Raise podTemplate.resources.limits.memory of the role, or lower its memory use: microBatchTokens, kvCache, "
         "maxConcurrentSequences.",
     )
-    EVICTED = "Evicted", "The node took the pod's place away; it is started elsewhere."
+    EVICTED = "Evicted", "The node evicted the pod; it is rescheduled."
     REFUSED_BY_NODE = (
         "RefusedByNode",
-        "The node that was to start the pod did not: a device plug-in that restarts, room that another took. It is tried "
-        "again for as long as it takes, less and less often; if it goes on, see to that node.",
+        "The kubelet rejected the pod, for example because a device plug-in restarted or capacity was taken. The operator "
+        "retries without limit, with back-off. If it persists, check the node.",
     )
     SANDBOX_FAILED = (
         "SandboxFailed",
-        "The node cannot make room for the pod's containers, mostly because of its network plug-in: see the message, and to "
-        "that node.",
+        "The node cannot create the pod sandbox, usually because of its network plug-in: see the message, and check the "
+        "node.",
     )
 
     # Prepared
     PREPARING = (
         "Preparing",
-        "Wait; the message says where the model comes from, and the pod's log how far it is.",
+        "Wait; the message has the source of the model, the log of the pod the progress.",
     )
     PREPARED = "Prepared", NOTHING_TO_DO
     PREPARE_FAILED = (
         "PrepareFailed",
-        "The message is the last of its log. Correct the spec and create the run anew.",
+        "The message quotes the end of its log. Fix the spec and create the run again.",
     )
 
     # Progressing
     STEPS_TRAINED = "StepsTrained", NOTHING_TO_DO
     STALLED = (
         "Stalled",
-        "No step ended for long: look at CoordinatorReady, GeneratorsReady and TrainerReady, then at the logs.",
+        "No step has completed for a long time: check CoordinatorReady, GeneratorsReady and TrainerReady, then the logs.",
     )
     COORDINATOR_UNREACHABLE = (
         "CoordinatorUnreachable",
-        "The operator cannot reach the coordinator: check NetworkPolicies between the two namespaces.",
+        "The operator cannot reach the coordinator: check the NetworkPolicies between the two namespaces.",
     )
     COORDINATOR_REFUSED = (
         "CoordinatorRefused",
-        "The coordinator is reached and does not listen; the message has its words. Another wire version: see Upgrade. A wrong "
-        "token: somebody changed the run's Secret, which its pods read when they start; put it back, or delete them.",
+        "The coordinator rejects the requests of the operator; the message quotes it. Different wire version: see "
+        "docs/operations.md, Upgrade. Wrong token: the Secret of the run was changed after its pods read it; restore it, "
+        "or delete the pods.",
     )
     TRAINER_NOT_READY = (
         "TrainerNotReady",
-        "No step is trained while ranks of the trainer are missing: TrainerReady says what they lack.",
+        "Training waits for missing ranks: TrainerReady states what they need.",
     )
-    NOT_RUNNING = "NotRunning", "Nothing to do: the run is not meant to train now."
+    NOT_RUNNING = "NotRunning", "Nothing to do: the run is not supposed to train now."
 
     # ForecastReady
     FORECASTING = "Forecasting", NOTHING_TO_DO
@@ -315,75 +326,81 @@ class Reason(_Explained):
         "TooFewPoints",
         "Wait for more evaluations, or evaluate more often (evaluation.everySteps).",
     )
-    NO_FIT = "NoFit", "The points do not follow a curve yet; docs/autoscaling.md says what each answer means."
+    NO_FIT = "NoFit", "The points do not determine a curve yet; docs/autoscaling.md explains each reason."
     SIDECAR_UNREACHABLE = (
         "SidecarUnreachable",
-        "No decision is taken meanwhile. See the log of the container curvefit in the operator's pod.",
+        "No decisions are made meanwhile. Check the log of the container curvefit in the operator pod.",
     )
     NOT_RECORDED = (
         "NotRecorded",
-        "A decision could not be written to `decisions.jsonl` on the run's volume, so nothing is done about it; it is tried "
-        "again. The message has the answer of the coordinator, or the line that cannot be read.",
+        "A decision could not be written to `decisions.jsonl` on the run's volume, so it is not executed; the operator "
+        "retries. The message has the response of the coordinator, or the line that cannot be read.",
     )
     AUTOSCALER_FAILED = (
         "AutoscalerFailed",
-        "A fault of the operator's own: its log has the details. The run goes on, and no decision is taken meanwhile.",
+        "Internal error of the operator; its log has the details. The run continues, and no decisions are made meanwhile.",
     )
     BROKEN = (
         "Broken",
-        "The curve, the truncation or the numbers went bad. See docs/autoscaling.md; the last good checkpoint is kept.",
+        "The reward fell, too many completions are truncated, or a value is not finite. See docs/autoscaling.md; the last "
+        "good checkpoint is kept.",
     )
 
     # Degraded
     HEALTHY = "Healthy", NOTHING_TO_DO
     REPAIRED_DRIFT = (
         "RepairedDrift",
-        "Someone changed an object of the run, and it was set back; change the run's spec instead.",
+        "An object of the run was changed and has been reverted; change the spec of the run instead.",
     )
     CHECKPOINT_FAILED = (
         "CheckpointFailed",
-        "A checkpoint could not be written; the last good one stays. Look at the volume's free space and the trainer's "
-        "log. It is over with the next one that is written.",
+        "A checkpoint could not be written; the last good one is kept. Check the free space of the volume and the trainer "
+        "log. Clears with the next successful checkpoint.",
     )
     EXPORT_FAILED = (
         "ExportFailed",
-        "A model could not be exported, or not copied to trainer.export.to; it is tried again, and training goes on. "
-        "status.exports.problem says why. It is over with the next one that succeeds.",
+        "A model could not be exported, or not copied to trainer.export.to; the trainer retries, and training continues. "
+        "status.exports.problem has the reason. Clears with the next success.",
     )
     TRACKER_FAILED = (
         "TrackerFailed",
-        "An experiment tracker takes no steps; it is tried again, and training goes on. The message is its library's. What "
-        "it lacks it gets later: nothing is lost while the run's directory is there.",
+        "An experiment tracker rejects data; the coordinator retries, and training continues. The message is from the "
+        "tracker library. Missing data is sent later; nothing is lost while the run directory exists.",
+    )
+    TEACHER_UNAVAILABLE = (
+        "TeacherUnavailable",
+        "The teacher of recipe.distillation gives a generator no log-probabilities. Its groups wait, since nothing is trained "
+        "without them; it sends failed requests again with back-off. The message has the teacher's answer.",
     )
     GRADING_FAILED = (
         "GradingFailed",
-        "The verifier itself failed on completions, whose scores say nothing: see the logs of the actors. It is over after "
-        "ten minutes without another.",
+        "The verifier failed on completions, which have no verdict: check the actor logs. Clears after ten minutes "
+        "without another failure.",
     )
     SLOTS_GIVEN_UP = (
         "SlotsGivenUp",
-        "Prompts leave no room for a completion in model.contextTokens, or their groups failed again and again: their steps "
-        "go on without them, and status.trouble.givenUpRollouts counts them. The coordinator's log names each and why. It "
-        "is over after ten minutes without another.",
+        "Prompts are too long for model.contextTokens, or their groups failed repeatedly: their steps continue without "
+        "them, and status.trouble.givenUpRollouts counts them. The coordinator log has each slot with the reason. Clears "
+        "after ten minutes without another.",
     )
     STEP_SKIPPED = (
         "StepSkipped",
-        "A step's loss or gradient was not finite, or its ratios exploded: it was not applied, and training goes on. The "
-        "coordinator's log names its slots, the trainer's the cause. It is over after ten minutes without another; three "
-        "in a row end the attempt.",
+        "An update was not applied because its loss or gradient was not finite or its ratios exploded; training "
+        "continues. The coordinator log has the slots, the trainer log the cause. Clears after ten minutes without "
+        "another; three in a row end the attempt.",
     )
-    GENERATORS_FAILING = "GeneratorsFailing", "See the logs of the generator that the message names."
+    GENERATORS_FAILING = "GeneratorsFailing", "Check the logs of the generator that the message names."
 
     # Suspended
-    SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to go on."
+    SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to continue."
     SUSPENDED_BY_FORECAST = (
         "SuspendedByForecast",
-        "Going on was predicted not to pay. Set spec.suspend to false to go on all the same.",
+        "The predicted gain is not worth its cost. Set spec.suspend to false to continue anyway.",
     )
     SUSPENDED_AS_BROKEN = (
         "SuspendedAsBroken",
-        'The curve or the numbers went bad. See docs/autoscaling.md, "A run that is held"; setting spec.suspend to '
-        "false goes on all the same.",
+        'The reward fell, too many completions are truncated, or a value is not finite. See docs/autoscaling.md, "A run '
+        'that is held". Set spec.suspend to false to continue anyway.',
     )
     SUSPENDING = "Suspending", "Wait until the checkpoint is written."
     NOT_SUSPENDED = "NotSuspended", NOTHING_TO_DO
@@ -391,41 +408,44 @@ class Reason(_Explained):
     # Completed
     BUDGET_REACHED = (
         "BudgetReached",
-        "Nothing to do; to go on, create a run with a larger budget on its claim.",
+        "Nothing to do; to continue, create a run with a larger budget on its claim.",
     )
     STOPPED_BY_FORECAST = (
         "StoppedByForecast",
-        "Going on was predicted not to pay; the decision has its reasons.",
+        "The predicted gain was not worth its cost; the decision has the reasons.",
     )
     NOT_FINISHED = "NotFinished", "Nothing to do: the run has not ended."
 
     # Failed
     BAD_INPUT = (
         "BadInput",
-        "A role found its input wrong; the message is the last of its log. Correct the spec.",
+        "A role rejected its input; the message quotes the end of its log. Fix the spec.",
     )
     DIVERGED = (
         "Diverged",
-        "Several steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or look at the data.",
+        "Three steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or check the data.",
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
-        "The role that the message names failed too often: see its log. Raise its maxRestarts only if the cause is "
-        "the cluster's.",
+        "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "
+        "caused the failures.",
     )
     STARTS_FAILED = (
         "StartsFailed",
-        "The role never became ready: see its log; often memory, devices or an image.",
+        "The role never became ready: check its log. Usual causes: memory, devices, the image.",
     )
 
     # events alone
-    STOPPING = "Stopping", "Nothing to do: the coordinator has been asked to stop, and the event says why."
+    STOPPING = (
+        "Stopping",
+        "Nothing to do: the operator asked the coordinator to stop; the event has the reason.",
+    )
     STEPS_ABANDONED = (
         "StepsAbandoned",
-        "Nothing to do: the run begins again at step 0, as its annotation asks.",
+        "Nothing to do: the run restarts at step 0, as requested by its annotation.",
     )
     STOP_CANCELLED = "StopCancelled", "Nothing to do: the request to stop was cancelled."
     AUTOSCALER = (
         "Autoscaler",
-        "A decision of the autoscaler, or why none could be taken; docs/autoscaling.md says what each means.",
+        "A decision of the autoscaler, or why none could be made; docs/autoscaling.md explains each.",
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable
 from typing import Final
 
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.wire import EvaluationPoint, PassAt
 
 CURVE_COLUMNS: Final = (
     "compute",
@@ -26,12 +27,27 @@ CURVE_COLUMNS: Final = (
 )
 """``compute`` is in completion tokens of trained steps; ``docs/local-run.md`` has the rest."""
 
+PART_COLUMN: Final = "reward_part_"
+"""Before the name of a part of the verdicts: columns after the others, empty for points without it."""
+_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
+"""Columns after those: pass@k for each k, then the limits of its interval with ``_low`` and ``_high``."""
+_NUMBER: Final = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+MAX_LABEL_VALUES: Final = 16
+"""Values of a label in an evaluation set that the breakdown names: ranges of numbers, of others the most frequent ones."""
+OTHER_VALUES: Final = "other"
+"""Stands for the rest of those."""
+
 
 def curve_csv(points: Iterable[EvaluationPoint]) -> str:
     """The table, its header first; rewards with all their digits."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CURVE_COLUMNS)
+    points = list(points)
+    parts = sorted({name for p in points for name in p.parts})
+    ks = sorted({at.k for p in points for at in p.pass_at})
+    further = [PART_COLUMN + name for name in parts]
+    further += [f"pass_at_{k}{limit}" for k in ks for limit in ("", "_low", "_high")]
+    writer.writerow((*CURVE_COLUMNS, *further))
     for p in points:
         writer.writerow(
             (
@@ -48,9 +64,47 @@ def curve_csv(points: Iterable[EvaluationPoint]) -> str:
                 p.set_digest,
                 p.prompts,
                 p.given_up_prompts,
+                *(map(_further(p).get, further)),
             )
         )
     return text.getvalue()
+
+
+LABEL_COLUMNS: Final = ("set", "version", "compute", "label", "value", "reward", "prompts")
+
+
+def labels_csv(points: Iterable[EvaluationPoint]) -> str:
+    """The breakdown of ``points`` by label, a table of its own: the values come from the data, and would change the header of
+    a wider one."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(LABEL_COLUMNS)
+    for p in points:
+        for one in p.by_label:
+            writer.writerow(
+                (p.set_name, p.version, p.work_tokens, one.label, one.value, repr(one.reward), one.prompts)
+            )
+    return text.getvalue()
+
+
+def is_number(value: str) -> bool:
+    """Whether a label's value is a decimal number.
+
+    >>> is_number("12"), is_number("-0.5"), is_number("nan"), is_number("2 to 5")
+    (True, True, False, False)
+    """
+    return _NUMBER.fullmatch(value) is not None
+
+
+def label_order(label: str, value: str) -> tuple[str, bool, bool, float, str]:
+    """Sorts values of labels: numbers and ranges by their (lower) bound, then other text, :data:`OTHER_VALUES` last.
+
+    >>> sorted([("operations", v) for v in ("10", "other", "9", "zoo")], key=lambda pair: label_order(*pair))
+    [('operations', '9'), ('operations', '10'), ('operations', 'zoo'), ('operations', 'other')]
+    """
+    low = value.partition(" to ")[0]
+    number = float(low) if is_number(low) else None
+    return label, value == OTHER_VALUES, number is None, number or 0.0, value
 
 
 def curve_points(text: str) -> list[EvaluationPoint]:
@@ -78,6 +132,18 @@ def curve_points(text: str) -> list[EvaluationPoint]:
                     wall_seconds=float(value.get("wall_seconds", 0.0)),
                     device_seconds=float(value.get("device_seconds", 0.0)),
                     given_up_prompts=int(value.get("given_up_prompts", 0)),
+                    parts={
+                        name.removeprefix(PART_COLUMN): float(text)
+                        for name, text in value.items()
+                        if name.startswith(PART_COLUMN) and text
+                    },
+                    pass_at=[
+                        PassAt(
+                            int(at[1]), float(text), float(value[f"{name}_low"]), float(value[f"{name}_high"])
+                        )
+                        for name, text in value.items()
+                        if (at := _PASS_AT.fullmatch(name)) and text
+                    ],
                 )
             )
         except KeyError as error:
@@ -87,10 +153,18 @@ def curve_points(text: str) -> list[EvaluationPoint]:
     return points
 
 
+def _further(point: EvaluationPoint) -> dict[str, str]:
+    cells = {PART_COLUMN + name: repr(value) for name, value in point.parts.items()}
+    for at in point.pass_at:
+        name = f"pass_at_{at.k}"
+        cells |= {name: repr(at.mean), f"{name}_low": repr(at.low), f"{name}_high": repr(at.high)}
+    return cells
+
+
 def curve_figures(text: str) -> list[dict[str, int | float]]:
     """The numbers of each row of such a table, by column; ``mixed_versions`` as 0 or 1, ``eval_version`` is none.
 
-    Columns that an earlier release did not write are left out.
+    Columns that an earlier release did not write are left out, and empty cells.
 
     Raises:
         ValueError: it is no such table.
@@ -99,7 +173,8 @@ def curve_figures(text: str) -> list[dict[str, int | float]]:
     [{'reward': 0.25, 'version': 40, 'mixed_versions': 1}]
     """
     return [
-        {name: _figure(value) for name, value in row.items() if name != "eval_version"} for row in _rows(text)
+        {name: _figure(value) for name, value in row.items() if name != "eval_version" and value != ""}
+        for row in _rows(text)
     ]
 
 

@@ -1,8 +1,7 @@
-"""What an edit of a run's spec does while the run is under way: one entry a field.
+"""The effect of editing a field of an active run's spec: one entry per field.
 
-From here come the rules by which the API server refuses an edit, what the operator restarts, what ``scalerl run
---resume`` takes, and the table of ``docs/operations.md``. A field without an entry is an error of :func:`edit_of`, and a
-test asks it of every field that there is.
+The source of the API server's immutability rules, of what the operator restarts, of what ``scalerl run --resume`` accepts,
+and of the table in ``docs/operations.md``. :func:`edit_of` raises for a field without an entry; a test covers every field.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from scalerl_api.spec import RunSpec
 
 
 class Effect(StrEnum):
-    """What an edit does; ``roles`` are the processes that restart for it."""
+    """The effect of an edit; ``roles`` are the processes that restart."""
 
     text: str
     roles: frozenset[str]
@@ -32,33 +31,33 @@ class Effect(StrEnum):
         member.roles = frozenset(roles)
         return member
 
-    AT_ONCE = ("AtOnce", "The operator acts on it; nothing restarts.")
+    AT_ONCE = ("AtOnce", "Takes effect without a restart.")
     COORDINATOR = (
         "Coordinator",
-        "The coordinator restarts, within seconds; generators and trainer go on.",
+        "The coordinator restarts within seconds; generators and trainer continue.",
         "coordinator",
     )
     GENERATOR = (
         "Generator",
-        "Generators restart one after the other; training goes on with the others.",
+        "Generators restart one at a time; training continues with the others.",
         "generator",
     )
     GENERATORS = (
         "Generators",
-        "The coordinator restarts, and generators one after the other; the trainer goes on.",
+        "The coordinator restarts, then the generators one at a time; the trainer continues.",
         *("coordinator", "generator"),
     )
     ALL = (
         "All",
-        "The trainer finishes its step and writes a checkpoint; all roles restart and go on from it.",
+        "The trainer completes its step and writes a checkpoint; all roles restart from it.",
         *("prepare", "coordinator", "generator", "trainer"),
     )
-    REFUSED = ("Refused", "Refused:")
+    REFUSED = ("Refused", "Rejected:")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """effect: of an edit under way. note: from when it counts, or why it is refused."""
+    """effect: of an edit during the run. note: when it applies, or why it is rejected."""
 
     effect: Effect
     note: str = ""
@@ -66,31 +65,32 @@ class Edit:
 
 def _of_the_run(what: str) -> Edit:
     return Edit(
-        Effect.REFUSED, f"{what} cannot change: weights, journal and curve come from it. Create another run"
+        Effect.REFUSED, f"{what} cannot change: weights, journal and curve depend on it. Create another run"
     )
 
 
 def _of_the_claim(what: str) -> Edit:
     return Edit(
         Effect.REFUSED,
-        f"{what} cannot change: Kubernetes fixes it with the claim. Create another run, on another claim",
+        f"{what} cannot change: Kubernetes does not allow changing it for a claim. Create another run with another claim",
     )
 
 
 _NEXT_STEP = Edit(
     Effect.COORDINATOR,
-    "From the first step on that is not complete yet. Accepted rollouts stay, unless they are too old for the step that "
-    "they fall into now: those count as stale, and their prompts are issued again.",
+    "Applies from the first incomplete step. Accepted rollouts are kept, unless they are too old for the step that they are "
+    "now part of: those count as stale, and their prompts are reissued.",
 )
-_NEXT_EVALUATION = Edit(Effect.COORDINATOR, "From the next evaluation on.")
-_GRADED_FROM_THEN = Edit(Effect.GENERATOR, "For completions graded from then on.")
-_NEW_SET = "Points before and after are two curves: a forecast begins again."
-_ALSO_PREPARATION = "The preparation has it too, and is made anew."
+_NEXT_EVALUATION = Edit(Effect.COORDINATOR, "Applies from the next evaluation.")
+_GRADED_FROM_THEN = Edit(Effect.GENERATOR, "Applies to completions graded afterwards.")
+_NEW_SET = "Points before and after belong to two curves: the forecast restarts."
+_ALSO_PREPARATION = "The preparation also uses it, and is repeated."
 
 EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
     "task.reasoningGym": _of_the_run("the task"),
     "task.jsonl": _of_the_run("the task"),
+    "task.opGraph": _of_the_run("the task"),
     "task.prompt": _of_the_run("the prompt"),
     "task.heldOut": _of_the_run("the held-out set"),
     "task.verifier.name": _of_the_run("the verifier"),
@@ -98,36 +98,47 @@ EDITS: Final[Mapping[str, Edit]] = {
     "task.verifier.memory": _GRADED_FROM_THEN,
     "task.verifier.workers": _GRADED_FROM_THEN,
     "warmStart": Edit(
-        Effect.REFUSED, "warmStart cannot change: it is done before the first step. Create another run"
+        Effect.REFUSED, "warmStart cannot change: it runs before the first step. Create another run"
     ),
     "seed": _of_the_run("the seed"),
     "recipe.promptsPerStep": _NEXT_STEP,
     "recipe.preset": Edit(Effect.ALL),
     "recipe.offPolicy": _NEXT_STEP,
-    "recipe.zeroVarianceFilter": Edit(Effect.COORDINATOR, "From the first step on that is not complete yet."),
+    "recipe.zeroVarianceFilter": Edit(Effect.COORDINATOR, "Applies from the first incomplete step."),
+    "recipe.refill": Edit(Effect.COORDINATOR, "Applies to groups accepted afterwards."),
     "recipe.completionsPerPrompt": Edit(
         Effect.GENERATORS,
-        "For prompts issued from then on; groups that are being generated are issued again. Groups that were accepted "
-        "stay as they are, and a step may have some of both sizes.",
+        "Applies to prompts issued afterwards; groups in progress are reissued. Accepted groups are kept, so a step may "
+        "contain both sizes.",
     ),
     "recipe.maxCompletionTokens": Edit(
-        Effect.ALL, f"For completions begun from then on; an evaluation under way begins again. {_NEW_SET}"
+        Effect.ALL,
+        f"Applies to completions started afterwards; an evaluation in progress restarts. {_NEW_SET}",
     ),
     "recipe.temperature": Edit(
         Effect.REFUSED,
-        "the recipe's temperature cannot change: rollouts that were accepted have log-probabilities at the one of before. "
-        "Create another run",
+        "the recipe's temperature cannot change: accepted rollouts have log-probabilities at the previous one. Create "
+        "another run",
     ),
-    "recipe.curriculum": Edit(Effect.COORDINATOR, "For prompts that are not chosen yet."),
+    "recipe.curriculum": Edit(Effect.COORDINATOR, "Applies to prompts not selected yet."),
     "recipe.length": Edit(
-        Effect.GENERATORS, "For completions issued from then on; rewards that were given stay."
+        Effect.GENERATORS, "Applies to completions issued afterwards; earlier rewards do not change."
     ),
     "recipe.loss": Edit(Effect.ALL),
     "recipe.correction": Edit(Effect.ALL),
+    "recipe.kl": Edit(
+        Effect.ALL,
+        "The reference is the initial model of the run, even if the penalty is added later. Compute before the edit keeps its cost in budget.maxComputeTokens.",
+    ),
+    "recipe.distillation": Edit(
+        Effect.REFUSED,
+        "the distillation cannot change: accepted rollouts have the log-probabilities of the previous teacher, or none. Create "
+        "another run",
+    ),
     "recipe.aggregation": Edit(Effect.ALL),
     "recipe.advantage": Edit(Effect.ALL),
     "recipe.fp32Logits": Edit(Effect.ALL),
-    "recipe.optimizer": Edit(Effect.ALL, "The moments come from the checkpoint."),
+    "recipe.optimizer": Edit(Effect.ALL, "The moments are restored from the checkpoint."),
     "generator.replicas": Edit(Effect.AT_ONCE),
     "generator.devices": Edit(Effect.ALL),
     "generator.cpuThreads": Edit(Effect.GENERATOR),
@@ -138,10 +149,10 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.extraArgs": Edit(Effect.GENERATOR),
     "generator.maxRestarts": Edit(Effect.AT_ONCE),
     "generator.podTemplate": Edit(Effect.GENERATOR),
-    "trainer.replicas": Edit(Effect.ALL, "Checkpoints load at another number of ranks."),
-    "trainer.devices": Edit(Effect.ALL, "Checkpoints load at another number of ranks."),
+    "trainer.replicas": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
+    "trainer.devices": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
     "trainer.cpuThreads": Edit(Effect.ALL),
-    "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load at another stage."),
+    "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load with any stage."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
     "trainer.export": Edit(Effect.ALL),
@@ -152,25 +163,31 @@ EDITS: Final[Mapping[str, Edit]] = {
     "weightSync": Edit(Effect.ALL),
     "evaluation.everySteps": _NEXT_EVALUATION,
     "evaluation.samplesPerPrompt": Edit(
-        Effect.COORDINATOR, "For prompts issued from then on, also of the evaluation that is under way."
+        Effect.COORDINATOR,
+        "Applies to prompts issued afterwards, including those of an evaluation in progress.",
     ),
     "evaluation.temperature": Edit(
-        Effect.COORDINATOR, f"From then on; an evaluation under way begins again. {_NEW_SET}"
+        Effect.COORDINATOR, f"Applies immediately; an evaluation in progress restarts. {_NEW_SET}"
     ),
     "evaluation.holdSeconds": _NEXT_EVALUATION,
     "checkpoint": Edit(Effect.ALL),
+    "budget.maxComputeTokens": Edit(
+        Effect.ALL, "After mid-training, all of a change with budget.split is RL's."
+    ),
+    "budget.split": Edit(
+        Effect.REFUSED,
+        "budget.split cannot change: mid-training may have ended at its share. Create another run",
+    ),
     "budget.maxSteps": Edit(Effect.COORDINATOR),
     "budget.maxDeviceHours": Edit(Effect.AT_ONCE),
     "budget.maxSeconds": Edit(Effect.AT_ONCE),
     "autoscaling": Edit(Effect.AT_ONCE),
-    "trackers": Edit(
-        Effect.COORDINATOR, "A tracker that is new, or elsewhere, gets the steps of before too."
-    ),
+    "trackers": Edit(Effect.COORDINATOR, "A new or relocated tracker also receives the earlier steps."),
     "suspend": Edit(Effect.AT_ONCE),
     "storage.claimName": _of_the_claim("the claim"),
     "storage.size": Edit(
         Effect.AT_ONCE,
-        "The claim is enlarged where its StorageClass allows expansion; a smaller size is refused: Kubernetes shrinks none.",
+        "The claim is enlarged if its StorageClass allows expansion; a smaller size is rejected, because Kubernetes does not shrink claims.",
     ),
     "storage.storageClassName": _of_the_claim("the claim's storage class"),
     "storage.accessMode": _of_the_claim("the claim's access mode"),
@@ -178,12 +195,12 @@ EDITS: Final[Mapping[str, Edit]] = {
     "images.coordinator": Edit(Effect.COORDINATOR),
     "images.generator": Edit(Effect.GENERATOR),
     "images.trainer": Edit(Effect.ALL, _ALSO_PREPARATION),
-    "images.pullPolicy": Edit(Effect.GENERATORS, "Of the trainer from its next attempt on."),
+    "images.pullPolicy": Edit(Effect.GENERATORS, "Applies to the trainer from its next attempt."),
     "podTemplate": Edit(Effect.ALL),
     "deviceResource": Edit(Effect.ALL),
     "ttlSecondsAfterFinished": Edit(Effect.AT_ONCE),
 }
-"""By path in a manifest's ``spec``. An entry of a section is of all its fields."""
+"""By path in a manifest's ``spec``. The entry of a section covers all its fields."""
 
 
 def edit_of(path: str) -> Edit:

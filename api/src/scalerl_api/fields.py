@@ -10,6 +10,7 @@ that the custom resource definition, which is written from these types, can say 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel, to_snake
+from pydantic_core import to_jsonable_python
 
 _DECIMAL = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
 _QUANTITY = r"^([0-9]+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
@@ -49,7 +51,14 @@ class Rule:
     changes: bool = False
     """The rule compares with the value before, so only a change can break it."""
     kept: bool = False
-    """An object that broke the rule before it was introduced may go on to: else nobody could suspend it."""
+    """An object that broke the rule before it was introduced may keep doing so: else it could not be suspended."""
+    one_of: tuple[str, ...] = ()
+    """The fields of which one is to be given; a model's refusal says which are."""
+
+    def refusal(self, model: BaseModel) -> str:
+        """What is said of a model that breaks the rule, with its values as YAML has them."""
+        given = [name for name in self.one_of if _at(model, name) is not None]
+        return self.message % _Paths(model) + (f"; given are {', '.join(given)}" if given else "")
 
     def as_validation(self) -> dict[str, Any]:
         """An entry of ``x-kubernetes-validations``."""
@@ -74,7 +83,12 @@ class _Paths(dict[str, str]):
     def __missing__(self, path: str) -> str:
         if self.model is None:
             return path
-        return f"{path} ({reduce(getattr, to_snake(path).split('.'), self.model)})"
+        value = to_jsonable_python(_at(self.model, path), by_alias=True, exclude_none=True)
+        return f"{path} ({value if isinstance(value, str) else json.dumps(value)})"
+
+
+def _at(model: BaseModel, path: str) -> Any:
+    return reduce(getattr, to_snake(path).split("."), model)
 
 
 class Model(BaseModel):
@@ -97,7 +111,7 @@ class Model(BaseModel):
     def _rules_hold(self) -> Self:
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
-                raise ValueError(rule.message % _Paths(self))
+                raise ValueError(rule.refusal(self))
         return self
 
 
@@ -107,7 +121,8 @@ def exactly_one(*names: str) -> Rule:
     return Rule(
         f"[{given}].exists_one(given, given)",
         f"give exactly one of {', '.join(names)}",
-        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) == 1,
+        holds=lambda model: sum(_at(model, name) is not None for name in names) == 1,
+        one_of=names,
     )
 
 
@@ -117,7 +132,8 @@ def at_most_one(*names: str) -> Rule:
     return Rule(
         f"[{given}].filter(given, given).size() <= 1",
         f"give no more than one of {', '.join(names)}",
-        holds=lambda model: sum(getattr(model, to_snake(name)) is not None for name in names) <= 1,
+        holds=lambda model: sum(_at(model, name) is not None for name in names) <= 1,
+        one_of=names,
     )
 
 
@@ -190,7 +206,7 @@ NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))
 UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
 OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
 HorizonDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0, most=16.0))]
-"""A multiple of the compute so far: no curve can be believed further ahead than a few doublings."""
+"""A multiple of the compute so far: no forecast is credible beyond a few doublings."""
 PositiveUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
 DecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, below=1.0))]
 """A factor of a running mean: at 1 it would never forget its first value."""

@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalerl_api.recipe import RecipeSpec
+from scalerl_api.recipe.earlier import translated
 from scalerl_api.recipe.presets import completed
 from scalerl_api.spec import KIND, ScaleRLRun
 
@@ -198,7 +199,7 @@ def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
     """The model with the values of ``given``, also where they break a rule; unknown fields are left out."""
     values: dict[str, Any] = {}
     if model is RecipeSpec:
-        given = completed(given)
+        given = completed(translated(given)[0])
     for name, field in model.model_fields.items():
         value = given.get(field.alias or name)
         if value is None:
@@ -230,18 +231,6 @@ def _of_field(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(checked, config=ConfigDict(strict=True))
 
 
-_MOVED: Final = {
-    "recipe.loss.name": "recipe.loss.cispo or recipe.loss.ppoClip",
-    "recipe.loss.ratioCap": "recipe.loss.cispo.ratioCap",
-    "recipe.loss.clipLow": "recipe.loss.ppoClip.clipLow",
-    "recipe.loss.clipHigh": "recipe.loss.ppoClip.clipHigh",
-    "recipe.advantageNormalization": "recipe.advantage.normalization",
-    "recipe.maxStalenessSteps": "recipe.offPolicy.pipeline.maxStalenessSteps",
-    "recipe.fp32Head": "recipe.fp32Logits",
-}
-"""Fields of the release before."""
-
-
 def _validated(document: dict[str, Any], source: str) -> ScaleRLRun:
     try:
         return ScaleRLRun.model_validate(document)
@@ -257,8 +246,6 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
             names = _field_names(ScaleRLRun, location[:-1])
             close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"
-            if moved := _MOVED.get(".".join(location[1:])):
-                hint = f"it is {moved} now"
             yield SpecProblem(where, "unknown field", hint)
         elif item["type"] == "missing":
             yield SpecProblem(where, "required, but not given")

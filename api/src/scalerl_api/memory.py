@@ -69,22 +69,23 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one trainer rank, on its accelerator where it has one."""
+    """Bytes on one trainer rank, on its accelerator where it has one. reference: the frozen model of ``recipe.kl``."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    reference: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.reference
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {getattr(self, name) / _GIB:.1f}"
-            for name in ("parameters", "gradients", "optimizer", "activations")
-        )
+        names = ["parameters", "gradients", "optimizer", "activations"]
+        if self.reference:
+            names.append("reference")
+        parts = ", ".join(f"{name} {getattr(self, name) / _GIB:.1f}" for name in names)
         return f"{self.total / _GIB:.1f} GiB ({parts})"
 
 
@@ -97,6 +98,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         world=spec.trainer.ranks,
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
+        reference=spec.recipe.kl.penalty is not None,
     )
 
 
@@ -108,16 +110,18 @@ def rank_memory(
     world: int,
     micro_batch_tokens: int,
     activation_checkpointing: bool = False,
+    reference: bool = False,
 ) -> RankMemory:
     """Bytes per rank for training with AdamW under DeepSpeed.
 
     A bfloat16 model keeps float32 master weights beside the two moments (12 bytes a parameter), a float32 model
     under ZeRO a float32 partition too, without ZeRO the moments only (8 bytes). Stage 1 divides the optimizer's
-    share by ``world``, 2 the gradients' also, 3 the parameters' also.
+    share by ``world``, 2 the gradients' also, 3 the parameters' also. The ``reference`` of the KL penalty has parameters
+    alone; its activations are freed before the policy's exist.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
-    RankMemory(parameters=2000, gradients=4000, optimizer=6000, activations=69632)
+    RankMemory(parameters=2000, gradients=4000, optimizer=6000, activations=69632, reference=0)
 
     Raises:
         ValueError: a stage that does not exist, or no rank.
@@ -140,7 +144,8 @@ def rank_memory(
     # Kept per token and layer: about 34 hidden-sized values (arXiv 2205.05198, without the attention matrix),
     # one when recomputed.
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
-    return RankMemory(parameters, gradients, optimizer, micro_batch_tokens * hidden * kept * each)
+    activations = micro_batch_tokens * hidden * kept * each
+    return RankMemory(parameters, gradients, optimizer, activations, parameters if reference else 0)
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:

@@ -38,6 +38,21 @@ class RunPaths:
         return self.root / "model"
 
     @property
+    def warm_started_weights(self) -> Path:
+        """The model's weights after the warm start, the reference of ``recipe.kl``; only of a run with a warm start."""
+        return self.root / "warm-started.safetensors"
+
+    @property
+    def mid_training(self) -> RunPaths:
+        """Where mid-training keeps its checkpoints, named by supervised steps; removed once the run has one of its own."""
+        return RunPaths(self.root / "mid-training")
+
+    @property
+    def supervised_metrics(self) -> Path:
+        """One JSON object a supervised step; written by the trainer."""
+        return self.root / "mid-training.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -82,6 +97,15 @@ class RunPaths:
     def curve(self) -> Path:
         """One row an evaluation; written by the coordinator."""
         return self.root / "curve.csv"
+
+    def set_curve(self, name: str) -> Path:
+        """The same of another evaluation set than the forecast's."""
+        return self.root / f"curve-{name}.csv"
+
+    @property
+    def labels(self) -> Path:
+        """One row an evaluation and value of a label, of all evaluation sets; written by the coordinator."""
+        return self.root / "labels.csv"
 
     @property
     def decisions(self) -> Path:

@@ -179,53 +179,53 @@ Mount = Annotated[Raw, AfterValidator(own_path)]
 
 
 class PullSecret(Model):
-    """A secret with a registry's password, in the run's namespace."""
+    """A Secret with registry credentials in the namespace of the run."""
 
     name: ObjectName
     """Name of the Secret."""
 
 
 class PodResources(Model):
-    """Requests and limits of a role's main container; what is not named stays as the operator has it."""
+    """Requests and limits of a role's main container; resources not listed keep the operator's defaults."""
 
     requests: Amounts = {}
-    """What the scheduler sets aside, by resource, like ``cpu: "4"`` or ``memory: 16Gi``."""
+    """Requests by resource, like ``cpu: "4"`` or ``memory: 16Gi``."""
     limits: Amounts = {}
-    """What the container may not exceed, by resource, like ``rdma/ib: 1``."""
+    """Limits by resource, like ``rdma/ib: 1``."""
 
 
 class PodTemplate(Model):
-    """What is added to pods. Ignored by the local runtime."""
+    """Additions to pods. Ignored by the local runtime."""
 
     node_selector: Annotated[dict[QualifiedName, LabelValue], Field(max_length=32)] = {}
-    """Labels that a node must have."""
+    """Required node labels."""
     tolerations: Annotated[list[Raw], Field(max_length=32)] = []
-    """Taints that the pods put up with, as Kubernetes' ``Toleration``."""
+    """Tolerations of the pods, as Kubernetes' ``Toleration``."""
     affinity: Raw | None = None
-    """Which nodes and neighbours are wanted, as Kubernetes' ``Affinity``."""
+    """Node and pod affinity, as Kubernetes' ``Affinity``."""
     env: Annotated[list[Variable], Field(max_length=64), AfterValidator(Unique("name"))] = []
-    """Variables of every container of the role, as Kubernetes' ``EnvVar``. ``SCALERL_*`` are the operator's, and so are the
-    ``RANK``, ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` of
-    the trainer's ranks."""
+    """Variables of every container of the role, as Kubernetes' ``EnvVar``. Reserved: ``SCALERL_*``, and for the
+    trainer ``RANK``, ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``."""
     volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(Unique("name"))] = []
-    """Volumes beside the run's own, as Kubernetes' ``Volume``: data, a hub's cache, a secret."""
+    """Additional volumes, as Kubernetes' ``Volume``: data, a hub cache, a Secret."""
     volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(Unique("mountPath"))] = []
-    """Where every container of the role sees those volumes, as Kubernetes' ``VolumeMount``."""
+    """Mounts of those volumes in every container of the role, as Kubernetes' ``VolumeMount``."""
     resources: PodResources = PodResources()
-    """Of the role's main container: the trainer, the coordinator, a generator's vLLM server."""
+    """Resources of the role's main container: the trainer, the coordinator, a generator's vLLM server."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods, like ``nvidia``."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods."""
     labels: Labels = {}
-    """Added to the pods' labels; ``scalerl.dev/`` and ``app.kubernetes.io/`` are the operator's."""
+    """Additional pod labels; ``scalerl.dev/`` and ``app.kubernetes.io/`` are reserved."""
     annotations: Annotations = {}
-    """Added to the pods' annotations; ``scalerl.dev/`` is the operator's."""
+    """Additional pod annotations; ``scalerl.dev/`` is reserved."""
     image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16), AfterValidator(Unique("name"))] = []
-    """Secrets with which the images are pulled."""
+    """Secrets for pulling the images."""
     shm_size: MemoryQuantity | None = None
-    """Most of ``/dev/shm``, taken from the container's memory; none: 1Gi, in a trainer's pod 1Gi a rank. NCCL between
-    the devices of a generator outgrows 1Gi."""
+    """Size limit of ``/dev/shm``, counted against the container's memory; default: 1Gi, in a trainer pod 1Gi per
+    rank. NCCL between the devices of a generator needs more than 1Gi."""
 
     def over(self, base: PodTemplate | None) -> PodTemplate:
         """This role's template over the one for all roles: maps and named lists join, the role's entry wins;

@@ -53,7 +53,7 @@ class ProcessEnvironment:
 
     def load_run(self) -> ScaleRLRun:
         """The run, as its file is now. What an operator gives it has accepted, perhaps in an earlier release with fewer
-        rules: a run that is suspended and resumed after an upgrade goes on with it.
+        rules: a run that is suspended and resumed after an upgrade continues with it.
 
         Raises:
             SpecError: see :func:`scalerl_api.load.load_run`.

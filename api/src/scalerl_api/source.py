@@ -6,14 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import GraderQuantity, Matches, Model, PositiveUnitDecimal, Rule, exactly_one
+from scalerl_api.fields import (
+    DecimalString,
+    GraderQuantity,
+    Matches,
+    Model,
+    PositiveUnitDecimal,
+    Rule,
+    exactly_one,
+)
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
 
 
 class HubModel(Model):
-    """A model on a hub, by name and revision; an offline cache is honoured (``HF_HUB_OFFLINE=1``)."""
+    """A model on the Hugging Face Hub, by name and revision; supports an offline cache (``HF_HUB_OFFLINE=1``)."""
 
     name: Annotated[
         str,
@@ -22,29 +30,29 @@ class HubModel(Model):
             Matches(r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$", "must be owner/model, as the hub lists it")
         ),
     ]
-    """``owner/model``, as the hub lists it."""
+    """``owner/model``, as on the hub."""
     revision: Annotated[str, Field(min_length=1, max_length=200)] = "main"
-    """Branch, tag or commit; a commit means the same weights a year from now."""
+    """Branch, tag or commit; use a commit for reproducibility."""
 
 
 class ScratchModel(Model):
-    """A randomly initialised Llama with a tokenizer trained on the task's own text: for tests and teaching."""
+    """A randomly initialized Llama with a tokenizer trained on the text of the task, for tests and teaching."""
 
     layers: Annotated[int, Field(ge=1, le=64)] = 4
     """Transformer blocks."""
     hidden_size: Annotated[int, Field(ge=16, le=8192)] = 128
     """Width of the residual stream: an even multiple of ``attentionHeads``."""
     attention_heads: Annotated[int, Field(ge=1, le=128)] = 4
-    """Attention heads of a block, without grouped queries."""
+    """Attention heads per block, without grouped queries."""
     intermediate_size: Annotated[int, Field(ge=16, le=65536)] = 384
     """Width of the feed-forward layer."""
     vocabulary_size: Annotated[int, Field(ge=64, le=65536)] = 512
-    """Upper bound; the tokenizer may stop earlier when the text gives no more merges."""
+    """Maximum size; the tokenizer is smaller if the text has no more merges."""
     tied_embeddings: bool = True
-    """The output layer shares the input's embeddings."""
+    """Share the weights of input embeddings and output layer."""
     initializer_range: PositiveUnitDecimal = "0.02"
-    """Standard deviation of the first weights. The default suits widths of thousands; at a width of 128 attention is the
-    same everywhere until it is trained."""
+    """Standard deviation of the initial weights. The default suits widths of thousands; at a width of 128,
+    attention is initially uniform."""
 
     rules = (
         Rule(
@@ -57,20 +65,20 @@ class ScratchModel(Model):
 
 
 class ModelSpec(Model):
-    """Where the initial weights and the tokenizer come from, and how they are held."""
+    """Source and data type of the initial weights and the tokenizer."""
 
     hub: HubModel | None = None
-    """A model on a hub; it is downloaded before the run starts."""
+    """A model on a hub, downloaded before the run starts."""
     path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """A directory with ``config.json``, weights and tokenizer: local, or on a mounted volume."""
     scratch: ScratchModel | None = None
-    """A small model made here, with random weights."""
+    """A small randomly initialized model."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """In which the weights are held and generated with; the optimizer keeps float32 copies of bfloat16 ones."""
+    """Data type of the weights; for bfloat16, the optimizer keeps float32 copies."""
     context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 16384
-    """Longest prompt + completion, in tokens."""
+    """Maximum length of prompt and completion, in tokens."""
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """The trainer's attention kernel; the generator uses vLLM's own."""
+    """Attention kernel of the trainer; generators use vLLM's."""
 
     rules = (exactly_one("hub", "path", "scratch"),)
 
@@ -94,43 +102,114 @@ class ReasoningGymSource(Model):
         dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
         Field(max_length=64),
     ] = {}
-    """As the task names them; a fraction is a string (``"0.5"``) and becomes a number where one is wanted."""
+    """Parameters of the task; write fractions as strings (``"0.5"``)."""
     seed: Seed = 0
-    """Of the generated problems; another seed gives others."""
+    """Seed of the generated problems."""
     size: Annotated[int, Field(ge=2, le=100_000_000)] = 50_000
-    """Problems, those held out included."""
+    """Number of problems, including the held-out ones."""
 
 
 class JsonlSource(Model):
-    """A file of one JSON object a line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
+    """A file with one JSON object per line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """In a file on one machine, relative to that file; on a cluster, the absolute path of a mounted file."""
+    """On one machine, relative to the run file; on a cluster, the absolute path of a mounted file."""
+
+
+OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
+"""Those that :mod:`scalerl_tasks.opgraph` has words for."""
+
+
+class OpGraphSource(Model):
+    """Word problems over graphs of arithmetic operations, as many operations as are asked for, with worked solutions."""
+
+    operations: Annotated[
+        list[Annotated[int, Field(ge=2, le=50)]],
+        Field(min_length=2, max_length=2),
+    ]
+    """Least and greatest number of operations that an answer needs; each number between is as likely. A solution has letters
+    for 50."""
+    contexts: Annotated[
+        dict[
+            str,
+            Annotated[
+                DecimalString,
+                AfterValidator(
+                    Matches(
+                        r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
+                        'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
+                    )
+                ),
+            ],
+        ],
+        Field(min_length=1, max_length=8),
+    ] = {"zoo": "1"}
+    """Share of the problems by context: zoo, school, harbour, bakery. They sum to 1."""
+    modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
+    """``forward``: all is given, and the value at the end is asked for. ``reverse``: that value is given, and a constant is
+    asked for. Each mode given is as likely."""
+    distractors: Annotated[int, Field(ge=0, le=10)] = 2
+    """Most sentences of a problem that its answer does not need; each number from 0 is as likely."""
+    seed: Seed = 0
+    """Of the problems; another seed gives others, and may give some again."""
+    size: Annotated[int, Field(ge=2, le=14_714_880)] = 1_000_000
+    """Problems, those held out included, no two of them the same. A greater size costs nothing."""
+
+    rules = (
+        Rule(
+            "self.operations[0] <= self.operations[1]",
+            "%(operations)s must have the least number first",
+            "operations",
+            lambda task: task.operations[0] <= task.operations[1],
+        ),
+        Rule(
+            f"self.contexts.all(name, name in [{', '.join(map(repr, OP_GRAPH_CONTEXTS))}])",
+            f"%(contexts)s must be of {', '.join(OP_GRAPH_CONTEXTS)}",
+            "contexts",
+            lambda task: set(task.contexts) <= set(OP_GRAPH_CONTEXTS),
+        ),
+        Rule(
+            "self.contexts.map(name, double(string(self.contexts[name]))).sum() > 0.9999999995 && "
+            "self.contexts.map(name, double(string(self.contexts[name]))).sum() < 1.0000000005",
+            "the shares of %(contexts)s must sum to 1",
+            "contexts",
+            lambda task: abs(sum(map(float, task.contexts.values())) - 1) < 5e-10,
+        ),
+    )
 
 
 class VerifierSpec(Model):
-    """How a completion is scored, and what one scoring may use. Model output is hostile input."""
+    """How completions are scored, and the limits of scoring. Completions are untrusted input."""
 
-    name: Literal["reasoning-gym", "exact", "number", "math-verify"]
+    name: Literal[
+        "reasoning-gym",
+        "exact",
+        "number",
+        "math-verify",
+        "opgraph-outcome",
+        "opgraph-blend",
+        "opgraph-strict",
+    ]
     """``reasoning-gym``: the data set's own scorer. ``exact``: the same text. ``number``: the same number.
-    ``math-verify``: the same mathematics."""
+    ``math-verify``: the same mathematics. For opGraph: ``opgraph-outcome``, the answer; ``opgraph-blend``, a fifth for the
+    right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """Most time for one scoring."""
+    """Time limit for scoring one completion."""
     memory: GraderQuantity = "1Gi"
-    """Most memory of one scoring process."""
+    """Memory limit of a scoring process."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Scoring processes beside each generator."""
+    """Scoring processes per generator."""
 
 
 class PromptSpec(Model):
-    """How a task's text becomes the tokens the model reads."""
+    """How the text of a problem becomes the prompt of the model."""
 
     format: Literal["Raw", "Chat"] = "Raw"
     """``Chat`` applies the tokenizer's chat template."""
     template: Annotated[str, Field(max_length=16_384)] = "{prompt}"
-    """The task's text stands where this says ``{prompt}``."""
+    """Template of the user message; ``{prompt}`` is replaced by the text of the problem."""
     system: Annotated[str, Field(max_length=16_384)] | None = None
-    """System message; needs ``format: Chat``."""
+    """System message; requires ``format: Chat``."""
 
     rules = (
         Rule(
@@ -149,35 +228,50 @@ class PromptSpec(Model):
 
 
 class HeldOutSpec(Model):
-    """Prompts that are never trained on; their mean score is the curve. Fixed for the whole run."""
+    """Prompts excluded from training; their mean score is the curve. Fixed for the whole run."""
 
     size: Annotated[int, Field(ge=1, le=100_000)] = 1000
-    """How many are held out. ScaleRL: 1,000 prompts [P]."""
+    """Number of held-out prompts. ScaleRL: 1,000 [P]."""
     seed: Seed = 0
-    """Which ones are; another seed holds out others."""
+    """Seed of the selection."""
 
 
 class TaskSpec(Model):
-    """What is trained on."""
+    """The training task."""
 
     reasoning_gym: ReasoningGymSource | None = None
-    """Problems made by a program; give this or jsonl."""
+    """Problems made by a program; give this, jsonl or opGraph."""
     jsonl: JsonlSource | None = None
-    """Problems from a file; give this or reasoningGym."""
+    """Problems from a file; give this, reasoningGym or opGraph."""
+    op_graph: OpGraphSource | None = None
+    """Word problems whose difficulty is chosen, with worked solutions; give this, reasoningGym or jsonl."""
     verifier: VerifierSpec
-    """How a completion is scored, and what one scoring may use."""
+    """How completions are scored, and the limits of scoring."""
     prompt: PromptSpec = PromptSpec()
-    """How a problem's text becomes a prompt."""
+    """How the text of a problem becomes a prompt."""
     held_out: HeldOutSpec = HeldOutSpec()
-    """Prompts that are never trained on; their mean score is the curve."""
+    """Prompts excluded from training; their mean score is the curve."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl"),
+        exactly_one("reasoningGym", "jsonl", "opGraph"),
         Rule(
             "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
             "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
             "heldOut.size",
             lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
+        ),
+        Rule(
+            "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
+            "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
+            "heldOut.size",
+            lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
+        ),
+        Rule(
+            "!self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
+            "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
+            "use reasoning-gym, exact, number or math-verify",
+            "verifier.name",
+            lambda task: not task.verifier.name.startswith("opgraph-") or task.reasoning_gym is None,
         ),
         Rule(
             "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",

@@ -7,9 +7,11 @@ field says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
+from pydantic.alias_generators import to_snake
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
@@ -19,6 +21,7 @@ from scalerl_api.fields import (
     MemoryQuantity,
     Model,
     NonNegativeDecimal,
+    OpenUnitDecimal,
     PositiveDecimal,
     PositiveQuantity,
     PositiveUnitDecimal,
@@ -55,6 +58,7 @@ __all__ = [
     "PLURAL",
     "VERSION",
     "BudgetSpec",
+    "BudgetSplit",
     "CheckpointSpec",
     "CoordinatorSpec",
     "EvaluationSpec",
@@ -80,16 +84,19 @@ __all__ = [
 
 
 class WarmStartSpec(Model):
-    """Supervised steps on the task's own worked solutions before RL begins."""
+    """The stage before RL, mid-training: supervised steps on worked solutions."""
 
-    steps: Annotated[int, Field(ge=1, le=100_000_000)]
-    """Most supervised steps."""
+    steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Maximum number of supervised steps; may be omitted with ``budget.split``, which limits their tokens."""
+    jsonl: JsonlSource | None = None
+    """Problems of its own, each with a ``solution``; default: the training prompts of the task."""
     batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 64
-    """Examples a step, over all ranks; at least one for each."""
+    """Examples per step, over all ranks; at least one per rank."""
     learning_rate: LearningRateDecimal = "3e-5"
-    """Highest of the warm start's own schedule."""
+    """Peak of the warm start's own schedule."""
     stop_at_pass_rate: UnitDecimal | None = None
-    """End early once this share of the last examples, each taken before it was trained on, would be solved by sampling."""
+    """Stop early once sampling would solve this fraction of the latest examples, each measured before it was
+    trained on."""
 
 
 # --- roles -------------------------------------------------------------------------------------
@@ -108,12 +115,12 @@ DeviceResource = Annotated[
 
 
 class CoordinatorSpec(Model):
-    """The one process that hands out work and keeps the run's history. Ignored by the local runtime."""
+    """The process that assigns work and keeps the history of the run. Ignored by the local runtime."""
 
     max_restarts: MaxRestarts = 20
-    """Restarts in a row, without ten minutes of quiet between them, after which the run fails."""
+    """Consecutive restarts, without ten minutes of stable operation in between, after which the run fails."""
     pod_template: PodTemplate | None = None
-    """Over the run's own podTemplate, for the coordinator alone."""
+    """Overrides the run's podTemplate for the coordinator."""
 
 
 SERVER_OPTIONS: Final = (
@@ -140,42 +147,43 @@ def free_option(argument: str) -> str:
 
 
 class GeneratorSpec(Model):
-    """vLLM servers and the actors that feed them. Elastic: any of them may come, go or die."""
+    """vLLM servers and their actors. Elastic: generators may join, leave or fail at any time."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """How many; ``kubectl scale`` writes here, and the autoscaler leaves a number alone that someone set."""
+    """Number of generators. Written by ``kubectl scale``, and by the autoscaler if it is enabled."""
     devices: Annotated[int, Field(ge=0, le=64)] = 0
-    """Accelerators a replica (tensor parallel); 0 runs on CPU."""
+    """Accelerators per replica (tensor parallelism); 0 runs on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Compute threads on CPU; none leaves the choice to vLLM."""
+    """Compute threads on CPU; default: chosen by vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Completions that one server samples at once."""
+    """Completions that one server samples concurrently."""
     kv_cache: MemoryQuantity | None = None
-    """CPU only: memory for the KV cache (on a GPU, vLLM takes what memoryFraction leaves)."""
+    """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""
     memory_fraction: PositiveUnitDecimal = "0.9"
-    """GPU only: share of the device's memory that vLLM takes."""
+    """GPU only: fraction of the device memory that vLLM uses."""
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
-    """A group that comes no further for so long is given to another generator. Its time begins anew whenever its
-    completions grow, so it may be less than a generation takes; it has to be more than a weight update takes."""
+    """A group without progress for this long is reassigned to another generator. Progress of its completions
+    restarts the timer, so the value may be less than the duration of a generation, but must exceed that of a
+    weight update."""
     extra_args: Annotated[
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
     ] = []
-    """Appended to the vLLM command line as they are; options that other fields set, like ``--model``, are refused."""
+    """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected."""
     max_restarts: MaxRestarts = 20
-    """On a cluster: restarts in a row of one pod after which the run counts as degraded; the others go on."""
+    """On a cluster: consecutive restarts of one pod after which the run is degraded; the others continue."""
     pod_template: PodTemplate | None = None
-    """Over the run's own podTemplate, for generators alone; ignored by the local runtime."""
+    """Overrides the run's podTemplate for generators; ignored by the local runtime."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
 
 class ExportSpec(Model):
-    """Models of evaluations as others load them: safetensors, config, tokenizer, chat template."""
+    """Models of evaluations in Hugging Face format: safetensors, config, tokenizer, chat template."""
 
     enabled: bool = True
-    """Keeps the best evaluation's model and the last one's under ``checkpoints/hf`` on the run's volume; each holds the
-    weights once, in ``model.dtype``."""
+    """Keeps the models of the best and of the last evaluation under ``checkpoints/hf`` on the run's volume; each
+    contains the weights once, in ``model.dtype``."""
     to: (
         Annotated[
             str,
@@ -189,33 +197,35 @@ class ExportSpec(Model):
         ]
         | None
     ) = None
-    """Where copies go too: an absolute path on a mounted volume, ``hf://owner/name`` or ``s3://bucket/prefix``. Credentials
-    are variables of ``trainer.podTemplate.env``, from a Secret."""
+    """Target of additional copies: an absolute path on a mounted volume, ``hf://owner/name`` or
+    ``s3://bucket/prefix``. Provide credentials as variables in ``trainer.podTemplate.env``, from a Secret."""
 
 
 class TrainerSpec(Model):
-    """The DeepSpeed ranks. One fails, all restart from the last checkpoint."""
+    """The DeepSpeed ranks. If one fails, all restart from the last checkpoint."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Nodes that train: a pod each on a cluster. The local runtime runs all ranks on one machine."""
+    """Number of training nodes; on a cluster, one pod each. The local runtime runs all ranks on one machine."""
     devices: Annotated[int, Field(ge=0, le=8)] = 0
-    """Accelerators a node, with one rank (process) each; the ranks of a node share NVLink and ``/dev/shm``. 0 runs one
-    rank a node on CPU."""
+    """Accelerators per node, with one rank (process) each; the ranks of a node share NVLink and ``/dev/shm``. 0
+    runs one rank per node on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Compute threads of a rank on CPU; none leaves the choice to the runtime."""
+    """Compute threads per rank on CPU; default: chosen by the runtime."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """What the ranks share instead of each holding all: 1 optimizer state, 2 also gradients, 3 also weights."""
+    """What is sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
-    """Most tokens of one forward and backward pass of a rank; none: 4096, or the model's contextTokens if more."""
+    """Maximum number of tokens in one forward and backward pass of a rank; default: 4096, or the model's
+    contextTokens if larger."""
     activation_checkpointing: bool = False
-    """Computes activations twice instead of keeping them: less memory, about a third more time."""
+    """Recomputes activations in the backward pass: less memory, about a third more time."""
     export: ExportSpec = ExportSpec()
-    """What is kept of the run in a form that others load."""
+    """Export of models in Hugging Face format."""
     max_restarts: MaxRestarts = 20
-    """On a cluster: restarts of all ranks in a row, without ten minutes of quiet, after which the run fails. One that never
-    worked fails after five; what nodes take away or do not let begin (drains, preemption, lost devices) does not count."""
+    """On a cluster: consecutive restarts of all ranks, without ten minutes of stable operation in between, after
+    which the run fails. A trainer that was never ready fails after five. Disruptions by nodes (drains,
+    preemption, lost devices) do not count."""
     pod_template: PodTemplate | None = None
-    """Over the run's own podTemplate, for the trainer and the preparation alone; ignored by the local runtime."""
+    """Overrides the run's podTemplate for the trainer and the preparation; ignored by the local runtime."""
 
     @property
     def ranks(self) -> int:
@@ -224,57 +234,77 @@ class TrainerSpec(Model):
 
 
 class WeightSyncSpec(Model):
-    """How new weights reach the generators: one broadcast per bucket over a process group of their own."""
+    """Transfer of new weights to the generators: one broadcast per bucket over a separate process group."""
 
     backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
-    """``Auto``: NCCL where both sides have accelerators, else gloo."""
+    """``Auto``: NCCL if both sides have accelerators, otherwise gloo."""
     bucket: PositiveQuantity = "16Mi"
-    """Bytes of one broadcast; larger ones cost the receiver page faults on fresh memory (measured on CPU)."""
+    """Bytes per broadcast; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
-    """After so long a publish is given up, and repeated without the generators that were lost."""
+    """Time-out of a publish, which is then repeated without the lost generators."""
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
-    """Sequences both sides score after a publish: the measured trainer–generator mismatch."""
+    """Sequences that both sides score after a publish to measure the trainer–generator mismatch."""
 
 
 class EvaluationSpec(Model):
-    """Points of the curve: mean score on the held-out prompts at one weight version."""
+    """Evaluations of single weight versions on the held-out prompts: the points of the curve."""
 
     every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 100
-    """Steps from one point to the next."""
+    """Steps between evaluations."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Completions of each held-out prompt; more make the error bars smaller."""
+    """Completions per held-out prompt; more samples reduce the standard error."""
     temperature: NonNegativeDecimal = "1"
-    """Of sampling, in evaluations; 0 is greedy."""
+    """Sampling temperature of evaluations; 0 is greedy."""
     hold_seconds: Annotated[int, Field(ge=1, le=86400)] = 900
-    """A publish waits so long for an evaluation of the version before it; after that the point is marked mixed."""
+    """Maximum time that a publish waits for an evaluation of the previous version; afterwards the point is marked
+    as mixed."""
 
 
 class CheckpointSpec(Model):
-    """Model, optimizer and coordinator state of one step, written whole or not at all."""
+    """Atomic checkpoints of model, optimizer and coordinator state."""
 
     every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 50
-    """Steps from one checkpoint to the next: what a failure costs at most."""
+    """Steps between checkpoints: the maximum loss in a failure."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
+
+
+class BudgetSplit(Model):
+    """Divides ``maxComputeTokens`` between mid-training and RL (arXiv 2512.07783 [P])."""
+
+    beta: OpenUnitDecimal
+    """RL's share: mid-training ends with the step that reaches (1 − beta) of ``maxComputeTokens``; RL has the rest. The
+    paper finds 0.2 best close to the trained distribution, 0.5 to 0.8 for harder problems."""
 
 
 class BudgetSpec(Model):
-    """What the run may use; the first limit reached ends it."""
+    """Limits of the run; the first one reached ends it."""
 
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Updates."""
+    """Maximum number of optimizer updates."""
     max_device_hours: PositiveDecimal | None = None
-    """Devices × hours; a CPU process counts as one device."""
+    """Maximum devices × hours; a CPU process counts as one device."""
     max_seconds: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
-    """Time since the first lease, suspensions not counted."""
+    """Maximum time of mid-training and since the first lease, without suspensions."""
+    max_compute_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    """Maximum compute, in tokens of supervised training: a solution token of mid-training counts 1, a completion token of RL
+    4/3, or 5/3 with ``recipe.kl.penalty`` (arXiv 2512.07783 [P]); prompts count in neither."""
+    split: BudgetSplit | None = None
+    """Divides ``maxComputeTokens`` between mid-training (``warmStart``) and RL."""
 
     rules = (
         Rule(
-            "has(self.maxSteps) || has(self.maxDeviceHours) || has(self.maxSeconds)",
-            "give at least one of maxSteps, maxDeviceHours, maxSeconds",
-            holds=lambda budget: (
-                (budget.max_steps, budget.max_device_hours, budget.max_seconds) != (None,) * 3
+            "has(self.maxSteps) || has(self.maxDeviceHours) || has(self.maxSeconds) || has(self.maxComputeTokens)",
+            "give at least one of maxSteps, maxDeviceHours, maxSeconds, maxComputeTokens",
+            holds=lambda budget: any(
+                (budget.max_steps, budget.max_device_hours, budget.max_seconds, budget.max_compute_tokens)
             ),
+        ),
+        Rule(
+            "!has(self.split) || has(self.maxComputeTokens)",
+            "split needs maxComputeTokens, the compute that it divides",
+            "split",
+            lambda budget: budget.split is None or budget.max_compute_tokens is not None,
         ),
     )
 
@@ -285,51 +315,88 @@ class BudgetSpec(Model):
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
 """CEL of ``TrainerSpec.ranks``."""
 _PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
+_FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
+
+
+def _within_completions(path: str) -> Rule:
+    """A field of ``recipe.length`` that is less than maxCompletionTokens where it is given."""
+    rule, field = path.split(".")
+    length = f"self.recipe.length.{rule}"
+
+    def holds(spec: RunSpec) -> bool:
+        chosen = getattr(spec.recipe.length, to_snake(rule))
+        given = None if chosen is None else getattr(chosen, to_snake(field))
+        return given is None or given < spec.recipe.max_completion_tokens
+
+    return Rule(
+        f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
+        f"{length}.{field} < self.recipe.maxCompletionTokens",
+        f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s",
+        f"recipe.length.{path}",
+        holds,
+    )
+
+
+def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpec], object]) -> Rule:
+    """A field of the recipe that contradicts a distillation which ignores the rewards. given: its CEL, as far as it is in the
+    manifest. chosen: true where it is in effect."""
+    return Rule(
+        f"!has(self.recipe.distillation) || self.recipe.distillation.rewards != 'Ignored' || !({given})",
+        f"recipe.{field} cannot go with recipe.distillation, whose rewards are Ignored: {why}. Leave it out, or set "
+        "recipe.distillation.rewards: Added",
+        f"recipe.{field}",
+        lambda spec: (
+            spec.recipe.distillation is None
+            or spec.recipe.distillation.rewards != "Ignored"
+            or not chosen(spec.recipe)
+        ),
+    )
 
 
 class RunSpec(Model):
-    """All a run needs."""
+    """Specification of a run."""
 
     model: ModelSpec
-    """Where the initial weights and the tokenizer come from. On a cluster it cannot change."""
+    """Source of the initial weights and the tokenizer. Immutable on a cluster."""
     task: TaskSpec
-    """What is trained on. On a cluster it cannot change."""
+    """The training task. Immutable on a cluster."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
     warm_start: WarmStartSpec | None = None
-    """Supervised steps before RL; none: RL from the start. On a cluster it cannot change."""
+    """Mid-training, supervised steps before RL; default: none. Immutable on a cluster."""
     generator: GeneratorSpec = GeneratorSpec()
-    """vLLM servers and the actors that feed them."""
+    """vLLM servers and their actors."""
     trainer: TrainerSpec = TrainerSpec()
     """The DeepSpeed ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
-    """The one process that hands out work."""
+    """The process that assigns work."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
-    """How new weights reach the generators."""
+    """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """Points of the curve."""
+    """Evaluations: the points of the curve."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """When the run's state is written, and how much of it is kept."""
+    """Checkpoint interval and retention."""
     budget: BudgetSpec
-    """What the run may use; the first limit reached ends it."""
+    """Limits of the run; the first one reached ends it."""
     autoscaling: AutoscalingSpec = AutoscalingSpec()
-    """Who acts on the forecast of the curve, and by what rules."""
+    """Decisions based on the forecast of the curve."""
     trackers: TrackersSpec = TrackersSpec()
-    """Experiment trackers that get what ``metrics.jsonl`` and ``curve.csv`` hold: TensorBoard, Weights & Biases, MLflow."""
+    """Experiment trackers that receive the content of ``metrics.jsonl`` and ``curve.csv``: TensorBoard, Weights &
+    Biases, MLflow."""
     suspend: bool = False
-    """True writes a checkpoint and lets all devices go; false goes on from there."""
+    """True writes a checkpoint and releases all devices; false continues from it."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Of everything drawn by chance but the task's own data. On a cluster it cannot change."""
+    """Seed of all random choices except the data of the task. Immutable on a cluster."""
     storage: StorageSpec = StorageSpec()
-    """The volume that all pods of the run share."""
+    """The volume shared by all pods of the run."""
     images: ImagesSpec = ImagesSpec()
-    """Container images, where they differ from the operator's settings."""
+    """Container images that differ from the defaults of the operator."""
     pod_template: PodTemplate | None = None
-    """For the pods of all roles; a role's own podTemplate wins. Ignored by the local runtime."""
+    """Additions to the pods of all roles; a role's own podTemplate takes precedence. Ignored by the local runtime."""
     device_resource: DeviceResource = "nvidia.com/gpu"
     """Name of the extended resource that ``devices`` counts on a cluster. Ignored by the local runtime."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
-    """How long a finished run's object is kept on a cluster; none: until someone deletes it."""
+    """Time after which the object of a finished run is deleted on a cluster; default: never."""
 
     rules = (
         Rule(
@@ -337,6 +404,41 @@ class RunSpec(Model):
             "%(recipe.maxCompletionTokens)s must be less than %(model.contextTokens)s: the prompt needs room too",
             "recipe.maxCompletionTokens",
             lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
+        ),
+        _reads_rewards(
+            "zeroVarianceFilter",
+            "the teacher's log-probabilities differ where rewards are equal",
+            "has(self.recipe.zeroVarianceFilter) && self.recipe.zeroVarianceFilter",
+            lambda recipe: recipe.zero_variance_filter,
+        ),
+        _reads_rewards(
+            "refill",
+            "no group is dropped for equal rewards, so no place becomes free",
+            "has(self.recipe.refill)",
+            lambda recipe: recipe.refill,
+        ),
+        _reads_rewards(
+            "length.penalty",
+            "it changes rewards alone",
+            "has(self.recipe.length) && has(self.recipe.length.penalty)",
+            lambda recipe: recipe.length.penalty,
+        ),
+        _reads_rewards(
+            "length.overlong",
+            "it changes rewards alone",
+            "has(self.recipe.length) && has(self.recipe.length.overlong)",
+            lambda recipe: recipe.length.overlong,
+        ),
+        Rule(
+            f"!has(self.recipe.refill) || {_FILTER}",
+            "recipe.refill needs recipe.zeroVarianceFilter: true, which the preset may not have: without the filter no place "
+            "becomes free",
+            "recipe.refill",
+            lambda spec: spec.recipe.refill is None or spec.recipe.zero_variance_filter,
+        ),
+        *(
+            _within_completions(path)
+            for path in ("interruption.minTokens", "interruption.maxTokens", "overlong.bufferTokens")
         ),
         Rule(
             "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
@@ -366,6 +468,21 @@ class RunSpec(Model):
             "rank takes an example or more",
             "warmStart.batchSize",
             lambda spec: spec.warm_start is None or spec.warm_start.batch_size >= spec.trainer.ranks,
+        ),
+        Rule(
+            "!has(self.warmStart) || has(self.warmStart.steps) || has(self.budget.split)",
+            "warmStart.steps is needed without budget.split: set one of them",
+            "warmStart.steps",
+            lambda spec: (
+                spec.warm_start is None or spec.warm_start.steps is not None or spec.budget.split is not None
+            ),
+        ),
+        Rule(
+            "!has(self.budget.split) || has(self.warmStart)",
+            "budget.split divides the compute between warmStart and RL, and there is no warmStart: add it, or leave split "
+            "out",
+            "budget.split",
+            lambda spec: spec.budget.split is None or spec.warm_start is not None,
         ),
         Rule(
             "self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",

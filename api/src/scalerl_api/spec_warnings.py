@@ -64,6 +64,8 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
         paths["spec.trackers.tensorBoard.directory"] = spec.trackers.tensor_board.directory
     if spec.task.jsonl is not None:
         paths["spec.task.jsonl.path"] = spec.task.jsonl.path
+    if spec.warm_start is not None and spec.warm_start.jsonl is not None:
+        paths["spec.warmStart.jsonl.path"] = spec.warm_start.jsonl.path
     return [
         *_of_trackers(spec),
         *_of_paths(paths, mounted),
@@ -76,6 +78,16 @@ def _of_renamed_values(spec: RunSpec) -> Iterator[SpecProblem]:
             "spec.autoscaling.onBroken",
             "Tell is now called Alert, and is read for one release",
             "write Alert",
+        )
+    for old in spec.recipe.earlier_names:
+        yield SpecProblem(
+            f"spec.recipe.{old.name}",
+            "is not given, and for one release has the value that the release of the recipe's other names had"
+            if old.value is None
+            else "is the name of an earlier release, and is read for one release"
+            if old.read
+            else "is the name of an earlier release, and is ignored beside newer fields",
+            f"write recipe.{old.section}",
         )
 
 
@@ -117,6 +129,12 @@ def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
             "spec.recipe.temperature",
             f"at {recipe.temperature} completions are close to noise",
             "1 samples the policy itself",
+        )
+    if recipe.distillation is not None and float(recipe.temperature) != 1.0:
+        yield SpecProblem(
+            "spec.recipe.temperature",
+            f"the teacher of recipe.distillation computes at temperature 1, the student samples at {recipe.temperature}",
+            "set it to 1",
         )
 
 

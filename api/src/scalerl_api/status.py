@@ -36,31 +36,31 @@ class StatusModel(Model):
 
 
 class Condition(StatusModel):
-    """One thing said about the run, as Kubernetes' ``metav1.Condition``."""
+    """One aspect of the run's state, as Kubernetes' ``metav1.Condition``."""
 
     type: Annotated[str, Field(min_length=1, max_length=316)]
-    """What is said; docs/operations.md lists all."""
+    """Type of the condition; docs/operations.md lists all."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it is so."""
+    """Whether the condition holds."""
     observed_generation: Count = 0
-    """Generation of the spec that this was said about."""
+    """Generation of the spec that the condition refers to."""
     last_transition_time: Time
     """When ``status`` last changed."""
     reason: Annotated[
         str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
     ]
-    """Why, in one word that keeps its meaning."""
+    """Machine-readable reason, stable between releases."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
-    """Why, for a person: which field, pod or object."""
+    """Human-readable details: which field, pod or object."""
 
 
 class GeneratorsStatus(StatusModel):
     """The generators."""
 
     replicas: Count = 0
-    """Pods there are."""
+    """Number of pods."""
     ready: Count = 0
-    """Of those, how many work."""
+    """Number of ready pods."""
     chosen: Count | None = None
     """Of an earlier release, read for one release: the autoscaler's number, while spec.generator.replicas was ``base``."""
     base: Count | None = None
@@ -68,184 +68,186 @@ class GeneratorsStatus(StatusModel):
 
 
 class TrainerStatus(StatusModel):
-    """The trainer's Jobs, one an attempt."""
+    """The trainer's Jobs, one per attempt."""
 
     attempt: Count = 0
-    """Number of the Job that runs, or ran last; 0 before the first."""
+    """Number of the current or last Job; 0 before the first."""
     last_recorded_attempt: Count = 0
-    """The newest attempt whose end is in the counts below."""
+    """The newest attempt whose end is included in the counts below."""
     restarts: Count = 0
-    """Attempts that ended before the run did, over the whole run, whatever ended them."""
+    """Attempts that ended before the run, for any reason."""
     consecutive_failures: Count = 0
-    """Of those, how many failed by themselves since the last ten minutes of quiet; past trainer.maxRestarts the run is
-    given up."""
+    """Failures, other than disruptions, since the last ten minutes of stable operation; after trainer.maxRestarts
+    the run fails."""
     failed_starts: Count = 0
-    """Of those in a row, how many ended before they were ready."""
+    """Consecutive failures before the trainer was ready."""
     disruptions: Count = 0
-    """In a row, attempts (and before the first, preparations) that lost their places, or that no node let begin; they count
-    as no failure."""
+    """Consecutive attempts (and before the first, preparations) that were evicted or rejected by a node; they do
+    not count as failures."""
     diverged: bool = False
-    """Steps in a row were skipped since the last ten minutes of quiet: the next time ends the run."""
+    """Steps were skipped in a row since the last ten minutes of stable operation: the next time, the run fails."""
     has_been_ready: bool = False
-    """All ranks have been up once on this spec, since the run was last resumed: what keeps them from it now is given time
-    to pass."""
+    """All ranks have been ready with this spec since the last resumption; later start failures are retried for
+    longer."""
     ready_time: Time | None = None
-    """Since when all ranks of this attempt have been up."""
+    """When all ranks of this attempt became ready."""
     held_time: Time | None = None
-    """Since when a queue has held this attempt."""
+    """When a queue started to hold this attempt."""
     next_attempt_time: Time | None = None
-    """When the next attempt starts, while one is waited for."""
+    """When the next attempt starts, during a back-off."""
     judged: Count = 0
-    """As lastRecordedAttempt, which it was called before; kept for one release, for an upgrade or its rollback."""
+    """Earlier name of lastRecordedAttempt, kept for one release for upgrades and rollbacks."""
     in_a_row: Count = 0
-    """As consecutiveFailures, likewise."""
+    """Earlier name of consecutiveFailures, likewise."""
     worked: bool = False
-    """As hasBeenReady, likewise."""
+    """Earlier name of hasBeenReady, likewise."""
 
 
 class UsageStatus(StatusModel):
-    """What the run has used, over all its starts."""
+    """Resources used by the run, over all attempts."""
 
     seconds: Annotated[str, Field(max_length=32)] = "0"
-    """Time since its first lease, without suspensions."""
+    """Time of mid-training and since the first lease, without suspensions."""
     device_hours: Annotated[str, Field(max_length=32)] = "0"
     """Devices × hours; a CPU process counts as one device."""
     tokens_generated: Count = 0
-    """Completion tokens that generators delivered."""
+    """Completion tokens delivered by generators."""
     tokens_trained: Count = 0
     """Completion tokens of trained steps."""
 
 
 class TroubleStatus(StatusModel):
-    """What went wrong in a run that goes on: it is degraded until that is over."""
+    """Problems of a run that continues: it is degraded until they are resolved."""
 
     grading_errors: Count = 0
     """Completions whose verifier failed, over the whole run."""
     last_grading_error_time: Time | None = None
-    """When the newest of them was first seen."""
+    """When the latest one was detected."""
     skipped_steps: Count = 0
-    """Steps that were not applied, over the whole run."""
+    """Steps whose update was not applied, over the whole run."""
     last_skipped_step_time: Time | None = None
-    """When the newest of them was first seen."""
+    """When the latest one was detected."""
     given_up_rollouts: Count = 0
-    """Rollouts, also of evaluations, that were given up: too long, or failed again and again; over the whole run."""
+    """Rollouts, including those of evaluations, that were given up because they were too long or failed
+    repeatedly, over the whole run."""
     last_given_up_time: Time | None = None
-    """When the newest of them was first seen."""
+    """When the latest one was detected."""
     checkpoint_failures: Count = 0
     """Checkpoints that could not be written, over the whole run."""
     unsaved_since: Annotated[int, Field(ge=-1)] | None = None
-    """Newest checkpoint when the last one failed, -1 for none; gone once a newer one is written."""
+    """Newest checkpoint when the last one failed, -1 for none; removed once a newer one is written."""
     checkpoint_version: Annotated[int, Field(ge=-1)] | None = None
-    """Newest checkpoint when the coordinator was last heard, -1 for none."""
+    """Newest checkpoint in the last status of the coordinator, -1 for none."""
 
 
 class ExportStatus(StatusModel):
-    """A model that transformers and vLLM load."""
+    """A model in Hugging Face format."""
 
     version: Count
     """Weight version: steps trained."""
     reward: Annotated[str, Field(max_length=32)]
-    """Of its evaluation."""
+    """Reward of its evaluation."""
     path: Text
-    """On the run's volume, relative to the run's directory."""
+    """Path on the run's volume, relative to the run directory."""
     uri: Text = ""
-    """Where trainer.export.to has a copy; empty: nowhere, or not yet."""
+    """Copy in trainer.export.to; empty if there is none yet."""
     time: Time
     """When it was written."""
 
 
 class ExportsStatus(StatusModel):
-    """Models to take away."""
+    """Exported models."""
 
     best: ExportStatus | None = None
-    """Of the best evaluation, of several the newest."""
+    """Model of the best evaluation; of several, the newest."""
     last: ExportStatus | None = None
-    """Of the newest evaluation."""
+    """Model of the latest evaluation."""
     problem: Text = ""
-    """Why the newest export or copy failed; empty once one has succeeded."""
+    """Why the latest export or copy failed; empty after a success."""
 
 
 class DecisionStatus(StatusModel):
-    """One decision of the autoscaler, in short; ``decisions.jsonl`` on the run's volume has its inputs."""
+    """Summary of a decision of the autoscaler; ``decisions.jsonl`` on the run's volume has its inputs."""
 
     sequence: Count
-    """Its number in the record."""
+    """Sequence number in the record."""
     time: Time
-    """When it was taken."""
+    """When it was made."""
     state: Annotated[str, Field(max_length=32)]
     """CONTINUE, STOP, GROW, INSUFFICIENT or BROKEN."""
     action: Text = ""
-    """What was to be done: ``none``, ``stop``, or ``scale`` and to how many."""
+    """``none``, ``stop``, or ``scale`` with the number of generators."""
     reason: Text = ""
     """The deciding reason."""
 
 
 class RecipeValue(StatusModel):
-    """A value of the recipe that is carried out."""
+    """An effective value of the recipe."""
 
     field: Annotated[str, Field(max_length=128)]
     """Path in spec.recipe."""
     value: Annotated[str, Field(max_length=256)]
-    """As it would be written there."""
+    """The value, as written in a spec."""
     origin: Annotated[str, Field(max_length=128)] = ""
-    """``preset`` and the paper that it has the value from, ``default``, or ``spec``."""
+    """``preset`` with the paper that provides the value, ``default``, or ``spec``."""
 
 
 class RunStatus(StatusModel):
-    """What is known of a run."""
+    """Observed state of a run."""
 
     phase: Phase = Phase.PENDING
-    """One word for where the run stands."""
+    """Summary of the run's state."""
     observed_generation: Count = 0
-    """Generation of the spec that this status is about."""
+    """Generation of the spec that this status refers to."""
     accepted_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
-    """The spec that was accepted last, as JSON. The run goes on with it while its spec is invalid."""
+    """The spec accepted last, as JSON. The run uses it while its current spec is invalid."""
     conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
-    """What is said about the run, one entry a type."""
+    """Conditions of the run, one per type."""
     recipe: Annotated[list[RecipeValue], Field(max_length=64), AfterValidator(Unique("field"))] = []
-    """The recipe with every value that the preset and the defaults give."""
+    """The effective recipe, including all values of the preset and the defaults."""
     start_time: Time | None = None
-    """When the first pod of the run was asked for."""
+    """When the first pod of the run was created."""
     completion_time: Time | None = None
     """When the run was completed or failed."""
     stop_reason: Text | None = None
-    """Why the run is stopped, from the request on."""
+    """Why the run is being stopped, from the request on."""
     drain_start_time: Time | None = None
-    """Since when the run saves what it trained, to be suspended or deleted."""
+    """When the run started to drain, to be suspended or deleted."""
     coordinator_unreachable_time: Time | None = None
-    """Since when the coordinator has not answered while the run drains; after five minutes the trainer's Job is deleted."""
+    """Since when the coordinator has not responded during a drain; after five minutes the trainer's Job is
+    deleted."""
     rest: Literal["", "Asked", "Resting"] = ""
-    """``Asked``: stopped by its forecast, and spec.suspend is yet to say so. ``Resting``: suspended and drained."""
+    """``Asked``: stopped by its forecast, but spec.suspend is not set yet. ``Resting``: suspended and drained."""
     resumed: bool = False
-    """A suspension was taken back, and the coordinator is yet to hear of it."""
+    """The run was resumed, but the coordinator has not been notified yet."""
     step: Count | None = None
     """Steps trained."""
     last_step_time: Time | None = None
-    """When the newest of them was first seen."""
+    """When the latest step was detected."""
     reward: Annotated[str, Field(max_length=32)] | None = None
-    """Mean reward of the newest evaluation."""
+    """Mean reward of the latest evaluation."""
     points: Count = 0
-    """Evaluations so far: points of the curve in ``<run>-curve``."""
+    """Number of evaluations: points of the curve in ``<run>-curve``."""
     forecast: Annotated[str, Field(max_length=64)] | None = None
     """Reward predicted at the horizon, with its 90 % interval, like ``0.61 (0.58-0.64)``."""
     decision: Annotated[str, Field(max_length=32)] | None = None
-    """State of the last decision."""
+    """State of the latest decision."""
     decisions: Annotated[list[DecisionStatus], Field(max_length=RECENT_DECISIONS)] = []
-    """The last decisions, newest last; ``decisions.jsonl`` on the run's volume has all."""
+    """The latest decisions, newest last; ``decisions.jsonl`` on the run's volume has all."""
     replicas: Count = 0
-    """Generators there are, for the scale subresource."""
+    """Number of generators, for the scale subresource."""
     selector: Annotated[str, Field(max_length=1024)] = ""
-    """Label selector of the generators' pods, for the scale subresource."""
+    """Label selector of the generator pods, for the scale subresource."""
     generators: GeneratorsStatus = GeneratorsStatus()
     """The generators."""
     trainer: TrainerStatus = TrainerStatus()
     """The trainer's attempts."""
     usage: UsageStatus = UsageStatus()
-    """What the run has used."""
+    """Resources used by the run."""
     trouble: TroubleStatus = TroubleStatus()
-    """What went wrong without ending the run."""
+    """Problems that have not ended the run."""
     exports: ExportsStatus = ExportsStatus()
-    """Models to take away, and where they lie."""
+    """Exported models and their locations."""
 
     @classmethod
     def read(cls, status: Mapping[str, Any] | None) -> Self:

@@ -22,30 +22,32 @@ TrackerName = Annotated[
 
 
 class TensorBoardSpec(Model):
-    """Event files, which ``tensorboard --logdir`` shows."""
+    """Event files for ``tensorboard --logdir``."""
 
     directory: (
         Annotated[str, Field(max_length=1024), AfterValidator(Matches(r"^/.+$", "must be an absolute path"))]
         | None
     ) = None
-    """Shared by many runs: each writes into a folder of its name there. None: ``tensorboard`` in the run's directory."""
+    """Directory shared by several runs, each with a subdirectory of its name. Default: ``tensorboard`` in the run
+    directory."""
 
 
 class WandbSpec(Model):
-    """Weights & Biases. The API key is the variable ``WANDB_API_KEY`` of ``coordinator.podTemplate.env``, from a Secret;
-    ``WANDB_BASE_URL`` names a server of one's own."""
+    """Weights & Biases. Provide the API key as the variable ``WANDB_API_KEY`` in ``coordinator.podTemplate.env``,
+    from a Secret, and ``WANDB_BASE_URL`` for a self-hosted server."""
 
     project: TrackerName = "scalerl"
-    """Project of the tracker's run, which has the name of this one."""
+    """Project of the tracker's run, which has the name of this run."""
     entity: TrackerName | None = None
-    """Team or user that owns the project; none: the API key's default."""
+    """Team or user that owns the project; default: that of the API key."""
     offline: bool = False
-    """Writes to ``wandb`` in the run's directory and sends nothing; ``wandb sync`` uploads it later."""
+    """Writes to ``wandb`` in the run directory and sends nothing; upload later with ``wandb sync``."""
 
 
 class MLflowSpec(Model):
-    """A tracking server of MLflow, or its database in a file. Credentials are the variables ``MLFLOW_TRACKING_TOKEN``, or
-    ``MLFLOW_TRACKING_USERNAME`` and ``MLFLOW_TRACKING_PASSWORD``, of ``coordinator.podTemplate.env``, from a Secret."""
+    """An MLflow tracking server or database file. Provide credentials as the variables ``MLFLOW_TRACKING_TOKEN``,
+    or ``MLFLOW_TRACKING_USERNAME`` and ``MLFLOW_TRACKING_PASSWORD``, in ``coordinator.podTemplate.env``, from a
+    Secret."""
 
     uri: Annotated[
         str,
@@ -58,17 +60,18 @@ class MLflowSpec(Model):
             )
         ),
     ]
-    """Where the server is (``https://mlflow.example.com``), or the file (``sqlite:////shared/mlflow.db``)."""
+    """Address of the server (``https://mlflow.example.com``) or path of the database
+    (``sqlite:////shared/mlflow.db``)."""
     experiment: TrackerName = "scalerl"
-    """Created where it does not exist. The tracker's run in it has the name of this one."""
+    """Created if it does not exist. The tracker's run has the name of this run."""
 
 
 class TrackersSpec(Model):
-    """What is given gets every line of ``metrics.jsonl`` and every row of ``curve.csv``. A tracker that fails never ends or
-    delays the run."""
+    """Each tracker receives every line of ``metrics.jsonl`` and every row of ``curve.csv``. A failing tracker
+    never ends or delays the run."""
 
     tensor_board: TensorBoardSpec | None = None
-    """Event files for TensorBoard; ``{}`` writes them into the run's directory."""
+    """Event files for TensorBoard; ``{}`` writes them to the run directory."""
     wandb: WandbSpec | None = None
     """Weights & Biases, online or offline."""
     mlflow: MLflowSpec | None = None

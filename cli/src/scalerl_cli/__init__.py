@@ -8,6 +8,12 @@
                                └ analyse()      the fit, the check for collapse, the forecasts: one Analysis
                                    ├ report.*   text      ├ JSON      └ fit_picture.* PNG
 
+``scalerl compare`` runs what is missing by ``scalerl run``'s own code, and compares (``curves.recipes``)::
+
+    arguments ▶ main.main() ▶ run_compare() ▶ read_spec(), planned()   each variant and seed, and its directory
+                               ├ run_spec()   one after the other: those that are not finished
+                               └ Table   Recipe: its runs' fits ▶ the rule of curvefit ▶ Markdown, CSV, PNG
+
 ``scalerl run`` hands the file to :mod:`scalerl_operator.local` and shows what that reports (``view``).
 
 Lives here: arguments, what a person reads (views, tables, pictures, error messages), exit codes, and

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scalerl_api.load import SpecProblem, load_run
+import yaml
+
+from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.plan import plan
 
+if TYPE_CHECKING:
+    from scalerl_tasks import PromptSource
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def load(file: Path) -> ScaleRLRun:
+def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     """Load a run file; paths in it are relative to its own folder.
+
+    changes: values by path in ``spec`` (``recipe.loss``) that replace those of the file; None takes a field out.
 
     Raises:
         SpecError: see :func:`scalerl_api.load.load_run`.
     """
     run = load_run(file)
+    if changes:
+        documents = yaml.safe_load_all(file.read_text(encoding="utf-8"))
+        document = next(d for d in documents if d is not None)
+        for path, value in changes.items():
+            _replace(document["spec"], path, value, str(file))
+        asked = ", ".join(changes)
+        run = parse_run(to_yaml(document), f"{file} with another {asked}")
     base = file.resolve().parent
     spec = run.spec
     if spec.model.path is not None:
@@ -32,7 +46,25 @@ def load(file: Path) -> ScaleRLRun:
     if spec.task.jsonl is not None:
         jsonl = spec.task.jsonl.model_copy(update={"path": _absolute(base, spec.task.jsonl.path)})
         spec = spec.model_copy(update={"task": spec.task.model_copy(update={"jsonl": jsonl})})
+    if spec.warm_start is not None and (own := spec.warm_start.jsonl) is not None:
+        own = own.model_copy(update={"path": _absolute(base, own.path)})
+        spec = spec.model_copy(update={"warm_start": spec.warm_start.model_copy(update={"jsonl": own})})
     return run.model_copy(update={"spec": spec})
+
+
+def _replace(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
+    """Put ``value`` at a dotted path; what stood there is gone as a whole, so that a one-of has one alternative."""
+    *sections, last = path.split(".")
+    for name in sections:
+        if spec.get(name) is None:
+            spec[name] = {}
+        spec = spec[name]
+        if not isinstance(spec, dict):
+            raise SpecError(source, [SpecProblem(f"spec.{path}", f"{name} has no fields")])
+    if value is None:
+        spec.pop(last, None)
+    else:
+        spec[last] = value
 
 
 def _absolute(base: Path, path: str) -> str:
@@ -118,21 +150,29 @@ def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
             where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
         )
         return
-    tokenizer = _json_file(folder / "tokenizer_config.json") or {}
-    if not tokenizer.get("eos_token") and (config or {}).get("eos_token_id") is None:
+    if config is None:
+        return
+    from scalerl_tasks.errors import TokenizerError
+    from scalerl_tasks.text import TokenizerConfig
+
+    try:
+        tokenizer = TokenizerConfig.read(folder)
+    except TokenizerError as error:
+        yield SpecProblem(where, f"{folder}: {error}", "save the tokenizer there again")
+        return
+    if "eos_token" not in tokenizer.special and not tokenizer.end_token_ids:
         yield SpecProblem(
             where,
-            f"{folder}: the tokenizer has no end-of-text token, so no completion could end",
+            f"{folder}: the tokenizer has no end-of-sequence token, so no completion could end",
             "set eos_token in tokenizer_config.json",
         )
-    has_template = "chat_template" in tokenizer or (folder / "chat_template.jinja").is_file()
-    if spec.task.prompt.format == "Chat" and not has_template:
+    if spec.task.prompt.format == "Chat" and tokenizer.chat_template is None:
         yield SpecProblem(
             "spec.task.prompt.format",
             f"Chat needs a chat template, and the tokenizer in {folder} has none",
             "use format: Raw, or a model with a template",
         )
-    length = (config or {}).get("max_position_embeddings")
+    length = config.get("max_position_embeddings")
     if isinstance(length, int) and model.context_tokens > length:
         yield SpecProblem(
             "spec.model.contextTokens",
@@ -177,7 +217,14 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
 
     try:
         opened = tasks.open_task(spec.task)
+        if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
+            yield SpecProblem(
+                "spec.recipe.curriculum.sec",
+                "the task's prompts have no difficulty: give each line of task.jsonl.path one, or use "
+                "edgeOfCompetence, which measures it",
+            )
         tasks.open_grading_pool(spec.task)
+        yield from _mid_training_problems(spec, opened.train)
         if answers:
             verifier = tasks.open_verifier(tasks.verifier_config(spec.task))
             tasks.check_answers(opened.held_out, verifier, answers)
@@ -187,8 +234,9 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
     except tasks.UnknownTaskError as error:
         yield SpecProblem("spec.task.reasoningGym.name", str(error))
     except tasks.ParameterError as error:
+        section = "reasoningGym.parameters" if spec.task.reasoning_gym is not None else "opGraph"
         name = f".{error.parameter}" if error.parameter else ""
-        yield SpecProblem(f"spec.task.reasoningGym.parameters{name}", str(error))
+        yield SpecProblem(f"spec.task.{section}{name}", str(error))
     except tasks.SplitError as error:
         yield SpecProblem("spec.task.heldOut.size", str(error))
     except tasks.TemplateError as error:
@@ -197,3 +245,30 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
         yield SpecProblem("spec.task.verifier.name", str(error))
     except tasks.SourceError as error:
         yield SpecProblem("spec.task" if spec.task.jsonl is None else "spec.task.jsonl.path", str(error))
+
+
+def _mid_training_problems(spec: RunSpec, train: PromptSource) -> Iterator[SpecProblem]:
+    """The first prompt of mid-training without a solution."""
+    import scalerl_tasks as tasks
+
+    if spec.warm_start is None:
+        return
+    own = spec.warm_start.jsonl
+    if own is None:
+        try:
+            train[0].worked_solution  # noqa: B018
+        except ValueError as error:
+            yield SpecProblem("spec.warmStart", str(error), "leave it out, or take a task with solutions")
+        return
+    try:
+        source = tasks.JsonlSource(Path(own.path))
+        missing = next((p for i in range(len(source)) if not (p := source[i]).solution), None)
+    except tasks.TaskError as error:
+        yield SpecProblem("spec.warmStart.jsonl.path", str(error))
+        return
+    if missing is not None:
+        yield SpecProblem(
+            "spec.warmStart.jsonl.path",
+            f"{own.path}: prompt {missing.id!r} has no solution",
+            "give each line a solution, or leave jsonl out to train on the task's own",
+        )

@@ -16,68 +16,66 @@ from scalerl_operator.workloads import Plan
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, as ``--help`` shows it."""
+    """The argument parser."""
     top = argparse.ArgumentParser(
         prog="scalerl",
         description="Train a language model by reinforcement learning.",
-        epilog="exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130 interrupted",
+        epilog="exit codes: 0 finished, 1 failed, 2 invalid input (nothing started), 130 interrupted",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run a ScaleRLRun on this machine")
-    run.add_argument("file", type=Path, metavar="FILE", help="the run, as YAML")
-    run.add_argument(
-        "--dir", type=Path, metavar="DIR", help="where it keeps its files (default: runs/NAME-N)"
-    )
+    run.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
+    run.add_argument("--dir", type=Path, metavar="DIR", help="run directory (default: runs/NAME-N)")
     run.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in DIR (default: the newest runs/NAME-N); what of FILE may have changed: docs/operations.md",
+        help="resume the run in DIR (default: the newest runs/NAME-N); for fields of FILE that may change, see docs/operations.md",
     )
     run.add_argument(
         "--pin",
         action="append",
         default=[],
         metavar="ROLE=CPUS",
-        help="keep a role on these CPUs, e.g. --pin trainer=0 --pin generator=1,2 (for measurements)",
+        help="pin a role to CPUs, such as --pin trainer=0 --pin generator=1,2 (for benchmarks)",
     )
 
-    validate = commands.add_parser("validate", help="check run files: all problems of all files")
+    validate = commands.add_parser("validate", help="validate run files and list all problems")
     validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
     validate.add_argument(
         "--any-machine",
         action="store_true",
-        help="leave out whether this machine has the devices and the memory",
+        help="skip the checks of devices and memory of this machine",
     )
     validate.add_argument(
-        "--show", action="store_true", help="print every value of the recipe, and where it is from"
+        "--show", action="store_true", help="print every value of the recipe with its origin"
     )
 
-    plot = commands.add_parser("plot", help="draw DIR/curve.png from DIR/curve.csv")
+    plot = commands.add_parser("plot", help="plot DIR/curve.csv as DIR/curve.png")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
-    export = commands.add_parser("export", help="write a checkpoint's model as transformers and vLLM load it")
-    export.add_argument("dir", type=Path, metavar="DIR", help="the run's directory")
+    export = commands.add_parser("export", help="export the model of a checkpoint in Hugging Face format")
+    export.add_argument("dir", type=Path, metavar="DIR", help="run directory")
     export.add_argument(
-        "--to", type=Path, required=True, metavar="PATH", help="a folder that does not exist yet"
+        "--to", type=Path, required=True, metavar="PATH", help="output directory; must not exist"
     )
     export.add_argument(
-        "--step", type=int, metavar="N", help="a checkpoint that was kept (default: the newest)"
+        "--step", type=int, metavar="N", help="step of a kept checkpoint (default: the newest)"
     )
 
-    replay = commands.add_parser("replay", help="make the autoscaler's recorded decisions of a run again")
+    replay = commands.add_parser("replay", help="recompute the recorded decisions of the autoscaler")
     replay.add_argument(
         "source",
         type=Path,
         metavar="DIR|FILE",
-        help="the run's directory, or what `kubectl get configmap -l scalerl.dev/run=NAME -o yaml` printed (- for "
+        help="run directory, or the output of `kubectl get configmap -l scalerl.dev/run=NAME -o yaml` (- for "
         "standard input)",
     )
     replay.add_argument(
         "--policy",
         type=Path,
         metavar="FILE",
-        help="a run file: what its spec.autoscaling would have done differently",
+        help="run file with another spec.autoscaling: show the decisions that would differ",
     )
 
     add_curve_commands(commands)
@@ -104,6 +102,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.validate import validate
 
             return validate(arguments.files, any_machine=arguments.any_machine, show=arguments.show)
+        if arguments.command == "compare":
+            from scalerl_cli.compare import run_compare
+
+            return run_compare(arguments, planner)
         if arguments.command == "fit":
             from scalerl_cli.curves.fit import run_fit
 

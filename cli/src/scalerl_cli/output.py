@@ -1,9 +1,10 @@
-"""What the command says to whoever reads it. The reader may leave; the run must not notice."""
+"""What the command says, to a reader who may leave without the run noticing; and how it writes files."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 
@@ -23,3 +24,14 @@ def mute(stream: TextIO) -> None:
         os.dup2(nowhere, stream.fileno())
     finally:
         os.close(nowhere)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: whoever reads it meanwhile has the one before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -13,7 +13,7 @@ from scalerl_cli.output import say
 
 
 def plot(directory: Path) -> int:
-    """Draw ``curve.png`` from ``curve.csv``; also while the run is going on."""
+    """Draw ``curve.png`` from ``curve.csv``; also while the run is under way."""
     paths = RunPaths(directory)
     try:
         run = load_accepted_run(paths.run_file)  # of a run that began, perhaps in an earlier release

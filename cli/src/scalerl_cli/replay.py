@@ -77,7 +77,7 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
     )
     if different:
         say(
-            "what was seen stays as recorded: a run that would have stopped or changed its size earlier goes on here"
+            "what was seen stays as recorded: a run that would have stopped or changed its size earlier continues here"
         )
     return DONE
 

@@ -7,9 +7,10 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.spec import ScaleRLRun
@@ -37,7 +38,7 @@ RUNS = Path("runs")
 _LOG_LINES = 20
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The input cannot be used; each of ``args`` is one reason."""
 
 
@@ -50,12 +51,33 @@ def run(
     planner: Callable[[ScaleRLRun], Plan],
     started: float,
 ) -> int:
-    """See one run through; returns the exit code. Nothing of it is left running."""
+    """See the run of a file through; returns the exit code. Nothing of it is left running."""
+    try:
+        spec = read_spec(file)
+    except Refused as refused:
+        for line in refused.args:
+            say(line, error=True)
+        return BAD_INPUT
+    for warning in warnings_of(spec.spec):
+        say(f"{file}: warning: {warning}", error=True)
+    return run_spec(spec, directory, resume=resume, pins=pins, planner=planner, started=started)
+
+
+def run_spec(
+    spec: ScaleRLRun,
+    directory: Path | None,
+    *,
+    resume: bool,
+    pins: Sequence[str],
+    planner: Callable[[ScaleRLRun], Plan],
+    started: float,
+) -> int:
+    """As :func:`run`, of a spec that :func:`read_spec` gave."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
-        spec, claimed = _claim(file, directory, resume)
-    except _Refused as refused:
+        claimed = _claim(spec, directory, resume)
+    except Refused as refused:
         for line in refused.args:
             say(line, error=True)
         return BAD_INPUT
@@ -85,32 +107,39 @@ def parse_pins(pins: Sequence[str], allowed: set[int]) -> dict[Role, tuple[int, 
         try:
             parsed[Role(role)] = tuple(int(cpu) for cpu in cpus.split(","))
         except ValueError:
-            raise _Refused(
+            raise Refused(
                 f"--pin {pin}: write ROLE=CPUS like trainer=0,1; roles: {', '.join(Role)}"
             ) from None
         missing = cpus_problem(parsed[Role(role)], allowed)
         if missing:
-            raise _Refused(f"--pin {pin}: {missing}")
+            raise Refused(f"--pin {pin}: {missing}")
     return parsed
 
 
-def _claim(file: Path, directory: Path | None, resume: bool) -> tuple[ScaleRLRun, RunDirectory]:
+def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
+    """A run file that can be run here, with ``changes`` (see :func:`scalerl_cli.inputs.load`).
+
+    Raises:
+        Refused: with every problem found.
+    """
     try:
-        spec = load(file)
+        spec = load(file, changes)
     except SpecError as error:
-        raise _Refused(*(f"{file}: {problem}" for problem in error.problems)) from error
+        raise Refused(*(f"{error.source}: {problem}" for problem in error.problems)) from error
     problems: list[SpecProblem] = quick_problems(spec)
     if problems:
-        raise _Refused(*(f"{file}: {problem}" for problem in problems))
-    for warning in warnings_of(spec.spec):
-        say(f"{file}: warning: {warning}", error=True)
+        raise Refused(*(f"{file}: {problem}" for problem in problems))
+    return spec
+
+
+def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirectory:
     name = spec.metadata.name
     try:
         if resume:
-            return spec, RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
-        return spec, RunDirectory.create(directory or next_directory(RUNS, name), spec)
+            return RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
+        return RunDirectory.create(directory or next_directory(RUNS, name), spec)
     except DirectoryProblem as error:
-        raise _Refused(str(error)) from error
+        raise Refused(str(error)) from error
 
 
 async def _watch(
@@ -208,7 +237,7 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) 
         say(f"held, because it was found broken: {reasons}", error=True)
         say('what to do about it: docs/autoscaling.md, "A run that is held"', error=True)
     if outcome.interrupted or _is_held(outcome):
-        say(f"go on with: --resume --dir {_shown(paths.root)}")
+        say(f"continue with: --resume --dir {_shown(paths.root)}")
 
 
 def _is_held(outcome: Outcome) -> bool:

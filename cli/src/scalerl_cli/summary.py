@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import msgspec
 from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
+from scalerl_cli.output import replace_text
 from scalerl_cli.view import labels
 from scalerl_operator.local.run import Outcome
 
@@ -41,6 +41,7 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
         "last_reward": None if last is None else last.reward,
         "first_reward_standard_error": None if first is None else first.standard_error,
         "last_reward_standard_error": None if last is None else last.standard_error,
+        "last_pass_at": {} if last is None else {at.k: [at.mean, at.low, at.high] for at in last.pass_at},
         "evaluations": len(status.points),
         "wall_seconds": status.wall_seconds,
         "device_hours": status.device_seconds / 3600,
@@ -72,9 +73,7 @@ def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
 
 def write(path: Path, summary: dict[str, Any]) -> None:
     """Replace the file as a whole."""
-    aside = path.with_name(path.name + ".new")
-    aside.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    os.replace(aside, path)
+    replace_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -86,7 +85,11 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']:,}"),
         ("reward, first", _reward(summary, "first")),
         ("reward, last", _reward(summary, "last")),
-        ("time since the first lease", labels.seconds(summary["wall_seconds"])),
+        *(
+            (f"pass@{k}, last", f"{mean:.3f} ({low:.3f}–{high:.3f})")
+            for k, (mean, low, high) in summary["last_pass_at"].items()
+        ),
+        ("time since training began", labels.seconds(summary["wall_seconds"])),
         ("device-hours", f"{summary['device_hours']:.3f}"),
         ("tokens generated", f"{summary['tokens_generated']:,}"),
         ("tokens trained", f"{summary['tokens_trained']:,}"),

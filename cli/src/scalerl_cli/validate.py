@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.recipe import resolve
+from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import past_deadline, warnings_of
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
@@ -36,10 +38,25 @@ def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = F
                 say(f"{file}: recipe {recipe.preset}")
                 for choice in recipe.choices:
                     say(f"  {choice.field}: {choice}")
+                for line in split_lines(load(file).spec):
+                    say(line)
             say(f"{file}: ok")
     if bad and len(files) > 1:
         say(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
+
+
+def split_lines(spec: RunSpec) -> list[str]:
+    """What each stage may use of ``budget.maxComputeTokens``; nothing without a split."""
+    budget, first, rest = spec.budget, supervised_tokens(spec.budget), rl_tokens(spec.budget, spec.recipe)
+    if budget.split is None or first is None or rest is None:
+        return []
+    cost = rl_token_cost(spec.recipe)
+    return [
+        f"  budget.maxComputeTokens: {budget.max_compute_tokens:,}, split at beta {budget.split.beta}",
+        f"    mid-training  {first:,} solution tokens × 1 = {first:,}",
+        f"    RL            {float(rest):,.0f} completion tokens × {cost} = {float(rest * cost):,.0f}",
+    ]
 
 
 def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:

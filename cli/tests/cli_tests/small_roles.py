@@ -1,6 +1,6 @@
 """``scalerl run`` on small real processes that keep the roles' contract: no model, no vLLM.
 
-    python small_roles.py run FILE ...          the command itself, on a plan of these roles
+    python small_roles.py run|compare FILE ...  the command itself, on a plan of these roles
     python small_roles.py prepare|coordinator|trainer|actor
 
 The coordinator trains a step every ``STEP_SECONDS`` once the trainer is there; all state lies in files of
@@ -76,6 +76,14 @@ def prepare(root: Path) -> None:
 
 
 def trainer(root: Path) -> None:
+    if behaviour("trainer") == "mid-training":
+        signal.signal(signal.SIGTERM, lambda *_: (root / "stopped").touch())
+        (root / "mid-training").touch()
+        while not ((root / "stop").exists() or (root / "stopped").exists()):
+            time.sleep(0.01)
+        with (root / "saved").open("a") as file:
+            file.write("saved\n")
+        return
     deadline = time.monotonic() + 5
     while (root / "stop").exists() and time.monotonic() < deadline:
         time.sleep(0.01)  # a real one takes as long to start; whoever resumes takes the stop back meanwhile
@@ -161,6 +169,8 @@ def coordinator(root: Path) -> None:
         )
         (root / f"{csv}.new").rename(root / csv)  # a coordinator that is killed leaves no half of it
         wall = time.monotonic() - started
+        # Generators hold weights in mid-training if the trainer was killed before the run's first checkpoint.
+        up = up or behaviour("coordinator") == "holds-weights"
         return Status(
             phase=phase if up else Phase.WAITING,
             waiting_for="" if up else "the trainer",
@@ -181,6 +191,7 @@ def coordinator(root: Path) -> None:
             mean_staleness_steps=1.5,
             mismatch=[Mismatch(source="sampled", positions="all", kl=0.001, recent_kl=0.001, tokens=9)],
             checkpoint_failures=step() // 20 if behaviour("trainer") == "full-disk" else 0,
+            supervised_steps=int((root / "mid-training").exists()),
             grading_errors=step() if behaviour("trainer") == "full-disk" else 0,
         )
 
@@ -218,7 +229,7 @@ def coordinator(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
+    if sys.argv[1] in ("run", "compare"):
         sys.exit(command(sys.argv[1:]))
     roles = {
         "prepare": prepare,

@@ -22,6 +22,8 @@ from scalerl_cli.main import main
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.models import Action
 
+pytestmark = pytest.mark.slow
+
 AUTO: dict[str, Any] = {"mode": "Auto", "minGain": "0.02", "stopAfter": 2}
 LONG: dict[str, Any] = {"maxSteps": 100_000}
 
@@ -36,7 +38,7 @@ def states(run: Shell) -> list[str]:
     return [line["decision"]["state"] for line in decisions(run)]
 
 
-def test_a_flat_curve_ends_the_run_and_a_resume_goes_on(
+def test_flat_curve_stops_run_and_resume_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
@@ -86,7 +88,7 @@ def finished_before(root: Path, spec: dict[str, Any]) -> None:
     (root / "summary.json").write_text("{}")
 
 
-def test_advisory_says_so_and_changes_nothing_with_a_finished_run_as_prior(tmp_path: Path) -> None:
+def test_advisory_reports_only_with_finished_run_as_prior(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"mode": "Advisory"}, "budget": LONG}
     finished_before(tmp_path / "before", spec)
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
@@ -99,7 +101,7 @@ def test_advisory_says_so_and_changes_nothing_with_a_finished_run_as_prior(tmp_p
     assert (use["name"], use["weight"] > 0.1) == ("before", True)
 
 
-def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> None:
+def test_run_continues_without_sidecar_and_reports_reason(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
         run.until(lambda: run.running(b"scalerl_curvefit.sidecar"))
@@ -116,7 +118,7 @@ def test_without_its_sidecar_the_run_goes_on_and_says_why(tmp_path: Path) -> Non
         assert run.finish(120) == 130
 
 
-def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> None:
+def test_broken_run_is_held_and_resume_continues(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="cuts-off") as run:
         assert run.finish(120) == 1, run.text()
@@ -128,7 +130,7 @@ def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> 
     said = run.text()
     assert "autoscaler: BROKEN: 30.0% of the completions" in said
     assert "held, because it was found broken: 30.0% of the completions" in said
-    assert "go on with: --resume --dir" in said
+    assert "continue with: --resume --dir" in said
     before, step = len(decisions(run)), run.step()
 
     resumed = ("--dir", str(run.directory), "--resume")
@@ -142,7 +144,7 @@ def test_a_broken_run_is_held_and_goes_on_when_it_is_resumed(tmp_path: Path) -> 
     assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
 
 
-def test_a_resumed_run_begins_with_the_generators_it_had(tmp_path: Path) -> None:
+def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"generators": {"max": 2}}, "budget": LONG}
     with shell(tmp_path, spec=spec) as run:
         run.until(lambda: decisions(run))

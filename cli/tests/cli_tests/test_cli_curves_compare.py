@@ -11,7 +11,7 @@ from scalerl_cli.main import main
 from .curve_files import EXAMPLES, answer, ink, text, write_plain, write_run
 
 
-def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_distinguished_by_a(capsys: pytest.CaptureFixture[str]) -> None:
     ppg, ppo = str(EXAMPLES / "ppg_leaper.csv"), str(EXAMPLES / "ppo_leaper.csv")
     shown = text(capsys, ppo, "--compare", ppg)
     assert "the larger A is better" in shown
@@ -25,7 +25,9 @@ def test_recipes_told_by_a(capsys: pytest.CaptureFixture[str]) -> None:
     assert got["comparison"]["probability"] > 0.9
 
 
-def test_recipes_of_one_asymptote_are_told_by_b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_of_one_asymptote_are_distinguished_by_b(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = write_plain(tmp_path / "one.csv", reach=8, n=60, seed=1)
     two = write_plain(tmp_path / "two.csv", reach=8, n=60, seed=1, cmid=2600.0)
     picture = tmp_path / "out.png"
@@ -36,7 +38,9 @@ def test_recipes_of_one_asymptote_are_told_by_b(tmp_path: Path, capsys: pytest.C
     assert ink(picture) > 0.01
 
 
-def test_a_comparison_that_is_too_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_early_comparison_is_reported_as_undecided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     early, late = write_plain(tmp_path / "early.csv", reach=0.6), write_plain(tmp_path / "late.csv")
     shown = text(capsys, str(early), "--compare", str(late))
     assert "do not rely on it yet\n  early.csv:" in shown

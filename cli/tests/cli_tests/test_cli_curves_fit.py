@@ -85,7 +85,7 @@ def test_a_broken_run_gets_no_forecast(
     assert "2e7" not in shown
 
 
-def test_the_last_recipe_is_fitted_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_recipe_is_fitted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe from compute 5,000 on is fitted from there, and forecast on the file's axis."""
     alone = write_plain(tmp_path / "alone.csv")
     rows = [line.split(",") for line in alone.read_text().splitlines()[1:]]
@@ -154,7 +154,7 @@ def test_json_answers_all_that_is_asked(tmp_path: Path, capsys: pytest.CaptureFi
 # --- text ----------------------------------------------------------------------------------------
 
 
-def test_the_text_says_what_the_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_matches_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_plain(tmp_path / "c.csv"))
     got, shown = answer(capsys, path), text(capsys, path, "--unit", "GPU-hours")
     first = got["forecasts"][0]
@@ -194,7 +194,9 @@ def test_a_named_column_of_device_hours(tmp_path: Path, capsys: pytest.CaptureFi
     assert "a device-hour does 250" in text(capsys, str(path), "--device-hours-column", "gpu_h")
 
 
-def test_edges_scales_and_alternatives_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edges_scales_and_alternatives_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.csv"
     path.write_text("compute,reward\n" + "".join(f"{c},{2 * c - 80}\n" for c in range(1, 41)))
     shown = text(capsys, str(path), "--scale=-100,100", "--alternatives")
@@ -208,7 +210,7 @@ def test_edges_scales_and_alternatives_are_said(tmp_path: Path, capsys: pytest.C
 # --- pictures ------------------------------------------------------------------------------------
 
 
-def test_the_picture_has_points_bands_and_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_has_points_bands_and_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_run(tmp_path / "c.csv"))
     pictures = [tmp_path / "a.png", tmp_path / "b.png"]
     for picture in pictures:
@@ -219,7 +221,7 @@ def test_the_picture_has_points_bands_and_marks(tmp_path: Path, capsys: pytest.C
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
-def test_what_the_picture_says_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_text_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels carry the numbers, the units and what each mark is."""
     from matplotlib.figure import Figure
 
@@ -403,7 +405,7 @@ def test_doubts_are_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.Capt
     assert float(doubt.split(" is ")[1].split(" ")[0]) > 15
 
 
-def test_a_broken_run_is_told_on_the_scale_of_the_file(
+def test_broken_run_is_reported_on_the_files_scale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path / "c.csv", collapse=0.06)

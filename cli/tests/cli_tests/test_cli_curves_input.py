@@ -10,6 +10,7 @@ import pytest
 
 from scalerl_api.curve import curve_csv
 from scalerl_api.wire import EvaluationPoint
+from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
 
@@ -210,7 +211,7 @@ def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) 
     assert read.curve.reward.tolist() == [0, 0.5, 1]
 
 
-def test_evaluations_of_mixed_weights_are_left_out_and_said(
+def test_evaluations_of_mixed_weights_are_excluded_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path / "curve.csv")
@@ -249,6 +250,15 @@ def test_a_run_whose_evaluation_set_changed_is_fitted_from_there(tmp_path: Path)
     read = read_curve(path)
     assert (read.segments, read.first_line, read.mixed, read.unit) == (2, 7, 1, "completion tokens")
     assert len(read.segment.curve) == 13
+
+
+def test_pass_at_k_has_fewer_samples(tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    rows = "".join(f"{c},.{c},64,.{c + 3}\n" for c in range(1, 6))
+    path.write_text("compute,reward,samples,pass_at_4\n" + rows)
+    assert set(read_curve(path).curve.samples) == {64.0}
+    assert set(read_curve(path, columns=Columns(y="pass_at_4")).curve.samples) == {16.0}
+    assert set(read_curve(path, columns=Columns(y="pass_at_4", samples="20")).curve.samples) == {20.0}
 
 
 def test_100_000_points_are_fitted_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

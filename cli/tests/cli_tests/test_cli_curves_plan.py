@@ -45,9 +45,7 @@ def test_rows_are_the_forecasts_of_fit_at_their_compute(
     assert twice["gain"]["low"] <= twice["gain"]["median"] <= four["gain"]["median"]
 
 
-def test_money_time_and_dates_follow_from_the_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_time_and_dates_follow_from_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """10M tokens at 2M a device-hour: 5 device-hours on 2 devices take 2.5 h."""
     curve = str(write_run(tmp_path / "c.csv"))
     got = plan(capsys, curve, "--price", "3", "--value-per-point", "10", "--budget", "1", "40")
@@ -182,7 +180,7 @@ def test_the_picture_is_one_panel_a_column_wide(tmp_path: Path, monkeypatch: pyt
     assert ink(picture) > 0.02
 
 
-def test_dates_beyond_the_calendar_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dates_beyond_the_calendar_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_plain(tmp_path / "c.csv"))
     assert run_plan(arguments(curve, "--rate", "1e-9", "--devices", "1"), WHEN) == 0
     assert "beyond 9999" in capsys.readouterr().out

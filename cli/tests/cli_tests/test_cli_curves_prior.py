@@ -50,7 +50,7 @@ def test_earlier_runs_narrow_the_forecast_and_are_named(
     assert f"prior: 5 earlier runs ({', '.join(earlier)})" in said
 
 
-def test_what_cannot_count_is_left_out_with_its_reason(
+def test_invalid_points_are_excluded_with_reason(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now, *earlier = files
@@ -101,7 +101,7 @@ def test_none_that_the_fit_can_use_is_an_error_too(
         assert f"{behind}: its points go no further than this run's" in printed.err
 
 
-def test_another_unit_of_compute_is_left_out(
+def test_other_unit_of_compute_is_excluded(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = write_run(tmp_path / "own.csv")
@@ -170,7 +170,7 @@ def test_one_run_counts_once_whatever_its_spelling(
     assert got["prior"][2]["reason"] == f"the same run as {files[1]}"
 
 
-def test_another_start_of_compute_is_left_out(
+def test_other_start_of_compute_is_excluded(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = Path(files[1]).read_text().splitlines()

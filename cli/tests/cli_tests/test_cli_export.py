@@ -17,7 +17,7 @@ def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capfd: Any) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_trainers_packages_it_says_what_is_missing(
+def test_missing_trainer_packages_are_named(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)

@@ -194,7 +194,7 @@ def test_a_garbage_line_in_the_middle_is_refused_with_its_number(
     assert f"{path}: line 5: line: " in capsys.readouterr().err
 
 
-def test_bad_input_is_said_and_nothing_replayed(
+def test_bad_input_is_reported_and_nothing_replayed(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", str(tmp_path / "nowhere")]) == 2

@@ -186,6 +186,22 @@ def test_an_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> Non
         assert run.left() == []
 
 
+@pytest.mark.parametrize("generators", ["", "holds-weights"])
+def test_an_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: str) -> None:
+    """The trainer saves its state and exits with 0, without the end of the run; it is not restarted."""
+    roles = {"SMALL_TRAINER": "mid-training", "SMALL_COORDINATOR": generators}
+    with shell(tmp_path, **roles) as run:
+        run.until((run.directory / "mid-training").exists)
+        time.sleep(1.5)  # a report is in the status
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish() == 130, run.text()
+        assert run.left() == []
+    assert (run.directory / "saved").read_text() == "saved\n"
+    summary = run.summary()
+    assert summary["restarts"] == {}
+    assert (summary["startup"]["first_lease_seconds"] is None) is not bool(generators)
+
+
 def test_a_lost_terminal_drains_the_run(tmp_path: Path) -> None:
     """An ssh connection that breaks: SIGHUP, and every write to the terminal fails from then on."""
     ours, theirs = os.openpty()
@@ -234,7 +250,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, nu
     assert run.summary()["stop_reason"] == "maxSteps"
 
 
-def test_kill_9_of_the_command_leaves_nothing_and_resume_goes_on(tmp_path: Path) -> None:
+def test_kill_9_of_command_leaves_no_process_and_resume_continues(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
         run.until(lambda: run.step() > 5)
         run.process.kill()
@@ -268,7 +284,7 @@ def test_a_role_that_fails_for_good_exits_1_and_shows_its_last_lines(tmp_path: P
     assert "logs/prepare.log" in text
 
 
-def test_what_goes_wrong_without_ending_the_run_is_told(tmp_path: Path) -> None:
+def test_non_fatal_problems_are_reported(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 60}}, SMALL_TRAINER="full-disk") as run:
         assert run.finish() == 0, run.text()
     text, summary = run.text(), run.summary()

@@ -93,7 +93,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "no source",
         changed(spec__task__reasoningGym=REMOVE),
-        ["spec.task", "exactly one of reasoningGym, jsonl"],
+        ["spec.task", "exactly one of reasoningGym, jsonl, opGraph"],
     ),
     (
         "a float",
@@ -184,6 +184,7 @@ TASKS: list[tuple[str, str, str | None, list[str]]] = [
     ("number as answer", changed(**jsonl()), '{"prompt": "x", "answer": 2}\n' + LINES, ["spec.task.jsonl.path", "line 1", "answer"]),
     ("same id twice", changed(**jsonl()), '{"prompt": "x", "answer": "1", "id": "a"}\n' * 2, ["spec.task.jsonl.path", "line 2", "id"]),
     ("not UTF-8", changed(**jsonl()), LINES + "\udcff\n", ["spec.task.jsonl.path", "line 3", "UTF-8"]),
+    ("no difficulty", changed(**jsonl(), spec__recipe__curriculum={"sec": {"edges": [3]}}), LINES, ["spec.recipe.curriculum.sec", "difficulty", "edgeOfCompetence"]),
     ("ungradable", changed(**jsonl(verifier={"name": "number"})), LINES + '{"prompt": "x", "answer": "three"}\n{"prompt": "y", "answer": "three"}\n', ["spec.task.verifier.name", "three"]),
 ]  # fmt: skip
 
@@ -281,7 +282,7 @@ def no_end(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("{"), {}, ["spec.model.path", "no readable config.json"]),
         (lambda f: (f / "model.safetensors").unlink(), {}, ["spec.model.path", "no weights"]),
         (lambda f: (f / "tokenizer.json").unlink(), {}, ["spec.model.path", "no tokenizer", "tokenizer.json"]),
-        (no_end, {}, ["spec.model.path", "no end-of-text token", "set eos_token"]),
+        (no_end, {}, ["spec.model.path", "no end-of-sequence token", "set eos_token"]),
         (lambda f: None, {"spec__task__prompt": {"format": "Chat"}}, ["spec.task.prompt.format", "chat template", "use format: Raw"]),
         (lambda f: None, {"spec__model__contextTokens": 129}, ["spec.model.contextTokens", "129 is more than the model's 128"]),
         (grow, {}, ["spec.model", "GiB are available", "take a smaller model", "trainer.zeroStage"]),
@@ -468,7 +469,7 @@ def test_the_command_is_a_module_and_says_what_it_takes() -> None:
         [sys.executable, "-m", "scalerl_cli.main", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for word in ("run", "validate", "plot", "exit codes: 0 done, 1 failed, 2 bad input"):
+    for word in ("run", "validate", "plot", "exit codes: 0 finished, 1 failed, 2 invalid input"):
         assert word in done.stdout
 
 

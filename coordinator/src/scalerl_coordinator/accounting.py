@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
-from scalerl_api.wire import trained_tokens
+from scalerl_api.wire import PromptRef, trained_tokens
 from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
@@ -37,6 +37,8 @@ class Accepted(msgspec.Struct, array_like=True):
     """Completions that its lease asked for."""
     journaled_rewards: list[float] = []
     """Empty for a group of an old journal."""
+    parts: dict[str, list[float]] = {}
+    """Of the verdicts, by name."""
 
     @property
     def rollouts(self) -> int:
@@ -52,6 +54,13 @@ class Accepted(msgspec.Struct, array_like=True):
         return [score for at, score in enumerate(self.scores) if at not in self.ungraded]
 
     @property
+    def graded_parts(self) -> dict[str, list[float]]:
+        return {
+            name: [value for at, value in enumerate(values) if at not in self.ungraded]
+            for name, values in self.parts.items()
+        }
+
+    @property
     def graded_rewards(self) -> list[float]:
         return [reward for at, reward in enumerate(self.rewards) if at not in self.ungraded]
 
@@ -59,6 +68,13 @@ class Accepted(msgspec.Struct, array_like=True):
     def trained_tokens(self) -> list[int]:
         """Tokens of each completion that contribute a gradient if the group does."""
         return trained_tokens(self.lengths, self.masked_tokens, self.ungraded)
+
+
+class Try(msgspec.Struct, array_like=True, frozen=True):
+    """A filtered group whose slot was issued again with another prompt."""
+
+    prompt: PromptRef
+    group: Accepted
 
 
 class RolloutCounts(msgspec.Struct, array_like=True):
@@ -91,6 +107,8 @@ class RolloutCounts(msgspec.Struct, array_like=True):
     """Held-out rollouts that score 0 because they could not be generated."""
     timed_out_leases: int = 0
     """The part of ``expired_leases`` that passed its deadline."""
+    refilled: int = 0
+    """The part of ``filtered`` whose slots were issued again with another prompt."""
 
 
 class Lineage(msgspec.Struct, array_like=True, frozen=True):
@@ -108,6 +126,8 @@ class Lineage(msgspec.Struct, array_like=True, frozen=True):
     unused_too: int = 0
     """Old journals and checkpoints have values in these two positions. New fields come last."""
     consecutive_skipped_steps: int = 0
+    reference_tokens: int = 0
+    """The part of ``work_tokens`` consumed while there was a reference policy."""
 
     @property
     def mean_staleness(self) -> float:
@@ -133,6 +153,12 @@ class StepSums(msgspec.Struct, array_like=True):
     graded: int = 0
     """Rollouts that have a score: ``score_sum`` is over these."""
     masked_tokens: int = 0
+    parts: dict[str, tuple[float, int]] = {}
+    """Of the verdicts, by name: the sum, and the rollouts that have the part."""
+
+    @property
+    def part_means(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in sorted(self.parts.items()) if count}
 
 
 def sum_step(step: int, groups: list[Accepted]) -> StepSums:
@@ -146,6 +172,9 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.truncated += group.truncated
         sums.score_sum += sum(group.graded_scores)
         sums.graded += len(group.graded_scores)
+        for name, values in group.graded_parts.items():
+            total, count = sums.parts.get(name, (0.0, 0))
+            sums.parts[name] = total + sum(values), count + len(values)
         sums.grading_errors += group.grading_errors
         sums.masked_tokens += sum(group.masked_tokens)
         sums.given_up_groups += bool(group.given_up)
@@ -161,13 +190,17 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
     return sums
 
 
-def extend(lineage: Lineage, sums: StepSums, trained_tokens: int, *, skipped: bool) -> Lineage:
+def extend(
+    lineage: Lineage, sums: StepSums, trained_tokens: int, *, skipped: bool, reference: bool = False
+) -> Lineage:
     """The lineage after one more step. A skipped step consumes its tokens and trains on none."""
+    reference_tokens = lineage.reference_tokens + sums.work_tokens * reference
     if skipped:
         return msgspec.structs.replace(
             lineage,
             work_tokens=lineage.work_tokens + sums.work_tokens,
             consecutive_skipped_steps=lineage.consecutive_skipped_steps + 1,
+            reference_tokens=reference_tokens,
         )
     return Lineage(
         work_tokens=lineage.work_tokens + sums.work_tokens,
@@ -175,6 +208,7 @@ def extend(lineage: Lineage, sums: StepSums, trained_tokens: int, *, skipped: bo
         staleness_tokens=lineage.staleness_tokens + sums.staleness_tokens,
         staleness_sum=lineage.staleness_sum + max(0, sums.staleness_sum),
         staleness_max=max(lineage.staleness_max, sums.staleness_max),
+        reference_tokens=reference_tokens,
     )
 
 

@@ -27,21 +27,24 @@ def change(state: CoordinatorState, identity: Identity) -> None:
 
 def _end_outdated_leases(state: CoordinatorState, before: Identity, identity: Identity) -> None:
     """End leases whose groups no longer fit the settings; restart evaluations whose set has changed."""
-    same_set = identity.evaluation_set == before.evaluation_set
-    ended = {
-        Split.TRAIN: (identity.completions_per_prompt, identity.max_completion_tokens)
-        != (before.completions_per_prompt, before.max_completion_tokens),
-        Split.HELD_OUT: not same_set or identity.evaluation_samples != before.evaluation_samples,
+    training_ended = (identity.completions_per_prompt, identity.max_completion_tokens) != (
+        before.completions_per_prompt,
+        before.max_completion_tokens,
+    )
+    tasks = identity.set_tasks  # the same as before: the sets are fixed
+    changed = {task for task in tasks if identity.measured(task) != before.measured(task)}
+    ended = changed | {
+        t for t in tasks if identity.evaluation_set(t).samples != before.evaluation_set(t).samples
     }
     for lease_id, lease in list(state.leases.items()):
-        if ended[lease.split]:
+        if training_ended if lease.split is Split.TRAIN else lease.prompt.task in ended:
             del state.leases[lease_id]
             if lease.split is Split.TRAIN:
                 bisect.insort(state.reissue, lease.slot)
     for evaluation in state.evaluations.values():
-        if not same_set:
+        if evaluation.task in changed:
             evaluation.results = {}
-        if ended[Split.HELD_OUT]:
+        if evaluation.task in ended:
             evaluation.todo = [p for p in range(evaluation.prompts) if p not in evaluation.results]
 
 

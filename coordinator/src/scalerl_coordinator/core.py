@@ -13,13 +13,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
-from scalerl_api.wire import INTERRUPTED, Split
+from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
+from scalerl_api.wire import INTERRUPTED, PromptRef, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.leases import MAX_FAILURES, MAX_FINAL_ATTEMPTS, REPORTED_ATTEMPTS, LeaseBook, SlotKey
+from scalerl_coordinator.leases import (
+    MAX_FAILURES,
+    MAX_FINAL_ATTEMPTS,
+    REPORTED_ATTEMPTS,
+    LeaseBook,
+    SlotKey,
+    slot_key,
+)
 from scalerl_coordinator.membership import Member, Membership
-from scalerl_coordinator.samplers import Sampler
+from scalerl_coordinator.prompt_sequence import Sampler
 from scalerl_coordinator.settings import FIXED, Settings
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 from scalerl_coordinator.transitions import apply
@@ -34,6 +44,8 @@ TRAINER = "trainer"
 
 MAX_STEPS = "maxSteps"
 """End reason of a run that reached its maximum of steps: the name of the spec's budget field."""
+MAX_COMPUTE_TOKENS = "maxComputeTokens"
+"""As ``MAX_STEPS``, of compute."""
 
 
 class Refusal(Exception):
@@ -66,6 +78,8 @@ class Core:
     membership: Membership
     book: LeaseBook
     meter: _Meter
+    labels: Mapping[int, Sequence[dict[str, str]]] = field(default_factory=dict)
+    """Of the prompts of each evaluation set, by its task."""
     outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
     """Records that are applied and not yet journaled, each with its blob."""
     forgotten: set[str] = field(default_factory=set)
@@ -77,7 +91,13 @@ class Core:
 
     @classmethod
     def begin(
-        cls, settings: Settings, sampler: Sampler, state: CoordinatorState, nonce: str, now: float
+        cls,
+        settings: Settings,
+        sampler: Sampler,
+        state: CoordinatorState,
+        nonce: str,
+        now: float,
+        labels: Mapping[int, Sequence[dict[str, str]]] | None = None,
     ) -> Core:
         """Start from ``state`` (an empty one for a new run) as the process called ``nonce``.
 
@@ -93,6 +113,7 @@ class Core:
             Membership(settings.heartbeat_seconds),
             LeaseBook(settings.lease_seconds),
             _Meter(now),
+            labels or {},
         )
         core.rebase(state, now)
         core.membership.expect({lease.holder for lease in state.leases.values()}, now)
@@ -122,22 +143,32 @@ class Core:
             record, r.Started | r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published
         )
         before = {g.lease_id for g in state.groups.values()} if sweeping else set()
+        evaluations = len(state.evaluations)
         apply(state, record)
         self.outbox.append((record, blob))
         if sweeping:
             self.forgotten |= before - {g.lease_id for g in state.groups.values()}
             self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
         match record:
+            case r.GroupAccepted(next_prompt=prompt) if prompt is not None:
+                self.forgotten.add(record.lease_id)
+                self.wake.add(WORK)
             case r.GroupAccepted():
                 self.closed_slots[""] += 1
                 if state.closed(state.step_of(record.slot)):
                     self.wake.add(TRAINER)
             case r.EvaluationAccepted():
-                if not state.evaluations:
+                if len(state.evaluations) < evaluations:
                     self.wake.add(TRAINER)
             case r.LeaseClosed() | r.EvaluationStarted() | r.EvaluationReleased():
                 self.wake.add(WORK)
-            case r.LeasesIssued() | r.UsageAdded() | r.Dropped() | r.CheckpointCommitted():
+            case (
+                r.LeasesIssued()
+                | r.UsageAdded()
+                | r.Dropped()
+                | r.CheckpointCommitted()
+                | r.SupervisedTrained()
+            ):
                 pass
             case _:
                 if isinstance(record, r.GivenUp) and record.split is Split.TRAIN:
@@ -154,36 +185,38 @@ class Core:
         A slot is given up when it failed with two members that serve other slots, or ``MAX_FAILURES`` times and no other
         member should try it.
         """
-        slot_key = (lease.split, lease.slot)
+        key = slot_key(lease.prompt, lease.slot)
         member = self.membership.named(lease.holder)
         proven = member is not None and member.proven
         failed_by = lease.holder if failed else None
-        retries = self.book.add_retry(slot_key, reason, now, failed_by=failed_by, proven=proven)
+        retries = self.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
         failures = retries.proven_failures if proven else retries.failures
-        often = failures >= MAX_FAILURES and not (
-            member is not None and self.others_should_try(slot_key, member)
-        )
+        often = failures >= MAX_FAILURES and not (member is not None and self.others_should_try(key, member))
         if len(retries.proven) > 1 or often:
             self.give_up(
                 lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
             )
         elif retries.attempts == REPORTED_ATTEMPTS:
-            log.error("%s slot %d failed %d times, last reason: %s", *slot_key, retries.attempts, reason)
+            log.error("%s failed %d times, last reason: %s", self.describe(key), retries.attempts, reason)
         if retries.attempts >= MAX_FINAL_ATTEMPTS:
             self.wake.add(TRAINER)
 
     def give_up(self, lease: OpenLease, cause: r.GiveUpReason, reason: str, now: float) -> None:
         """Stop issuing the slot of a closed lease: its step, or its evaluation, proceeds without it."""
-        self.book.retries.pop((lease.split, lease.slot), None)
+        self.book.retries.pop(slot_key(lease.prompt, lease.slot), None)
         held_out = lease.split is Split.HELD_OUT
         log.error(
-            "gave up %s %d (prompt %d): %s",
-            *("held-out prompt" if held_out else "slot", lease.slot, lease.prompt_index, reason),
+            "gave up %s (prompt %d): %s",
+            *(self.describe(slot_key(lease.prompt, lease.slot)), lease.prompt.index, reason),
         )
         if held_out:
             self.flush_usage(now)  # the point that may follow records the time
         self.commit(
-            r.GivenUp(lease.split, lease.slot, lease.policy_version if held_out else -1, cause, reason[:500])
+            r.GivenUp(
+                *(lease.split, lease.slot, lease.policy_version if held_out else -1),
+                *(cause, reason[:500]),
+                *((lease.prompt.task, self.labels_of(lease.prompt)) if held_out else ()),
+            )
         )
 
     def reassign_leases(self, holder: str) -> None:
@@ -191,9 +224,9 @@ class Core:
         for lease_id in sorted(self.book.of(holder), key=self._lease_order):
             self.close_lease(lease_id, r.CloseReason.EXPIRED)
 
-    def _lease_order(self, lease_id: str) -> tuple[Split, int]:
+    def _lease_order(self, lease_id: str) -> SlotKey:
         lease = self.state.leases[lease_id]
-        return lease.split, lease.slot
+        return slot_key(lease.prompt, lease.slot)
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -234,9 +267,9 @@ class Core:
             self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
             self.meter = _Meter(now)
 
-    def others_should_try(self, slot_key: SlotKey, member: Member) -> bool:
+    def others_should_try(self, key: SlotKey, member: Member) -> bool:
         """Whether the slot failed with ``member``, and another member has not tried it, or serves other slots."""
-        retries = self.book.retries.get(slot_key)
+        retries = self.book.retries.get(key)
         if retries is None or member.name not in retries.failed_by:
             return False
         return any(
@@ -249,13 +282,36 @@ class Core:
 
     # --- queries --------------------------------------------------------------------------------
 
+    def describe(self, key: SlotKey) -> str:
+        """A slot, for messages."""
+        task, split, slot = key
+        if split is Split.TRAIN:
+            return f"slot {slot}"
+        return f"{self.settings.identity.evaluation_set(task).name} prompt {slot}"
+
+    def labels_of(self, prompt: PromptRef) -> dict[str, str]:
+        """The labels of a prompt of an evaluation set."""
+        labels = self.labels.get(prompt.task)
+        return labels[prompt.index] if labels else {}
+
     @property
     def end_reason(self) -> str:
         """Why no further step will be trained; empty while one will."""
         if self.state.stop_reason:
             return self.state.stop_reason
         limit = self.settings.max_steps
-        return MAX_STEPS if limit is not None and self.state.version >= limit else ""
+        if limit is not None and self.state.version >= limit:
+            return MAX_STEPS
+        limit = self.settings.max_compute_tokens
+        return MAX_COMPUTE_TOKENS if limit is not None and self.compute_tokens >= limit else ""
+
+    @property
+    def compute_tokens(self) -> Fraction:
+        """Compute in the weights and in dropped groups, in tokens of supervised training (:mod:`scalerl_api.compute`)."""
+        state = self.state
+        lineage = state.lineage
+        rl = TOKEN_COST * lineage.work_tokens + REFERENCE_COST * lineage.reference_tokens
+        return state.supervised_tokens + rl
 
     @property
     def interrupted(self) -> bool:
@@ -265,6 +321,30 @@ class Core:
     @property
     def finished(self) -> bool:
         return self.state.finished and bool(self.end_reason)
+
+    def report_version(self, member: Member, version: int, now: float) -> bool:
+        """Record the version that a member reports; returns whether it changed."""
+        is_first = not member.version_reported
+        changed = self.membership.report_version(member, version, now)
+        # Once a later version is published, a member that registers again may have that one.
+        is_restored = self.state.published <= self.state.restored
+        if (is_first and is_restored) or member.version > self.newest_possible:
+            self.mark_lost(member.version)
+        return changed
+
+    def mark_lost(self, version: int) -> None:
+        """Mark versions up to ``version`` as ambiguous if it may have been published before the journal was lost.
+
+        Restored state ends at its checkpoint, so a generator that comes with later weights may have those of the lost lineage,
+        even if the version was trained again meanwhile.
+        """
+        if 0 <= self.state.restored < version and version > self.state.lost:
+            log.warning(
+                "a generator holds version %d; the state was restored from version %d, so versions up to %d may name two sets "
+                "of weights",
+                *(version, self.state.restored, version),
+            )
+            self.commit(r.WeightsLost(version))
 
     @property
     def newest_possible(self) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.curve import MAX_LABEL_VALUES, OTHER_VALUES, is_number, label_order
+from scalerl_api.wire import EvaluationPoint, LabelMean, Split
+from scalerl_coordinator.pass_at_k import pass_at_k, tries
 
 
 class PromptResult(msgspec.Struct, array_like=True, frozen=True):
@@ -20,6 +24,16 @@ class PromptResult(msgspec.Struct, array_like=True, frozen=True):
     mixed: bool
     given_up: bool = False
     """It could not be generated: it scores 0, so that the set stays the same."""
+    part_sums: dict[str, float] = {}
+    """Of the verdicts, by name."""
+    passed: int = -1
+    """Completions with score 1; -1 in a journal of an earlier release."""
+    labels: dict[str, str] = {}
+    """Of the prompt, with its value of each."""
+
+
+EvaluationKey = tuple[int, int]
+"""Version, and the task of the evaluation set."""
 
 
 class Evaluation(msgspec.Struct, array_like=True):
@@ -33,6 +47,13 @@ class Evaluation(msgspec.Struct, array_like=True):
     prompts: int
     released: bool = False
     """The hold has ended: newer weights may finish the evaluation, and the point records that."""
+    task: int = 0
+    split: Split = Split.HELD_OUT
+    """Of its prompts."""
+
+    @property
+    def key(self) -> EvaluationKey:
+        return self.version, self.task
 
     @property
     def complete(self) -> bool:
@@ -53,13 +74,13 @@ def due(version: int, every_steps: int, max_steps: int | None, published_every: 
 
 
 def summarize(
-    evaluation: Evaluation, set_digest: str, wall_seconds: float, device_seconds: float
+    evaluation: Evaluation, set_name: str, set_digest: str, wall_seconds: float, device_seconds: float
 ) -> EvaluationPoint:
     """The point of a complete evaluation.
 
-    ``reward`` is the mean over prompts of each prompt's mean score. ``standard_error`` is the standard error of the mean
-    over prompts, s/√n with the n − 1 form of s (the set is fixed: it measures how well n prompts represent all); 0 with one
-    prompt. A prompt that could not be generated scores 0: without it, the point would be of another set.
+    ``reward`` is the mean over prompts of each prompt's mean score, and each of ``parts`` that of a part.
+    ``standard_error`` is the standard error of the mean over prompts, s/√n with the n − 1 form of s (the set is fixed: it
+    measures how well n prompts represent all); 0 with one prompt. A prompt that could not be generated scores 0: without it, the point would be of another set.
     """
     results = [evaluation.results[position] for position in sorted(evaluation.results)]
     means = [r.score_sum / r.samples for r in results]
@@ -81,4 +102,66 @@ def summarize(
         wall_seconds=wall_seconds,
         device_seconds=device_seconds,
         given_up_prompts=sum(r.given_up for r in results),
+        task=evaluation.task,
+        split=evaluation.split,
+        set_name=set_name,
+        by_label=_by_label(results),
+        parts={
+            name: math.fsum(r.part_sums.get(name, 0.0) / r.samples for r in results) / len(results)
+            for name in sorted({name for r in results for name in r.part_sums})
+        },
+        pass_at=[]
+        if min(r.passed for r in results) < 0
+        else [
+            pass_at_k([(r.passed, r.samples) for r in results], k)
+            for k in tries(min(r.samples for r in results))
+        ],
     )
+
+
+def fold_labels(labels: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The prompts' labels, each with at most :data:`MAX_LABEL_VALUES` values: more numbers become ranges with about as many
+    prompts each, of other values the rarest become one.
+
+    >>> [one["operations"] for one in fold_labels([{"operations": str(n)} for n in range(2, 52)])[:5]]
+    ['2 to 4', '2 to 4', '2 to 4', '5 to 7', '5 to 7']
+    """
+    counts: dict[str, Counter[str]] = {}
+    for one in labels:
+        for label, value in one.items():
+            counts.setdefault(label, Counter())[value] += 1
+    named = {label: _named(label, of) for label, of in counts.items()}
+    return [{label: named[label][value] for label, value in one.items()} for one in labels]
+
+
+def _named(label: str, counts: Counter[str]) -> dict[str, str]:
+    """What each value is reported as."""
+    if len(counts) <= MAX_LABEL_VALUES:
+        return {value: value for value in counts}
+    if not all(is_number(value) for value in counts):
+        frequent = sorted(counts, key=lambda value: (-counts[value], label_order(label, value)))
+        kept = set(frequent[:MAX_LABEL_VALUES])
+        return {value: value if value in kept else OTHER_VALUES for value in counts}
+    ranges: dict[int, list[str]] = {}
+    before = 0
+    for value in sorted(counts, key=float):
+        middle = 2 * before + counts[value]
+        ranges.setdefault(middle * MAX_LABEL_VALUES // (2 * counts.total()), []).append(value)
+        before += counts[value]
+    return {
+        value: one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}"
+        for one in ranges.values()
+        for value in one
+    }
+
+
+def _by_label(results: list[PromptResult]) -> list[LabelMean]:
+    """The mean reward of the prompts with each value of each label, as ``reward`` is of all."""
+    means: dict[tuple[str, str], list[float]] = {}
+    for result in results:
+        for label, value in result.labels.items():
+            means.setdefault((label, value), []).append(result.score_sum / result.samples)
+    return [
+        LabelMean(label, value, math.fsum(of) / len(of), len(of))
+        for (label, value), of in sorted(means.items(), key=lambda item: label_order(*item[0]))
+    ]

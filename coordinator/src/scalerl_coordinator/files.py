@@ -1,6 +1,7 @@
-"""The two files for users: ``metrics.jsonl``, one line a trained step, and ``curve.csv``, one row a point.
+"""The files for users: ``metrics.jsonl``, one line a trained step, and one row a point in ``curve.csv``, its siblings of other
+evaluation sets, and ``labels.csv``.
 
-Both follow from the journal, which is ahead of them by at most what a crash or a full disk cut off;
+They follow from the journal, which is ahead of them by at most what a crash or a full disk cut off;
 :meth:`RunFiles.write_rows` adds what is missing. Blocking I/O: call from one thread.
 """
 
@@ -11,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scalerl_api.curve import curve_csv
+from scalerl_api.curve import curve_csv, labels_csv
 from scalerl_api.exports import Exports, read_exports
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
@@ -20,11 +21,11 @@ from scalerl_coordinator.decisions import DecisionLog
 
 
 class RunFiles:
-    """Writes both files of one run."""
+    """Writes them for one run."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = paths.metrics
-        self._curve = paths.curve
+        self._paths = paths
         self._exports = paths.exports
         self.decisions = DecisionLog(paths.decisions)
         self._present: set[int] | None = None
@@ -69,9 +70,18 @@ class RunFiles:
         if right != text or not self._metrics.exists():
             _write_whole(self._metrics, right)
 
-    def write_curve(self, points: Sequence[EvaluationPoint]) -> None:
-        """Replace the file by all points, by version."""
-        _write_whole(self._curve, curve_csv(points))
+    def write_curves(self, points: Sequence[EvaluationPoint], forecast_task: int) -> None:
+        """Replace the curve of each evaluation set by its points, by version: ``curve.csv`` is the forecast's, and those of
+        others have their names. ``labels.csv`` has the breakdown of all."""
+        others: dict[str, list[EvaluationPoint]] = {}
+        for point in points:
+            if point.task != forecast_task:
+                others.setdefault(point.set_name, []).append(point)
+        _write_whole(self._paths.curve, curve_csv(p for p in points if p.task == forecast_task))
+        for name, curve in others.items():
+            _write_whole(self._paths.set_curve(name), curve_csv(curve))
+        if any(point.by_label for point in points):
+            _write_whole(self._paths.labels, labels_csv(points))
 
 
 def _line(row: Row) -> str:

@@ -7,16 +7,20 @@ import logging
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from scalerl_api import wire
-from scalerl_api.wire import PushResult, ReleaseCause, Split
+from scalerl_api.wire import PromptRef, PushResult, ReleaseCause, Split
 from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, summarize_group
-from scalerl_coordinator.leases import SlotKey
+from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
+from scalerl_coordinator.leases import SlotKey, slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.off_policy import scheme
+from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
+from scalerl_coordinator.prompt_sequence import View
 from scalerl_coordinator.rewards import rewards
-from scalerl_coordinator.samplers import View
 from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
 
 log = logging.getLogger(__name__)
@@ -24,19 +28,30 @@ log = logging.getLogger(__name__)
 _MAX_LEASES = 4096
 """Leases in one answer."""
 
-Verdict = tuple[PushResult, str | None]
+OTHER_SETS_EVERY = 8
+"""Of so many leases, one goes to an evaluation set that the forecast does not follow before training gets the rest: such an
+evaluation ends however busy the generators are, and takes an eighth of the leases at most where training needs them."""
+NEWER_SHARE = 10
+"""Such evaluations hold no publish. A point is mixed once a token is of a version more than this part of ``everySteps`` newer
+than the evaluated one: up to there, the curve hardly rises."""
+
+Answer = tuple[PushResult, str | None]
+"""To one pushed group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
     """What a pushed group must match."""
 
-    split: Split
+    prompt: PromptRef
     slot: int
-    prompt_index: int
     policy_version: int
     expired: bool
     """Its lease expired, and the slot is not issued again yet."""
+
+    @property
+    def split(self) -> Split:
+        return self.prompt.split
 
 
 class GeneratorRequests:
@@ -45,6 +60,7 @@ class GeneratorRequests:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._grading_error_logged = False
+        self._partials = PartialStore()
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -78,12 +94,12 @@ class GeneratorRequests:
             core.meter.busy += max(0.0, request.busy_seconds - member.busy_seconds)
             core.meter.tokens += max(0, request.generated_tokens - member.generated_tokens)
         member.busy_seconds, member.generated_tokens = request.busy_seconds, request.generated_tokens
-        if (
-            core.membership.report_version(member, request.weight_version, now)
-            or request.healthy != member.healthy
-        ):
+        if core.report_version(member, request.weight_version, now) or request.healthy != member.healthy:
             core.wake |= {WORK, TRAINER}
         member.healthy = request.healthy
+        if request.teacher_problem and not member.teacher_problem:
+            log.warning("%s: %s; its groups wait", member.name, request.teacher_problem)
+        member.teacher_problem = request.teacher_problem
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)
         if not member.healthy:
@@ -102,7 +118,7 @@ class GeneratorRequests:
         if request.max_groups < 1:
             raise Refusal("bad-request", f"max_groups is {request.max_groups}, must be at least 1")
         member = core.membership.get(request.member_id, now)
-        if core.membership.report_version(member, request.weight_version, now):
+        if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
@@ -122,35 +138,62 @@ class GeneratorRequests:
             # A version newer than any known one is of a lost lineage.
             return None
         wanted = min(max_groups, _MAX_LEASES)
-        issues = self._evaluation_issues(member, wanted, now)
-        held_back: list[tuple[int, int]] = []
+        issues = self._evaluation_issues(member, wanted, now, holds=True)
+        others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
+        held_back: list[tuple[int, PromptRef]] = []
         cursor = -1
         if not core.end_reason:
+            first = core.state.next_lease + len(issues)
+            reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
+            issues, others = issues + others[:reserved], others[reserved:]
             training, held_back, cursor = self._training_issues(member, wanted - len(issues), now)
             issues += training
+        issues += others[: wanted - len(issues)]
         if not issues:
             return None
         numbered = [
-            r.Issue(core.state.next_lease + n, split, slot, prompt, version)
-            for n, (split, slot, prompt, version) in enumerate(issues)
+            r.Issue(core.state.next_lease + n, prompt, slot, version)
+            for n, (prompt, slot, version) in enumerate(issues)
         ]
         core.commit(r.LeasesIssued(member.name, numbered, held_back, cursor))
-        return wire.Leases(leases=[self._lease(issue, member.name, now) for issue in numbered])
+        leases, room = [], MAX_ANSWER_BYTES
+        for issue in numbered:
+            lease = self._lease(issue, member.name, now)
+            key = partial_key(lease.prompt, lease.slot, lease.policy_version)
+            partial = self._partials.take(key, lease, self._oldest_version(lease), room)
+            if partial is not None:
+                room -= sum(2 * len(c.token_ids) for c in partial.completions)
+                lease = msgspec.structs.replace(lease, partial=partial)
+            leases.append(lease)
+        return wire.Leases(leases=leases)
+
+    def _oldest_version(self, lease: wire.Lease) -> int:
+        """The oldest version of a token that ``lease`` may continue."""
+        state, k = self._core.state, self._core.settings.identity.max_staleness_steps
+        oldest = lease.policy_version if lease.split is Split.HELD_OUT else state.step_of(lease.slot) - k
+        return max(oldest, state.lost + 1)
 
     def _evaluation_issues(
-        self, member: Member, wanted: int, now: float
-    ) -> list[tuple[Split, int, int, int]]:
-        issues: list[tuple[Split, int, int, int]] = []
-        for version, evaluation in sorted(self._core.state.evaluations.items()):
-            if member.version == version or (evaluation.released and member.version > version):
-                ready = (p for p in evaluation.todo if self._may_issue((Split.HELD_OUT, p), member, now))
+        self, member: Member, wanted: int, now: float, *, holds: bool
+    ) -> list[tuple[PromptRef, int, int]]:
+        """Prompts of the evaluations of the forecast's set (``holds``: a publish waits for them), or of the other sets."""
+        issues: list[tuple[PromptRef, int, int]] = []
+        for (version, task), evaluation in sorted(self._core.state.evaluations.items()):
+            if (task == self._core.settings.forecast_task) is not holds:
+                continue
+            if member.version == version or ((evaluation.released or not holds) and member.version > version):
+                ready = (
+                    p
+                    for p in evaluation.todo
+                    if self._may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
+                )
                 positions = itertools.islice(ready, wanted - len(issues))
-                issues += [(Split.HELD_OUT, position, position, version) for position in positions]
+                issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]
         return issues
 
     def _training_issues(
         self, member: Member, wanted: int, now: float
-    ) -> tuple[list[tuple[Split, int, int, int]], list[tuple[int, int]], int]:
+    ) -> tuple[list[tuple[PromptRef, int, int]], list[tuple[int, PromptRef]], int]:
         """Training slots for ``member``, the new slots (with their prompts) that are held back from its weights, and the
         sampler's cursor after the newest slot; -1 without new ones."""
         core, identity = self._core, self._core.settings.identity
@@ -164,51 +207,103 @@ class GeneratorRequests:
             waits = not identity.steps_per_batch and is_on_policy(slot, sizes, k)
             return version < step and step > state.lost and waits
 
-        issues: list[tuple[Split, int, int, int]] = []
+        issues: list[tuple[PromptRef, int, int]] = []
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not too_old(slot) and self._may_issue((Split.TRAIN, slot), member, now):
-                issues.append((Split.TRAIN, slot, state.prompts[slot], version))
-        held_back: list[tuple[int, int]] = []
+            if not too_old(slot) and self._may_issue((0, Split.TRAIN, slot), member, now):
+                issues.append((state.prompts[slot], slot, version))
+        held_back: list[tuple[int, PromptRef]] = []
         cursor, issued_cursor = state.cursor, -1
-        known, known_step = state.history.as_of(0), -1
+        history = state.histories[0]
+        known, known_step = history.as_of(0), -1
         for slot in range(state.next_slot, limit):
             if len(issues) >= wanted:
                 break
             if (step := state.step_of(slot)) != known_step:
-                known, known_step = state.history.as_of(step - k), step
-            prompt, cursor = core.sampler.choose(View(cursor, known))
+                known, known_step = history.as_of(step - k), step
+            index, cursor = core.sampler.choose(View(cursor, known))
+            prompt = PromptRef(0, Split.TRAIN, index)
             if too_old(slot):
                 held_back.append((slot, prompt))
             else:
-                issues.append((Split.TRAIN, slot, prompt, version))
+                issues.append((prompt, slot, version))
                 issued_cursor = cursor
-        newest = max((slot for _, slot, _, _ in issues), default=-1)
+        newest = max((slot for _, slot, _ in issues), default=-1)
         return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest], issued_cursor
 
-    def _may_issue(self, slot_key: SlotKey, member: Member, now: float) -> bool:
-        """Whether ``slot_key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
+    def _may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
+        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
         core = self._core
-        return not core.book.waits(slot_key, now) and not core.others_should_try(slot_key, member)
+        return not core.book.waits(key, now) and not core.others_should_try(key, member)
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
         lease_id = core.state.lease_id(issue.number)
         core.book.add(lease_id, holder, now, sent=False)
-        held_out = issue.split is Split.HELD_OUT
+        held_out = issue.prompt.split is Split.HELD_OUT
         return wire.Lease(
             lease_id=lease_id,
-            split=issue.split,
+            prompt=issue.prompt,
             slot=issue.slot,
-            prompt_index=issue.prompt_index,
             prompt_id="",
-            completions=identity.evaluation_samples if held_out else identity.completions_per_prompt,
+            completions=identity.completions(issue.prompt),
             max_tokens=identity.max_completion_tokens,
             temperature=identity.evaluation_temperature if held_out else core.settings.temperature,
             remaining_seconds=core.book.lease_seconds,
             policy_version=issue.policy_version,
+            lost_version=core.state.lost,
         )
+
+    def receive_partials(self, request: wire.Partials, now: float) -> wire.PartialsReply:
+        """Keep what leases have sampled so far, for the next lease of their slots. Raises UnknownMember."""
+        core, identity = self._core, self._core.settings.identity
+        state = core.state
+        member = core.membership.get(request.member_id, now)
+        wanted = {partial_key(state.prompts[slot], slot, -1) for slot in state.reissue}
+        wanted |= {
+            partial_key(lease.prompt, lease.slot, lease.policy_version) for lease in state.leases.values()
+        }
+        self._partials.retain(lambda key: key in wanted or self._waits_for_evaluation(key))
+        unstored: dict[str, list[str]] = {"missing": [], "full": []}
+        for group in request.groups:
+            key = self._key_of(group, member)
+            if key is None:
+                continue
+            try:
+                check_partials(
+                    group, identity.completions(group.prompt), identity.max_completion_tokens, state.newest
+                )
+            except InvalidGroup as problem:
+                log.warning(
+                    "lease %s: unfinished completions of %s dropped: %s", group.lease_id, member.name, problem
+                )
+                self._partials.drop(key)
+                continue
+            if (outcome := self._partials.put(key, group)) != "stored":
+                unstored[outcome].append(group.lease_id)
+        return wire.PartialsReply(**unstored)
+
+    def _waits_for_evaluation(self, key: PartialKey) -> bool:
+        (task, split, slot), version = key
+        evaluation = self._core.state.evaluations.get((version, task))
+        return split is Split.HELD_OUT and evaluation is not None and slot in evaluation.todo
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of unfinished completions kept for the next leases."""
+        return self._partials.nbytes
+
+    def _key_of(self, group: wire.PartialGroup, member: Member) -> PartialKey | None:
+        """The key of a lease of ``member``, or of one that expired and whose slot is not issued again; None for others."""
+        state = self._core.state
+        lease = state.leases.get(group.lease_id)
+        of_lease = (group.prompt, group.slot, member.name)
+        if lease is not None and (lease.prompt, lease.slot, lease.holder) == of_lease:
+            return partial_key(lease.prompt, lease.slot, lease.policy_version)
+        if group.split is Split.TRAIN and state.expired_lease_of.get(group.slot) == group.lease_id:
+            return partial_key(group.prompt, group.slot, -1)
+        return None
 
     def release(self, request: wire.Release, now: float) -> None:
         """Close leases that the member does not serve. Unknown ones are ignored: they were reassigned. Raises UnknownMember."""
@@ -220,6 +315,8 @@ class GeneratorRequests:
             if lease is None:
                 continue
             core.close_lease(lease_id, r.CloseReason.RELEASED)
+            if failed:  # its completions may be why
+                self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
             reason = f"released by {member.name}: {request.reason}"
             if request.cause is ReleaseCause.TOO_LONG:
                 core.give_up(lease, r.GiveUpReason.TOO_LONG, reason, now)
@@ -236,7 +333,7 @@ class GeneratorRequests:
 
     # --- pushes ---------------------------------------------------------------------------------
 
-    def push(self, member_id: str, group: wire.Group, payload: bytes, now: float) -> Verdict:
+    def push(self, member_id: str, group: wire.Group, payload: bytes, now: float) -> Answer:
         """Accept or reject one group; ``payload`` is its encoding as received, for the journal. Raises UnknownMember."""
         member = self._core.membership.get(member_id, now)
         expected = self._expected(group)
@@ -247,6 +344,7 @@ class GeneratorRequests:
         except InvalidGroup as problem:
             return self._reject(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
         member.proven = True
+        self._partials.drop(partial_key(expected.prompt, expected.slot, expected.policy_version))
         self._log_grading_error(member, group, summary)
         if expected.split is Split.HELD_OUT:
             self._accept_evaluation(group, expected, summary, now)
@@ -257,54 +355,73 @@ class GeneratorRequests:
         if age > identity.max_staleness_steps:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
             return self._reject(group, expected, PushResult.STALE, reason, now)
+        verdicts = group.verdicts
+        given = rewards(verdicts, summary.lengths, settings.length, identity.max_completion_tokens)
+        next_prompt = self._refill(
+            expected.slot, [g for at, g in enumerate(given) if at not in summary.ungraded]
+        )
         self._core.commit(
             r.GroupAccepted(
                 lease_id=group.lease_id,
                 slot=expected.slot,
                 prompt_tokens=len(group.prompt_token_ids) // 4,
                 lengths=summary.lengths,
-                scores=summary.scores,
+                scores=verdicts.scores,
                 truncated=summary.truncated,
                 oldest_version=summary.oldest_version,
                 version_tokens=summary.version_tokens,
                 grading_errors=len(summary.ungraded),
                 ungraded=summary.ungraded,
                 masked_tokens=summary.masked_tokens,
-                rewards=rewards(
-                    summary.scores, summary.lengths, settings.length, identity.max_completion_tokens
-                ),
+                rewards=given,
+                parts=verdicts.parts,
+                next_prompt=next_prompt,
             ),
-            payload,
+            payload if next_prompt is None else b"",
         )
         self._core.book.remove(group.lease_id)
-        self._core.book.retries.pop((Split.TRAIN, expected.slot), None)
+        self._core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
         return PushResult.ACCEPTED, None
 
-    def _expected(self, group: wire.Group) -> _Expected | Verdict:
-        """What the group's lease asked for, or the verdict if the group is no longer needed."""
+    def _refill(self, slot: int, graded_rewards: list[float]) -> PromptRef | None:
+        """The prompt that the slot is issued again with if the filter will drop its group; None if it keeps the group."""
+        core, identity = self._core, self._core.settings.identity
+        tries = len(core.state.tries.get(slot, ())) + 1
+        # Without two verdicts the verifier failed: another prompt would cost as much, and say no more.
+        drops = identity.zero_variance_filter and len(graded_rewards) > 1 and zero_variance(graded_rewards)
+        if tries >= identity.max_tries or not drops:
+            return None
+        task = core.state.prompts[slot].task
+        known = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
+        return PromptRef(task, Split.TRAIN, core.sampler.refill(slot, tries, known))
+
+    def _expected(self, group: wire.Group) -> _Expected | Answer:
+        """What the group's lease asked for, or the answer if the group is no longer needed."""
         state = self._core.state
         lease = state.leases.get(group.lease_id)
         if lease is not None:
-            return _Expected(lease.split, lease.slot, lease.prompt_index, lease.policy_version, False)
+            return _Expected(lease.prompt, lease.slot, lease.policy_version, False)
         if group.split is Split.HELD_OUT:
             for evaluation in state.evaluations.values():
                 result = evaluation.results.get(group.slot)
                 if result is not None and result.lease_id == group.lease_id:
                     return PushResult.DUPLICATE, None
             return PushResult.LATE, "the lease had expired, or the evaluation is over"
-        accepted = state.groups.get(group.slot)
-        if accepted is not None and accepted.lease_id == group.lease_id:
+        accepted = [one.group for one in state.tries.get(group.slot, ())]
+        if group.slot in state.groups:
+            accepted.append(state.groups[group.slot])
+        if any(before.lease_id == group.lease_id for before in accepted):
             self._core.commit(r.Dropped(late=0, duplicate=len(group.completions)))
             return PushResult.DUPLICATE, None
         if state.expired_lease_of.get(group.slot) == group.lease_id:
-            return _Expected(Split.TRAIN, group.slot, state.prompts[group.slot], -1, True)
+            return _Expected(state.prompts[group.slot], group.slot, -1, True)
         self._core.commit(r.Dropped(late=len(group.completions), duplicate=0))
         return PushResult.LATE, "the lease had expired and the slot was reassigned"
 
     def _check(self, group: wire.Group, expected: _Expected) -> GroupSummary:
         """Raises BadGroup where the group is not what its lease asked for."""
         core, identity = self._core, self._core.settings.identity
-        for name in ("split", "slot", "prompt_index"):
+        for name in ("prompt", "slot"):
             if getattr(group, name) != getattr(expected, name):
                 raise InvalidGroup(f"{name} is {getattr(group, name)}, leased {getattr(expected, name)}")
         prompt_id = core.book.prompt_id(group.lease_id)
@@ -313,23 +430,34 @@ class GeneratorRequests:
         held_out = expected.split is Split.HELD_OUT
         return summarize_group(
             group,
-            identity.evaluation_samples if held_out else identity.completions_per_prompt,
+            identity.completions(expected.prompt),
             identity.max_completion_tokens,
             core.state.newest,
+            teacher=core.settings.teacher and not held_out,
         )
 
     def _reject(
         self, group: wire.Group, expected: _Expected, result: PushResult, reason: str, now: float
-    ) -> Verdict:
+    ) -> Answer:
         core = self._core
         rollouts = len(group.completions)
         log.warning(
-            "lease %s, %s slot %d: %s: %s", group.lease_id, expected.split, expected.slot, result, reason
+            "lease %s, %s slot %d, prompt %d (%s): %s: %s",
+            *(
+                group.lease_id,
+                expected.split,
+                expected.slot,
+                expected.prompt.index,
+                group.prompt_id,
+                result,
+                reason,
+            ),
         )
         if expected.expired:
             core.commit(r.Dropped(late=rollouts, duplicate=0))
             return PushResult.LATE, reason
         lease = core.state.leases[group.lease_id]
+        self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
         core.close_lease(group.lease_id, r.CloseReason(result.value), rollouts)
         core.retry_slot(lease, reason, now, failed=result is PushResult.INVALID)
         return result, reason
@@ -338,7 +466,7 @@ class GeneratorRequests:
         """Log the first grading error; later ones are only counted."""
         if summary.ungraded and not self._grading_error_logged:
             self._grading_error_logged = True
-            error = next(c.grading_error for c in group.completions if c.grading_error is not None)
+            error = group.verdicts.errors[summary.ungraded[0]]
             log.error(
                 "%s, prompt %s: the verifier failed on %d of %d completions: %s; later grading errors are "
                 "only counted, in the status and in metrics.jsonl",
@@ -349,18 +477,23 @@ class GeneratorRequests:
         self, group: wire.Group, expected: _Expected, summary: GroupSummary, now: float
     ) -> None:
         core = self._core
-        evaluation = core.state.evaluations[expected.policy_version]
+        evaluation = core.state.evaluations[expected.policy_version, expected.prompt.task]
+        measured, task = evaluation.version, evaluation.task
+        holds = task == core.settings.forecast_task
+        slack = 0 if holds else core.settings.every_steps(task) // NEWER_SHARE
         if len(evaluation.results) + 1 == evaluation.prompts:
             core.flush_usage(now)  # the point that follows records the time
         core.commit(
             r.EvaluationAccepted(
                 lease_id=group.lease_id,
-                scores=summary.scores,
+                scores=group.verdicts.scores,
                 tokens=sum(summary.lengths),
                 truncated=summary.truncated,
-                mixed=not summary.oldest_version == summary.newest_version == expected.policy_version,
+                mixed=summary.oldest_version < measured or summary.newest_version > measured + slack,
                 grading_errors=len(summary.ungraded),
+                parts=group.verdicts.parts,
+                labels=core.labels_of(expected.prompt),
             )
         )
         core.book.remove(group.lease_id)
-        core.book.retries.pop((Split.HELD_OUT, expected.slot), None)
+        core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)

@@ -8,27 +8,27 @@ from typing import Any
 
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accounting import Accepted, Try
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 
 
 def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
     state.leased = True
-    for slot, prompt_index in record.held_back:
-        state.prompts[slot] = prompt_index
+    for slot, prompt in record.held_back:
+        state.prompts[slot] = prompt
         bisect.insort(state.reissue, slot)
     for issue in record.issues:
-        if issue.split is Split.HELD_OUT:
-            _remove(state.evaluations[issue.policy_version].todo, issue.slot)
+        if issue.prompt.split is Split.HELD_OUT:
+            _remove(state.evaluations[issue.policy_version, issue.prompt.task].todo, issue.slot)
         elif issue.slot >= state.next_slot:
             state.next_slot = issue.slot + 1
-            state.prompts[issue.slot] = issue.prompt_index
+            state.prompts[issue.slot] = issue.prompt
         else:
             _remove(state.reissue, issue.slot)
             state.expired_lease_of.pop(issue.slot, None)
         state.leases[state.lease_id(issue.number)] = OpenLease(
-            issue.split, issue.slot, issue.prompt_index, issue.policy_version, record.holder
+            issue.prompt, issue.slot, issue.policy_version, record.holder
         )
         state.next_lease = issue.number + 1
     state.cursor = max(state.cursor, state.next_slot if record.cursor < 0 else record.cursor)
@@ -38,7 +38,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
 def lease_closed(state: CoordinatorState, record: r.LeaseClosed) -> None:
     lease = state.leases.pop(record.lease_id)
     if lease.split is Split.HELD_OUT:
-        evaluation = state.evaluations.get(lease.policy_version)
+        evaluation = state.evaluations.get((lease.policy_version, lease.prompt.task))
         if evaluation is not None:
             bisect.insort(evaluation.todo, lease.slot)
         if record.reason is r.CloseReason.INVALID:
@@ -71,6 +71,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         ungraded=record.ungraded,
         masked_tokens=record.masked_tokens,
         journaled_rewards=record.rewards,
+        parts=record.parts,
     )
     counts = state.counts
     counts.acknowledged += group.rollouts
@@ -78,18 +79,29 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
     counts.grading_errors += group.grading_errors
     counts.ungraded += len(group.ungraded)
     counts.masked_tokens += sum(group.masked_tokens)
-    state.groups[record.slot] = group
-    state.fill_slot(record.slot)
+    if record.next_prompt is None:
+        state.groups[record.slot] = group
+        state.fill_slot(record.slot)
+        return
+    group.filtered = True
+    counts.queued -= group.rollouts
+    counts.filtered += group.rollouts
+    counts.refilled += group.rollouts
+    state.tries.setdefault(record.slot, []).append(Try(state.prompts[record.slot], group))
+    state.prompts[record.slot] = record.next_prompt
+    bisect.insort(state.reissue, record.slot)
 
 
 def given_up(state: CoordinatorState, record: r.GivenUp) -> None:
     counts = state.counts
     if record.split is Split.HELD_OUT:
-        evaluation = state.evaluations[record.version]
+        evaluation = state.evaluations[record.version, record.task]
         _remove(evaluation.todo, record.slot)
-        samples = state.known_identity.evaluation_samples
+        samples = state.known_identity.evaluation_set(record.task).samples
         counts.held_out_given_up += samples
-        evaluation.results[record.slot] = PromptResult("", 0.0, samples, 0, 0, False, given_up=True)
+        evaluation.results[record.slot] = PromptResult(
+            "", 0.0, samples, 0, 0, False, given_up=True, passed=0, labels=record.labels
+        )
         _finish_evaluation(state, evaluation)
         return
     _remove(state.reissue, record.slot)
@@ -115,18 +127,24 @@ def evaluation_started(state: CoordinatorState, record: r.EvaluationStarted) -> 
         if record.version == state.version
         else state.progress_at.get(record.version, state.lineage)
     )
-    state.evaluations[record.version] = Evaluation(
-        record.version, lineage.work_tokens, list(range(record.prompts)), {}, record.prompts
+    state.evaluations[record.version, record.task] = Evaluation(
+        record.version,
+        lineage.work_tokens,
+        list(range(record.prompts)),
+        {},
+        record.prompts,
+        task=record.task,
+        split=record.split,
     )
 
 
 def evaluation_released(state: CoordinatorState, record: r.EvaluationReleased) -> None:
-    state.evaluations[record.version].released = True
+    state.evaluations[record.version, record.task].released = True
 
 
 def evaluation_accepted(state: CoordinatorState, record: r.EvaluationAccepted) -> None:
     lease = state.leases.pop(record.lease_id)
-    evaluation = state.evaluations[lease.policy_version]
+    evaluation = state.evaluations[lease.policy_version, lease.prompt.task]
     evaluation.results[lease.slot] = PromptResult(
         record.lease_id,
         sum(record.scores),
@@ -134,6 +152,9 @@ def evaluation_accepted(state: CoordinatorState, record: r.EvaluationAccepted) -
         record.tokens,
         record.truncated,
         record.mixed,
+        part_sums={name: sum(values) for name, values in record.parts.items()},
+        passed=sum(score >= 1.0 for score in record.scores),
+        labels=record.labels,
     )
     state.counts.grading_errors += record.grading_errors
     _finish_evaluation(state, evaluation)
@@ -141,14 +162,16 @@ def evaluation_accepted(state: CoordinatorState, record: r.EvaluationAccepted) -
 
 def _finish_evaluation(state: CoordinatorState, evaluation: Evaluation) -> None:
     if evaluation.complete:
-        del state.evaluations[evaluation.version]
+        del state.evaluations[evaluation.key]
+        identity = state.known_identity
         point = summarize(
             evaluation,
-            state.known_identity.evaluation_set,
+            identity.evaluation_set(evaluation.task).name,
+            identity.measured(evaluation.task),
             state.usage.wall_seconds,
             state.usage.device_seconds,
         )
-        bisect.insort(state.points, point, key=lambda p: p.version)
+        bisect.insort(state.points, point, key=lambda p: (p.version, p.task))
 
 
 def _remove(ordered: list[int], value: int) -> None:

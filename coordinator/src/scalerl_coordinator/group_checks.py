@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Completion, Group
+from scalerl_api.wire import MASKED, Completion, Group, Partial, PartialGroup, Verdicts
+from scalerl_tasks import SCORE_RANGE
 
 _MAX_LOGPROB = 0.01
 """Rounding can raise a log-probability this far above 0."""
@@ -26,7 +27,6 @@ class GroupSummary:
     """What the coordinator keeps of a group's completions."""
 
     lengths: list[int]
-    scores: list[float]
     truncated: int
     oldest_version: int
     version_tokens: int
@@ -38,7 +38,9 @@ class GroupSummary:
     """Masked tokens of each completion; empty where no completion has any."""
 
 
-def summarize_group(group: Group, completions: int, max_tokens: int, newest: int) -> GroupSummary:
+def summarize_group(
+    group: Group, completions: int, max_tokens: int, newest: int, *, teacher: bool = False
+) -> GroupSummary:
     """Check every completion of ``group`` and summarize them.
 
     Args:
@@ -46,10 +48,12 @@ def summarize_group(group: Group, completions: int, max_tokens: int, newest: int
         completions: how many its lease asked for.
         max_tokens: longest completion its lease allowed.
         newest: the newest version that any weights ever had.
+        teacher: each token has to have a log-probability of the teacher too.
 
     Raises:
         InvalidGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
-            version spans that do not cover the tokens in order, score outside [0, 1].
+            version spans that do not cover the tokens in order, score outside its range, part that is not finite, verdicts
+            of another number of completions.
     """
     if len(group.completions) != completions:
         raise InvalidGroup(f"{len(group.completions)} completions, leased for {completions}")
@@ -57,30 +61,27 @@ def summarize_group(group: Group, completions: int, max_tokens: int, newest: int
         raise InvalidGroup(
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
-    lengths, scores, truncated, version_tokens = [], [], 0, 0
-    ungraded: list[int] = []
+    _check_verdicts(group.verdicts, completions)
+    lengths, truncated, version_tokens = [], 0, 0
+    ungraded = group.verdicts.ungraded
     masked_tokens: list[int] = []
     oldest, latest = newest, -1
     for index, completion in enumerate(group.completions):
         try:
             _check_tokens(completion, max_tokens)
+            if teacher:
+                _check_logprobs(completion.teacher_logprobs, completion.tokens, "teacher's ")
             first, last, weighted, masked = _check_versions(completion, newest)
         except InvalidGroup as problem:
             raise InvalidGroup(f"completions[{index}]: {problem}") from None
-        if not 0.0 <= completion.score <= 1.0:  # NaN is not
-            raise InvalidGroup(f"completions[{index}]: score {completion.score} is outside [0, 1]")
         lengths.append(completion.tokens)
-        scores.append(completion.score)
         truncated += completion.finish_reason == "length"
         oldest, latest = min(oldest, first), max(latest, last)
         masked_tokens.append(masked)
-        if completion.grading_error is None:
+        if index not in group.verdicts.errors:
             version_tokens += weighted
-        else:
-            ungraded.append(index)
     return GroupSummary(
         lengths,
-        scores,
         truncated,
         oldest,
         version_tokens,
@@ -90,23 +91,62 @@ def summarize_group(group: Group, completions: int, max_tokens: int, newest: int
     )
 
 
-def _check_tokens(completion: Completion, max_tokens: int) -> None:
+def _check_verdicts(verdicts: Verdicts, completions: int) -> None:
+    low, high = SCORE_RANGE
+    for name, column in (("score", verdicts.scores), *verdicts.parts.items()):
+        if len(column) != completions:
+            raise InvalidGroup(f"verdicts: {len(column)} values of {name!r} for {completions} completions")
+        for index, value in enumerate(column):
+            if name == "score" and not low <= value <= high:  # NaN is not
+                raise InvalidGroup(f"completions[{index}]: score {value} is outside [{low:g}, {high:g}]")
+            if not math.isfinite(value):
+                raise InvalidGroup(
+                    f"completions[{index}]: part {name!r} of its verdict is {value}, not finite"
+                )
+    if not verdicts.errors.keys() <= set(range(completions)):
+        raise InvalidGroup(f"verdicts: errors of the completions {verdicts.ungraded}, of {completions}")
+
+
+def check_partials(group: PartialGroup, completions: int, max_tokens: int, newest: int) -> None:
+    """Check a report of unfinished completions; arguments as :func:`summarize_group`.
+
+    Raises:
+        InvalidGroup: as :func:`summarize_group`; but a report may have no tokens.
+    """
+    if len(group.completions) != completions:
+        raise InvalidGroup(f"{len(group.completions)} completions, leased for {completions}")
+    for index, partial in enumerate(group.completions):
+        try:
+            if partial.start < 0:
+                raise InvalidGroup(f"it starts at token {partial.start}")
+            if partial.token_ids or partial.logprobs or partial.versions:
+                _check_tokens(partial, max_tokens - partial.start)
+                _check_versions(partial, newest)
+        except InvalidGroup as problem:
+            raise InvalidGroup(f"completions[{index}]: {problem}") from None
+
+
+def _check_tokens(completion: Completion | Partial, max_tokens: int) -> None:
     ids, logprobs = completion.token_ids, completion.logprobs
     if not ids or len(ids) % 4:
         raise InvalidGroup(f"token_ids has {len(ids)} bytes, not a positive multiple of 4")
-    if len(logprobs) != len(ids):
-        raise InvalidGroup(f"{len(ids) // 4} tokens but {len(logprobs) / 4:g} log-probabilities")
+    _check_logprobs(logprobs, len(ids) // 4)
     if len(ids) // 4 > max_tokens:
         raise InvalidGroup(f"{len(ids) // 4} tokens, leased for at most {max_tokens}")
-    values = np.frombuffer(logprobs, "<f4")
-    low, high = float(values.min()), float(values.max())  # NaN anywhere makes both NaN
-    if not (math.isfinite(low) and high <= _MAX_LOGPROB):
-        raise InvalidGroup(f"log-probabilities from {low} to {high}: not finite, or above 0")
     if np.frombuffer(ids, "<i4").min() < 0:
         raise InvalidGroup("a token id is negative")
 
 
-def _check_versions(completion: Completion, newest: int) -> tuple[int, int, int, int]:
+def _check_logprobs(logprobs: bytes, tokens: int, whose: str = "") -> None:
+    if len(logprobs) != 4 * tokens:
+        raise InvalidGroup(f"{tokens} tokens but {len(logprobs) / 4:g} {whose}log-probabilities")
+    values = np.frombuffer(logprobs, "<f4")
+    low, high = float(values.min()), float(values.max())  # NaN anywhere makes both NaN
+    if not (math.isfinite(low) and high <= _MAX_LOGPROB):
+        raise InvalidGroup(f"{whose}log-probabilities from {low} to {high}: not finite, or above 0")
+
+
+def _check_versions(completion: Completion | Partial, newest: int) -> tuple[int, int, int, int]:
     """Of the unmasked tokens: oldest version, newest version, sum of versions. Then the number of masked tokens.
 
     With every token masked, the oldest is ``newest`` and the newest is -1.

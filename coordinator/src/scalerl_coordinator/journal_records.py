@@ -11,7 +11,8 @@ import enum
 
 import msgspec
 
-from scalerl_api.wire import Split
+from scalerl_api.wire import PromptRef, Split, VersionSpan
+from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.settings import Identity
 
 
@@ -31,17 +32,16 @@ class Issue(msgspec.Struct, frozen=True, array_like=True):
     """One slot or evaluation prompt of a :class:`LeasesIssued`."""
 
     number: int
-    split: Split
+    prompt: PromptRef
     slot: int
-    prompt_index: int
     policy_version: int
 
 
-class LeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
+class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     holder: str
     """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
-    held_back: list[tuple[int, int]] = []
+    held_back: list[tuple[int, PromptRef]] = []
     """Skipped slots, each with its prompt, that wait for newer weights: they are issued later."""
     cursor: int = -1
     """Of the sampler, after the newest of these slots; -1 without new slots, and in old journals, where it is that slot's
@@ -68,7 +68,7 @@ class LeaseClosed(Record, frozen=True, array_like=True, tag="closed"):
 
 
 class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
-    """A training group. Its tokens are in the frame's blob, and are never decoded here."""
+    """A training group. Its tokens are in the frame's blob, as :class:`StoredGroup`."""
 
     lease_id: str
     slot: int
@@ -89,6 +89,27 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Masked tokens of each completion; empty: no completion has any."""
     rewards: list[float] = []
     """What each completion is trained with. Empty in old journals, whose rewards follow from the scores alone."""
+    refill: int = -1
+    """In old journals: the index of ``next_prompt``. :func:`decode` gives -1."""
+    parts: dict[str, list[float]] = {}
+    """Of the verdicts, by name: of each completion."""
+    next_prompt: PromptRef | None = None
+    """The slot is issued again with it, because equal rewards teach nothing; None: the slot has its group."""
+
+
+class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[VersionSpan]
+    teacher_logprobs: bytes = b""
+
+
+class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the trainer needs of a group's blob: the :class:`~scalerl_api.wire.Group` as received, of this release or an
+    earlier one, whose other fields are not read."""
+
+    prompt_token_ids: bytes
+    completions: list[StoredCompletion]
 
 
 class GiveUpReason(enum.StrEnum):
@@ -107,17 +128,26 @@ class GivenUp(Record, frozen=True, array_like=True, tag="given-up"):
     """The version being evaluated; -1 for a training slot."""
     cause: GiveUpReason
     reason: str
+    task: int = 0
+    """With ``split``, the evaluation set."""
+    labels: dict[str, str] = {}
+    """Of the held-out prompt."""
 
 
 class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
     version: int
     prompts: int
+    task: int = 0
+    """With ``split``, the evaluation set."""
+    split: Split = Split.HELD_OUT
 
 
 class EvaluationReleased(Record, frozen=True, array_like=True, tag="evaluation-released"):
     """The hold has ended: members with newer weights may finish this evaluation."""
 
     version: int
+    task: int = 0
+    """Of its evaluation set."""
 
 
 class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-group"):
@@ -128,6 +158,10 @@ class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-g
     mixed: bool
     """A token was sampled by another version than the evaluated one."""
     grading_errors: int = 0
+    parts: dict[str, list[float]] = {}
+    """Of the verdicts, by name: of each completion."""
+    labels: dict[str, str] = {}
+    """Of the prompt."""
 
 
 class Dropped(Record, frozen=True, array_like=True, tag="dropped"):
@@ -146,6 +180,12 @@ class Restored(Record, frozen=True, array_like=True, tag="restored"):
     """The journal was empty: the state is restored from the snapshot in the trainer's checkpoint."""
 
     snapshot: bytes
+
+
+class WeightsLost(Record, frozen=True, array_like=True, tag="weights-lost"):
+    """A generator holds weights that were published after the checkpoint that the state was restored from."""
+
+    version: int
 
 
 class StepTrained(Record, frozen=True, array_like=True, tag="step"):
@@ -197,6 +237,15 @@ class UsageAdded(Record, frozen=True, array_like=True, tag="usage"):
     generated_tokens: int
 
 
+class SupervisedTrained(Record, frozen=True, array_like=True, tag="supervised"):
+    """Progress of mid-training. ``steps`` and ``tokens`` are those of the weights; the seconds are since the last record."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    device_seconds: float
+
+
 AnyRecord = (
     Started
     | LeasesIssued
@@ -209,8 +258,10 @@ AnyRecord = (
     | Dropped
     | TrainerJoined
     | Restored
+    | WeightsLost
     | StepTrained
     | StepSkipped
+    | SupervisedTrained
     | Published
     | CheckpointCommitted
     | StopRequested
@@ -218,5 +269,47 @@ AnyRecord = (
     | UsageAdded
 )
 
+
+class _EarlierIssue(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    split: Split
+    slot: int
+    prompt_index: int
+    policy_version: int
+
+
+class _EarlierLeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
+    """Of releases whose runs had one task and named its prompts by index."""
+
+    holder: str
+    issues: list[_EarlierIssue]
+    held_back: list[tuple[int, int]] = []
+    cursor: int = -1
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(AnyRecord).decode
+decode_stored = msgspec.msgpack.Decoder(StoredGroup).decode
+_decode = msgspec.msgpack.Decoder(AnyRecord | _EarlierLeasesIssued).decode
+
+
+def decode(header: Buffer) -> AnyRecord:
+    """A record; those of earlier releases as this one writes them.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    record: AnyRecord | _EarlierLeasesIssued = _decode(header)
+    if isinstance(record, _EarlierLeasesIssued):
+        return LeasesIssued(
+            record.holder,
+            [
+                Issue(i.number, PromptRef(0, i.split, i.prompt_index), i.slot, i.policy_version)
+                for i in record.issues
+            ],
+            [(slot, PromptRef(0, Split.TRAIN, index)) for slot, index in record.held_back],
+            record.cursor,
+        )
+    if isinstance(record, GroupAccepted) and record.refill >= 0:
+        again = PromptRef(0, Split.TRAIN, record.refill)
+        return msgspec.structs.replace(record, refill=-1, next_prompt=again)
+    return record

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from scalerl_api.wire import Split
+from scalerl_api.wire import PromptRef, Split
 
 _MAX_DELAY_SECONDS = 60.0
 REPORTED_ATTEMPTS = 5
@@ -20,8 +20,13 @@ MAX_FINAL_ATTEMPTS = 10
 MAX_FAILURES = 5
 """Failures, with members that serve other slots or with all members, after which a slot is given up."""
 
-SlotKey = tuple[Split, int]
-"""Split, and a training slot or a position in the held-out set."""
+SlotKey = tuple[int, Split, int]
+"""Task and split, and a training slot or a position in the evaluation set."""
+
+
+def slot_key(prompt: PromptRef, slot: int) -> SlotKey:
+    """Of training slots without the task: a slot may get a prompt of another."""
+    return (prompt.task if prompt.split is Split.HELD_OUT else 0), prompt.split, slot
 
 
 @dataclass(slots=True)
@@ -126,22 +131,22 @@ class LeaseBook:
 
     def add_retry(
         self,
-        slot_key: SlotKey,
+        key: SlotKey,
         reason: str,
         now: float,
         *,
         failed_by: str | None = None,
         proven: bool = False,
     ) -> Retries:
-        """Count a failed attempt of ``slot_key``. It is issued again at once; from the second failure on, after a back-off.
+        """Count a failed attempt of ``key``. It is issued again at once; from the second failure on, after a back-off.
 
         ``failed_by``: its holder's name, if that was healthy and could not serve it. ``proven``: the holder serves other slots.
         """
-        before = self.retries.get(slot_key, Retries(0, 0.0, ""))
+        before = self.retries.get(key, Retries(0, 0.0, ""))
         attempts = before.attempts + 1
         delay = 0.0 if attempts == 1 else min(2.0 ** min(attempts - 2, 16), _MAX_DELAY_SECONDS)
         names = frozenset[str]() if failed_by is None else frozenset({failed_by})
-        self.retries[slot_key] = Retries(
+        self.retries[key] = Retries(
             attempts,
             now + delay,
             reason,
@@ -150,16 +155,16 @@ class LeaseBook:
             before.proven_failures + len(names) * proven,
             before.proven | (names if proven else frozenset()),
         )
-        return self.retries[slot_key]
+        return self.retries[key]
 
-    def attempts(self, slot_key: SlotKey) -> int:
-        """Failed attempts of ``slot_key`` since it was last served."""
-        retries = self.retries.get(slot_key)
+    def attempts(self, key: SlotKey) -> int:
+        """Failed attempts of ``key`` since it was last served."""
+        retries = self.retries.get(key)
         return 0 if retries is None else retries.attempts
 
-    def waits(self, slot_key: SlotKey, now: float) -> bool:
-        """Whether ``slot_key`` is in its back-off."""
-        retries = self.retries.get(slot_key)
+    def waits(self, key: SlotKey, now: float) -> bool:
+        """Whether ``key`` is in its back-off."""
+        retries = self.retries.get(key)
         return retries is not None and now < retries.not_before
 
     def wait_over(self, before: float, now: float) -> bool:

@@ -20,6 +20,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator.core import Core, Refusal
+from scalerl_coordinator.evaluation import fold_labels
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
@@ -100,8 +101,8 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     _check_volume(environment.paths, state)
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
-    sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed)
-    core = Core.begin(settings, sampler, state, new_nonce(), 0.0)
+    sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed, task.train.difficulty)
+    core = Core.begin(settings, sampler, state, new_nonce(), 0.0, {0: fold_labels(task.held_out.labels)})
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)

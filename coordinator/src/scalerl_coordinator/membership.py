@@ -33,6 +33,7 @@ class Member:
     healthy: bool = True
     busy_seconds: float = 0.0
     generated_tokens: int = 0
+    teacher_problem: str = ""
     proven: bool = False
     """A group of this incarnation was accepted: a slot it fails at may itself be the cause."""
 

@@ -15,9 +15,11 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from scalerl_api.curve import MAX_LABEL_VALUES
 from scalerl_api.wire import Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
+from scalerl_coordinator.partials import MAX_BYTES
 
 _PREFIX = "scalerl_coordinator_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -28,6 +30,7 @@ class Metrics:
 
     refusing: whether the journal refuses records now. staleness_bound: maximum age of a trained token, in steps.
     closed_slots: of this process, by cause of giving up, ``""`` for those that were served.
+    partial_bytes: kept of unfinished completions.
     """
 
     def __init__(
@@ -38,20 +41,23 @@ class Metrics:
         refusing: Callable[[], bool],
         staleness_bound: int,
         closed_slots: Mapping[str, int],
+        partial_bytes: Callable[[], int],
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(_RunCollector(status, journal, refusing, staleness_bound, closed_slots))
+        self._registry.register(
+            _RunCollector(status, journal, refusing, staleness_bound, closed_slots, partial_bytes)
+        )
         self.requests = Counter(
             _PREFIX + "requests",
-            "Answered requests by endpoint and status code.",
+            "Requests by endpoint and status code.",
             ("path", "code"),
             registry=self._registry,
         )
         self.request_seconds = Histogram(
             _PREFIX + "request_seconds",
-            "Seconds from a request to its answer, by endpoint; long polls wait for work.",
+            "Request duration in seconds, by endpoint; long polls wait for work.",
             ("path",),
             buckets=_SECONDS,
             registry=self._registry,
@@ -73,12 +79,14 @@ class _RunCollector(Collector):
         refusing: Callable[[], bool],
         staleness_bound: int,
         closed_slots: Mapping[str, int],
+        partial_bytes: Callable[[], int],
     ) -> None:
         self._status = status
         self._journal = journal
         self._refusing = refusing
         self._staleness_bound = staleness_bound
         self._closed_slots = closed_slots
+        self._partial_bytes = partial_bytes
 
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
@@ -100,17 +108,22 @@ class _RunCollector(Collector):
         for name, value, text in (
             ("members", len(status.members), "Registered generators."),
             ("step", status.step, "Steps trained."),
-            ("published_version", status.published_version, "Newest published weights."),
+            ("published_version", status.published_version, "Latest published version."),
             ("staleness_steps_max", status.max_staleness_steps, "Maximum staleness of a trained token."),
             ("staleness_steps_mean", status.mean_staleness_steps, "Mean staleness of trained tokens."),
             ("staleness_bound_steps", self._staleness_bound, "Maximum staleness that the recipe allows."),
             # These two decrease when the run returns to a checkpoint, so they cannot be counters.
-            ("acknowledged_rollouts", counts.acknowledged, "Accepted rollouts of the present state."),
-            ("trained_tokens", status.tokens_trained, "Trained tokens of the present lineage."),
+            ("acknowledged_rollouts", counts.acknowledged, "Accepted rollouts in the current state."),
+            ("trained_tokens", status.tokens_trained, "Trained tokens in the current lineage."),
             (
                 "journal_refusing",
                 self._refusing(),
                 "1 while the journal cannot be written and refuses all requests.",
+            ),
+            (
+                "partial_bytes",
+                self._partial_bytes(),
+                f"Bytes of unfinished completions kept for the next leases of their slots, at most {MAX_BYTES >> 20} MiB.",
             ),
             (
                 "generator_busy_fraction",
@@ -125,11 +138,29 @@ class _RunCollector(Collector):
             (
                 "evaluation_reward",
                 status.points[-1].reward if status.points else None,
-                "Reward of the newest point of the curve.",
+                "Reward of the latest point of the curve.",
             ),
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+        pass_at = GaugeMetricFamily(
+            _PREFIX + "evaluation_pass_at",
+            "Estimated chance that at least one of k completions passes, of the newest point of the curve.",
+            labels=("k",),
+        )
+        for at in status.points[-1].pass_at if status.points else ():
+            pass_at.add_metric((str(at.k),), at.mean)
+        yield pass_at
+        by_label = GaugeMetricFamily(
+            _PREFIX + "evaluation_label_reward",
+            f"Reward of the newest point of each evaluation set by label of the prompts; of a label, {MAX_LABEL_VALUES} values "
+            "and the rest as one.",
+            labels=("set", "label", "value"),
+        )
+        for point in (p[-1] for p in (status.points, *status.set_points.values()) if p):
+            for mean in point.by_label:
+                by_label.add_metric((point.set_name, mean.label, mean.value), mean.reward)
+        yield by_label
         given_up = CounterMetricFamily(
             _PREFIX + "given_up_slots",
             "Training slots given up since this process began, by cause.",
@@ -152,7 +183,7 @@ class _RunCollector(Collector):
             mismatch.add_metric((measured.source, measured.positions), measured.recent_kl)
         yield mismatch
         step = GaugeMetricFamily(
-            _PREFIX + "tracker_step", "Newest step that an experiment tracker has.", labels=("tracker",)
+            _PREFIX + "tracker_step", "Latest step delivered to an experiment tracker.", labels=("tracker",)
         )
         failures = CounterMetricFamily(
             _PREFIX + "tracker_failures",
@@ -167,27 +198,36 @@ class _RunCollector(Collector):
             (
                 "expired_leases",
                 counts.expired_leases,
-                "Training leases that expired; their slots are issued again.",
+                "Training leases that expired; their slots are reissued.",
             ),
             (
                 "timed_out_leases",
                 counts.timed_out_leases,
                 "Training leases without progress for leaseSeconds.",
             ),
+            (
+                "refilled_rollouts",
+                counts.refilled,
+                "Filtered rollouts whose slots were reissued with another prompt.",
+            ),
             ("grading_errors", status.grading_errors, "Accepted rollouts whose verifier failed."),
             ("checkpoint_failures", status.checkpoint_failures, "Checkpoints that could not be written."),
             (
                 "skipped_steps",
                 status.skipped_steps,
-                "Steps whose update was not applied: not finite, or exploding.",
+                "Steps whose update was not applied: non-finite values or exploding ratios.",
             ),
             ("generated_tokens", status.tokens_generated, "Tokens generated by all generators."),
-            ("wall_seconds", status.wall_seconds, "Seconds since the first lease."),
-            ("device_seconds", status.device_seconds, "Device-seconds since the first lease."),
+            ("wall_seconds", status.wall_seconds, "Seconds of mid-training and since the first lease."),
+            (
+                "device_seconds",
+                status.device_seconds,
+                "Device-seconds of mid-training and since the first lease.",
+            ),
             ("journal_syncs", journal.syncs, "Group commits of the journal."),
-            ("journal_sync_seconds", journal.sync_seconds, "Seconds of writing and syncing the journal."),
+            ("journal_sync_seconds", journal.sync_seconds, "Seconds spent writing and syncing the journal."),
             ("journal_bytes", journal.bytes_written, "Bytes written to journal segments."),
-            ("journal_refusals", journal.refusals, "Times that the disk refused a write."),
-            ("journal_rotations", journal.rotations, "Journal segments finished."),
+            ("journal_refusals", journal.refusals, "Failed writes of the journal."),
+            ("journal_rotations", journal.rotations, "Completed journal segments."),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value=float(total))

@@ -8,11 +8,14 @@ rewards alone, and a run that resumes goes through the same one.
 
 Steps that are trained again, after the trainer has returned to a checkpoint, have the same groups: what is folded in
 already is not counted twice. With another k under way, the bound of the history moves on from where it is.
+
+The columns are sums over a prompt's life, for every prompt. Groups of the last :data:`RECENT_STEPS` steps are kept one by
+one: a model that moves is judged by what it did lately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +24,53 @@ import numpy as np
 
 from scalerl_coordinator.accounting import Accepted
 
+RECENT_STEPS = 64
+"""Steps whose groups are known one by one: 64 of ScaleRL's are 3,072 groups, about 100 kB in a snapshot."""
+
 
 class Tried(msgspec.Struct, frozen=True, array_like=True):
     """A prompt's group in one step."""
 
     prompt: int
     slot: int
-    """Where its responses are: the journal keeps groups by slot."""
+    """Where its responses are: the journal keeps groups by slot. -1: the slot was refilled, and they are not kept."""
     completions: int
     """Those with a score."""
     score_sum: float
     tokens: int
     """Of all completions."""
     longest: int
+    absolute_advantage: float = 0.0
+    """Mean over the scored completions of |score - mean| / standard deviation; 0 where all scores are equal, and in
+    histories of earlier releases."""
+    passed: int = -1
+    """Scored completions that passed (score 1, as pass@k counts them); -1: unknown, in histories of earlier releases."""
 
 
 def tried(prompt: int, slot: int, group: Accepted) -> Tried:
     """What a group says of its prompt."""
     scores = group.graded_scores
-    return Tried(prompt, slot, len(scores), sum(scores), sum(group.lengths), max(group.lengths, default=0))
+    lengths = group.lengths
+    return Tried(
+        *(prompt, slot, len(scores), sum(scores), sum(lengths), max(lengths, default=0)),
+        *(absolute_advantage(scores), sum(score >= 1.0 for score in scores)),
+    )
+
+
+def absolute_advantage(scores: Sequence[float]) -> float:
+    """Mean absolute advantage of a group, as GRPO normalizes it (arXiv 2402.03300 §4.1 [P]).
+
+    >>> round(absolute_advantage([1.0, 0.0, 0.0, 0.0]), 6)  # 2 * sqrt(1/4 * 3/4)
+    0.866025
+    >>> absolute_advantage([1.0, 1.0]), absolute_advantage([])
+    (0.0, 0.0)
+    """
+    if len(set(scores)) <= 1:
+        return 0.0
+    mean = sum(scores) / len(scores)
+    variance = sum((score - mean) ** 2 for score in scores) / len(scores)
+    # Scores may differ by so little that their squares do not.
+    return sum(abs(score - mean) for score in scores) / len(scores) / variance**0.5 if variance else 0.0
 
 
 _COLUMNS = {
@@ -71,6 +102,8 @@ class PromptHistory(msgspec.Struct):
     """By step, from ``folded`` on."""
     folded: int = 0
     """The steps before it are in the columns."""
+    recent: dict[int, list[Tried]] = {}
+    """By step, the :data:`RECENT_STEPS` before ``folded``. Empty in snapshots of earlier releases."""
 
     def add_step(self, step: int, groups: Iterable[Tried]) -> None:
         """Results of a step that is trained (or trained again)."""
@@ -80,9 +113,12 @@ class PromptHistory(msgspec.Struct):
     def fold(self, until: int) -> None:
         """Bring the results of the steps before ``until`` into the columns."""
         for step in sorted(step for step in self.pending if step < until):
-            for tried in self.pending.pop(step):
+            self.recent[step] = self.pending.pop(step)
+            for tried in self.recent[step]:
                 self._add(step, tried)
         self.folded = max(self.folded, until)
+        for step in [step for step in self.recent if step < self.folded - RECENT_STEPS]:
+            del self.recent[step]
 
     def as_of(self, until: int) -> KnownHistory:
         """The history of the steps before ``until``."""
@@ -91,7 +127,7 @@ class PromptHistory(msgspec.Struct):
             for group in groups if step < until else ():
                 completions, score_sum = scores.get(group.prompt, (0, 0.0))
                 scores[group.prompt] = completions + group.completions, score_sum + group.score_sum
-        return KnownHistory(self, scores)
+        return KnownHistory(self, scores, max(until, self.folded))
 
     def scores(self, prompt: int) -> tuple[int, float]:
         """Scored completions of a prompt in the columns, and the sum of their scores."""
@@ -135,6 +171,14 @@ class KnownHistory:
     history: PromptHistory
     later: dict[int, tuple[int, float]]
     """Scored completions and sums of scores, by prompt, that the columns do not have yet."""
+    until: int = 0
+    """Results of the steps before it are known."""
+
+    def recent_steps(self) -> Iterator[tuple[int, Sequence[Tried]]]:
+        """The last :data:`RECENT_STEPS` steps with their groups that had a score, the newest first."""
+        for step in range(self.until - 1, max(-1, self.until - 1 - RECENT_STEPS), -1):
+            groups = self.history.recent.get(step) or self.history.pending.get(step) or ()
+            yield step, [group for group in groups if group.completions]
 
     def pass_rate(self, prompt: int) -> float | None:
         """Mean score of all its completions; None if it has none."""

@@ -1,6 +1,6 @@
-"""What a completion is rewarded with: its score, and what its length takes from it. Pure.
+"""What a completion is rewarded with: its verdict's score, and what its length takes from it. Pure.
 
-The verifier's score lies in [0, 1]; the reward of a right answer is 1 and of a wrong one −1 (ScaleRL [P])::
+The score lies in [0, 1]; the reward of a right answer is 1 and of a wrong one −1 (ScaleRL [P])::
 
     r = 2 · score − 1                                                     ``none``, ``interruption``
       + clip((maxTokens − |y|) / bufferTokens − 1, −1, 0)   if score = 1   ``penalty``: ScaleRL's alternative [P]
@@ -15,21 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scalerl_api.recipe import LengthSpec
+from scalerl_api.wire import Verdicts
 
 
 def rewards(
-    scores: Sequence[float], lengths: Sequence[int], length: LengthSpec, max_completion_tokens: int
+    verdicts: Verdicts, lengths: Sequence[int], length: LengthSpec, max_completion_tokens: int
 ) -> list[float]:
     """Reward of each completion of a group. lengths: in tokens.
 
     >>> from scalerl_api.recipe import LengthPenaltySpec
     >>> penalty = LengthSpec(penalty=LengthPenaltySpec(max_tokens=14000, buffer_tokens=2000))
-    >>> rewards([1, 1, 1, 0], [12000, 13000, 14000, 14000], penalty, 14336)
+    >>> rewards(Verdicts(scores=[1, 1, 1, 0]), [12000, 13000, 14000, 14000], penalty, 14336)
     [1.0, 0.5, 0.0, -1.0]
     """
     return [
         2.0 * score - 1.0 + _shaping(score, tokens, length, max_completion_tokens)
-        for score, tokens in zip(scores, lengths, strict=True)
+        for score, tokens in zip(verdicts.scores, lengths, strict=True)
     ]
 
 

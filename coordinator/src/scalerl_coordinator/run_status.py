@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from scalerl_api import wire
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
 from scalerl_api.wire import Phase
@@ -40,6 +42,7 @@ def build_status(core: Core) -> wire.Status:
             masked_tokens=counts.masked_tokens,
             held_out_given_up=counts.held_out_given_up,
             timed_out_leases=counts.timed_out_leases,
+            refilled=counts.refilled,
         ),
         members=[
             wire.Member(
@@ -47,7 +50,12 @@ def build_status(core: Core) -> wire.Status:
             )
             for m in members
         ],
-        points=state.points,
+        points=_newest_by_label(state.curve(core.settings.forecast_task)),
+        set_points={
+            core.settings.identity.evaluation_set(task).name: _newest_by_label(state.curve(task))
+            for task in core.settings.identity.set_tasks
+            if task != core.settings.forecast_task
+        },
         last_step_stats=state.last_row,
         wall_seconds=usage.wall_seconds + meter.wall,
         device_seconds=usage.device_seconds + meter.device,
@@ -63,7 +71,18 @@ def build_status(core: Core) -> wire.Status:
         skipped_steps=state.skipped_steps,
         last_skip_reason=state.last_skip_reason,
         checkpoint_version=state.checkpoint,
+        teacher_problem=_teacher_problem(core),
+        supervised_steps=state.supervised_steps,
+        supervised_tokens=state.supervised_tokens,
+        compute_tokens=float(core.compute_tokens),
     )
+
+
+def _newest_by_label(points: list[wire.EvaluationPoint]) -> list[wire.EvaluationPoint]:
+    """``points``, the newest alone with its breakdown: ``labels.csv`` has the others', and a status is asked for often."""
+    return [
+        structs.replace(point, by_label=[]) if point.by_label else point for point in points[:-1]
+    ] + points[-1:]
 
 
 def _mismatch(state: CoordinatorState) -> list[wire.Mismatch]:
@@ -108,13 +127,19 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return "the first weights to reach a generator"
     if phase is Phase.FINISHING and state.finish_reason:
         return "the trainer's last checkpoint"
-    for (split, slot), retries in sorted(core.book.retries.items()):
+    for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:
-            what = "slot" if split is wire.Split.TRAIN else "held-out prompt"
-            return f"{what} {slot}, which failed {retries.attempts} times, last reason: {retries.reason}"
-    for version, evaluation in sorted(state.evaluations.items()):
-        return (
-            f"the evaluation of version {version}: {len(evaluation.results)} of {evaluation.prompts} prompts"
-        )
+            return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
+    for (version, task), evaluation in sorted(state.evaluations.items()):
+        what = f"{len(evaluation.results)} of {evaluation.prompts} {core.settings.identity.evaluation_set(task).name} prompts"
+        if task == core.settings.forecast_task or core.end_reason:
+            return f"the evaluation of version {version}: {what}"
+    if problem := _teacher_problem(core):
+        return f"the teacher: {problem}"
     missing = state.missing(state.version)
     return f"{missing} groups of step {state.version}" if missing else ""
+
+
+def _teacher_problem(core: Core) -> str:
+    members = sorted(core.membership.members.values(), key=lambda m: m.name)
+    return next((f"{m.name}: {m.teacher_problem}" for m in members if m.teacher_problem), "")

@@ -4,29 +4,23 @@ The choice is made once, when a slot is first issued, and journaled with the cur
 or a rollback does not choose again. It rests on the seed, the cursor and the history up to a step that does not depend
 on timing (:mod:`.prompt_history`), so a resumed run has the prompts of an uninterrupted one.
 
-All samplers walk one sequence, :class:`SeededEpochs`, and differ in what they pass over. To add one: a class with
-``passes_over``, a model in ``CurriculumSpec``, a case in :func:`make_sampler`.
+Those here walk one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in what they pass over. To add one of them: a class with
+``passes_over``, a model in ``CurriculumSpec``, a case in :func:`make_sampler`. One that needs more is a
+:class:`~.prompt_sequence.Sampler` in a file of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 from scalerl_api.recipe import CurriculumSpec
+from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
-
-_ROUNDS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a choice may rest on."""
-
-    cursor: int
-    """Place in the sequence of epochs."""
-    history: KnownHistory
+from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
+from scalerl_coordinator.self_evolving_curriculum import SelfEvolvingCurriculum
 
 
 class Rule(Protocol):
@@ -35,19 +29,19 @@ class Rule(Protocol):
     def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool: ...
 
 
-class Sampler:
+class RuleSampler(Sampler):
     """The next prompt of the sequence that ``rule`` does not pass over.
 
-    Where it passes over a whole epoch, the next prompt is taken all the same: a run continues with all prompts rather than
-    with none.
+    Where it passes over an epoch, or :data:`~.prompt_sequence.LONGEST_WALK` prompts in a row, the next prompt is taken all
+    the same: a run continues with all prompts rather than with none, and no choice takes long.
     """
 
     def __init__(self, prompts: int, seed: int, rule: Rule) -> None:
-        self._prompts, self._epochs, self._rule = prompts, SeededEpochs(prompts, seed), rule
+        super().__init__(prompts, seed)
+        self._rule = rule
 
     def choose(self, view: View) -> tuple[int, int]:
-        """Index into the training split, and the cursor after it."""
-        for cursor in range(view.cursor, view.cursor + self._prompts):
+        for cursor in range(view.cursor, view.cursor + min(self._prompts, LONGEST_WALK)):
             prompt = self._epochs.choose(cursor)
             if not self._rule.passes_over(prompt, cursor, view.history):
                 return prompt, cursor + 1
@@ -100,12 +94,30 @@ class DifficultyPools:
     def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
         rate = history.pass_rate(prompt)
         pool = len(self.weights) // 2 if rate is None else sum(rate >= edge for edge in self.edges)
-        drawn = hashlib.blake2b(f"{self.seed}/{cursor}/pool".encode(), digest_size=8).digest()
+        drawn = blake2b(f"{self.seed}/{cursor}/pool".encode(), digest_size=8).digest()
         return int.from_bytes(drawn, "little") / 2**64 >= self.weights[pool] / max(self.weights)
 
 
-def make_sampler(spec: CurriculumSpec, prompts: int, seed: int) -> Sampler:
-    """The sampler of ``recipe.curriculum``."""
+def make_sampler(
+    spec: CurriculumSpec, prompts: int, seed: int, difficulty: Callable[[int], float | None]
+) -> Sampler:
+    """The sampler of ``recipe.curriculum``.
+
+    Args:
+        spec: the curriculum.
+        prompts: number of training prompts.
+        seed: the run's.
+        difficulty: of a training prompt by its index, where known; only SEC asks.
+    """
+    if spec.edge_of_competence is not None:
+        edge = spec.edge_of_competence
+        return EdgeOfCompetence(prompts, seed, float(edge.pass_rate), float(edge.remeasure_share))
+    if spec.sec is not None:
+        sec = spec.sec
+        edges = list(map(float, sec.edges))
+        return SelfEvolvingCurriculum(
+            prompts, seed, difficulty, edges, float(sec.learning_rate), float(sec.temperature)
+        )
     rule: Rule = Uniform()
     if spec.no_positive_resampling is not None:
         rule = NoPositiveResampling(float(spec.no_positive_resampling.pass_rate))
@@ -114,39 +126,4 @@ def make_sampler(spec: CurriculumSpec, prompts: int, seed: int) -> Sampler:
     elif spec.difficulty_pools is not None:
         pools = spec.difficulty_pools
         rule = DifficultyPools(tuple(map(float, pools.edges)), tuple(map(float, pools.weights)), seed)
-    return Sampler(prompts, seed, rule)
-
-
-class SeededEpochs:
-    """The sequence of prompts: each once an epoch, in an order of its own that the seed sets.
-
-    The order is a keyed permutation computed point by point (a Feistel network on the next even number of bits, repeated
-    until the result is inside the range): 10⁸ prompts need no memory, and slot 10⁹ costs no more than slot 0.
-    """
-
-    def __init__(self, prompts: int, seed: int) -> None:
-        if prompts < 1:
-            raise ValueError(f"a curriculum needs at least one training prompt, got {prompts}")
-        self._prompts = prompts
-        self._seed = seed
-        self._half_bits = max(1, ((prompts - 1).bit_length() + 1) // 2)
-        self._epoch = -1
-        self._keys: list[bytes] = []
-
-    def choose(self, slot: int) -> int:
-        epoch, position = divmod(slot, self._prompts)
-        if epoch != self._epoch:
-            self._keys = [f"{self._seed}/{epoch}/{i}/".encode() for i in range(_ROUNDS)]
-            self._epoch = epoch
-        while True:
-            position = self._permute(position)
-            if position < self._prompts:
-                return position
-
-    def _permute(self, value: int) -> int:
-        mask = (1 << self._half_bits) - 1
-        left, right = value >> self._half_bits, value & mask
-        for key in self._keys:
-            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
-        return (left << self._half_bits) | right
+    return RuleSampler(prompts, seed, rule)

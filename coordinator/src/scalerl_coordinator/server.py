@@ -90,10 +90,11 @@ class Server:
             refusing=lambda: journal.refusing is not None,
             staleness_bound=core.settings.identity.max_staleness_steps,
             closed_slots=core.closed_slots,
+            partial_bytes=lambda: self._rollouts.partial_bytes,
         )
         self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups: tuple[int, list[str], dict[str, wire.Group]] | None = None
+        self._step_groups: tuple[int, list[str], dict[str, r.StoredGroup]] | None = None
         self._step_lock = asyncio.Lock()
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
@@ -302,7 +303,7 @@ class Server:
         ids, failed = [], {}
         for lease in leases:
             try:
-                ids.append(self._prompts[lease.split][lease.prompt_index].id)
+                ids.append(self._prompts[lease.split][lease.prompt.index].id)
             except PromptError as problem:
                 ids.append("")
                 failed[lease.lease_id] = str(problem)
@@ -343,6 +344,9 @@ class Server:
         await self._decided(lambda now: self._rollouts.release(request, now))
         return wire.Ack()
 
+    async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
+        return self._decide(lambda now: self._rollouts.receive_partials(request, now))
+
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
@@ -360,7 +364,7 @@ class Server:
         return msgspec.structs.replace(
             found,
             measured=self._training.has_evaluation(request.version),
-            points=len(self._core.state.points),
+            points=len(self._core.state.curve(self._core.settings.forecast_task)),
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
@@ -368,7 +372,7 @@ class Server:
         groups = await self._groups_of(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
-    async def _groups_of(self, plan: ShardPlan) -> dict[str, wire.Group]:
+    async def _groups_of(self, plan: ShardPlan) -> dict[str, r.StoredGroup]:
         """The groups of a step, read once for all ranks and kept until the step's report."""
         async with self._step_lock:
             cached = self._step_groups
@@ -385,11 +389,11 @@ class Server:
                 self._step_groups = cached = (plan.step, plan.lease_ids, groups)
             return cached[2]
 
-    def _read_groups(self, lease_ids: list[str]) -> dict[str, wire.Group]:
+    def _read_groups(self, lease_ids: list[str]) -> dict[str, r.StoredGroup]:
         wanted = [lease_id for lease_id in lease_ids if lease_id]
         blobs = self._journal.blobs.read(wanted)
         try:
-            return {lease_id: _decode_group(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
+            return {lease_id: r.decode_stored(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
         except msgspec.DecodeError as problem:
             raise CorruptJournal(
                 str(self._journal.directory), 0, f"a group cannot be decoded: {problem}"
@@ -400,6 +404,9 @@ class Server:
         self._step_groups = None
         await self._write_rows()
         return wire.StepReported(publish=self._training.publishes(report.step + 1))
+
+    async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
+        return await self._decided(lambda _: self._training.supervised(report))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
         permit = await self._poll(
@@ -486,8 +493,10 @@ class Server:
         return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
 
     async def _write_curve(self) -> None:
-        points = list(self._core.state.points)
-        if points != self._points_written and await self._on_files(lambda: self._files.write_curve(points)):
+        points, forecast = list(self._core.state.points), self._core.settings.forecast_task
+        if points != self._points_written and await self._on_files(
+            lambda: self._files.write_curves(points, forecast)
+        ):
             self._points_written = points
 
     async def _on_files(self, write: Callable[[], None]) -> bool:
@@ -515,10 +524,12 @@ class Server:
             (endpoints.LEASE, wire.LeaseRequest, SMALL_BODY_BYTES, self._lease),
             (endpoints.GROUPS, _RawPush, push_bytes, self._push),
             (endpoints.RELEASE, wire.Release, SMALL_BODY_BYTES, self._release),
+            (endpoints.PARTIALS, wire.Partials, push_bytes, self._keep_partials),
             (endpoints.TRAINER_HELLO, wire.TrainerHello, HELLO_BODY_BYTES, self._hello),
             (endpoints.TRAINER_NEXT, wire.NextRequest, SMALL_BODY_BYTES, self._next),
             (endpoints.TRAINER_SHARD, wire.ShardRequest, SMALL_BODY_BYTES, self._shard),
             (endpoints.TRAINER_STEP, wire.StepReport, SMALL_BODY_BYTES, self._step),
+            (endpoints.TRAINER_SUPERVISED, wire.SupervisedReport, SMALL_BODY_BYTES, self._supervised),
             (endpoints.PUBLISH_BEGIN, wire.PublishBegin, SMALL_BODY_BYTES, self._publish_begin),
             (endpoints.PUBLISH_COMMIT, wire.PublishCommit, SMALL_BODY_BYTES, self._publish_commit),
             (endpoints.CHECKPOINT_BEGIN, wire.CheckpointBegin, SMALL_BODY_BYTES, self._checkpoint_begin),

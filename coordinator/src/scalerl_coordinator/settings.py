@@ -10,9 +10,21 @@ import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, PromptRef, Split
 
 _COMPLETION_SLACK_BYTES = 2**14
 """Bound on names, version spans, a grading error's text, and MessagePack overhead."""
+
+
+class EvaluationSet(msgspec.Struct, frozen=True, array_like=True):
+    """A fixed set of prompts that versions are evaluated on."""
+
+    name: str
+    digest: str
+    """Of its prompts."""
+    prompts: int
+    samples: int
+    """Completions per prompt."""
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
@@ -31,18 +43,46 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     evaluation_temperature: float = 1.0
     steps_per_batch: int = 0
     """k of PPO-off-policy-k; 0: PipelineRL."""
+    max_tries: int = 1
+    """Prompts that are tried for a slot until one has rewards that differ; 1: no refill."""
+    tasks: tuple[str, ...] = (MAIN_TASK,)
+    """Names, by :attr:`~scalerl_api.wire.PromptRef.task`. The digests above are of the first."""
+
+    sets: tuple[EvaluationSet, ...] = ()
+    """Further evaluation sets; the n-th (from 1) is :attr:`~scalerl_api.wire.PromptRef.task` n of its held-out prompts."""
+    reference: bool = False
+    """The reference policy of ``recipe.kl.penalty`` scores the completions."""
+
+    def evaluation_set(self, task: int) -> EvaluationSet:
+        """The evaluation set of ``task``; of 0, the held-out prompts of the run's task."""
+        if task:
+            return self.sets[task - 1]
+        return EvaluationSet(
+            HELD_OUT_SET, self.held_out_digest, self.held_out_prompts, self.evaluation_samples
+        )
 
     @property
-    def evaluation_set(self) -> str:
-        """Digest of what a point measures: the prompts, and whatever else changes the expected reward of a version.
+    def set_tasks(self) -> range:
+        """The tasks of all evaluation sets."""
+        return range(len(self.sets) + 1)
+
+    def completions(self, prompt: PromptRef) -> int:
+        """Completions of a group of ``prompt``."""
+        if prompt.split is Split.TRAIN:
+            return self.completions_per_prompt
+        return self.evaluation_set(prompt.task).samples
+
+    def measured(self, task: int) -> str:
+        """Digest of what a point of the task's set measures: the prompts, and whatever else changes the expected reward of a
+        version.
 
         Points with different digests do not belong to one curve. The number of samples only changes the error.
         """
-        parts = (self.held_out_digest, self.evaluation_temperature, self.max_completion_tokens)
+        parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_completion_tokens)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts")
+FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts", "tasks", "sets")
 """Fields of :class:`Identity` that may not change: they define which prompt an index is."""
 
 
@@ -58,23 +98,41 @@ class Settings:
     max_steps: int | None
     generator_devices: int
     trainer_devices: int
+    set_every: tuple[int, ...] = ()
+    """``everySteps`` of each of :attr:`Identity.sets`."""
+    forecast_task: int = 0
+    """The task whose evaluation set has the run's curve."""
     length: LengthSpec = RecipeSpec().length
     curriculum: CurriculumSpec = RecipeSpec().curriculum
+    teacher: bool = False
+    """Training groups have log-probabilities of ``recipe.distillation``'s teacher."""
+    max_compute_tokens: int | None = None
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
 
+    def every_steps(self, task: int) -> int:
+        """Steps between evaluations on the set of ``task``."""
+        return self.set_every[task - 1] if task else self.evaluation_every
+
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound on the size of a group of this run on the wire: 4 bytes a token id, 4 a log-probability."""
+        """Upper bound on the size of a group of this run on the wire: 4 bytes a token id, 4 a log-probability, 4 a teacher's."""
         identity = self.identity
-        completions = max(identity.completions_per_prompt, identity.evaluation_samples)
-        longest = 8 * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
+        completions = max(
+            identity.completions_per_prompt, identity.evaluation_samples, *(s.samples for s in identity.sets)
+        )
+        longest = (12 if self.teacher else 8) * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
         return completions * longest + 4 * self.context_tokens + _COMPLETION_SLACK_BYTES
 
     @classmethod
     def of_run(
-        cls, run: ScaleRLRun, *, train_digest: str, held_out_digest: str, held_out_prompts: int
+        cls,
+        run: ScaleRLRun,
+        *,
+        train_digest: str,
+        held_out_digest: str,
+        held_out_prompts: int,
     ) -> Settings:
         """The settings of ``run`` and of its task."""
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
@@ -92,14 +150,18 @@ class Settings:
                 evaluation_samples=evaluation.samples_per_prompt,
                 evaluation_temperature=float(evaluation.temperature),
                 steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
+                max_tries=recipe.refill.max_tries if recipe.refill else 1,
+                reference=recipe.kl.penalty is not None,
             ),
             temperature=float(recipe.temperature),
             evaluation_every=evaluation.every_steps,
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
+            max_compute_tokens=spec.budget.max_compute_tokens,
             length=recipe.length,
             curriculum=recipe.curriculum,
+            teacher=recipe.distillation is not None,
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,

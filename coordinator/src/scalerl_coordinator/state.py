@@ -7,19 +7,21 @@ Life of a training slot; in parentheses, the field of :class:`~.accounting.Rollo
       lease closed│    │issued again, same prompt                                waiting (queued)
                   ▼    │                                             step trained │    ▲ trainer returned
                  reissue                                                          ▼    │ to a checkpoint
-                  └─failed too often, or prompt too long─▶ given up            (trained, skipped)
+                  ▲├─failed too often, or prompt too long─▶ given up           (trained, skipped)
+                  └┴─zero variance and tries left: another prompt (filtered, refilled)
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from scalerl_api.wire import EvaluationPoint, Split
+from scalerl_api.wire import EvaluationPoint, PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
-from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Usage
+from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Try, Usage
 from scalerl_coordinator.batcher import zero_variance
-from scalerl_coordinator.evaluation import Evaluation
+from scalerl_coordinator.earlier_snapshots import present_format
+from scalerl_coordinator.evaluation import Evaluation, EvaluationKey
 from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
@@ -28,16 +30,21 @@ from scalerl_coordinator.slots import BatchSize
 class OpenLease(msgspec.Struct, frozen=True, array_like=True):
     """A slot or held-out prompt that a member works on. Its deadline is in the :class:`~.leases.LeaseBook`."""
 
-    split: Split
+    prompt: PromptRef
     slot: int
-    prompt_index: int
     policy_version: int
     holder: str
+
+    @property
+    def split(self) -> Split:
+        return self.prompt.split
 
 
 class CoordinatorState(msgspec.Struct):
     """All fields follow from the journal's records. ``name=`` keeps the field names of existing snapshots."""
 
+    format: int = 3
+    """Of its snapshot: see :mod:`.earlier_snapshots`."""
     identity: Identity | None = None
     batch_sizes: list[BatchSize] = []
     """By first step, back to the one of ``first_kept_step``."""
@@ -52,14 +59,17 @@ class CoordinatorState(msgspec.Struct):
     """Slots to be issued again, or held back for the weights that will train them; ascending, issued before new ones."""
     expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
     """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
-    prompts: dict[int, int] = {}
+    prompts: dict[int, PromptRef] = {}
     """Prompt of every issued slot that is kept."""
     cursor: int = 0
     """The sampler's, after the newest slot."""
-    history: PromptHistory = msgspec.field(default_factory=PromptHistory)
+    histories: list[PromptHistory] = msgspec.field(default_factory=lambda: [PromptHistory()])
+    """By task."""
     leases: dict[str, OpenLease] = {}
     groups: dict[int, Accepted] = {}
     """By slot, from ``first_kept_step`` on."""
+    tries: dict[int, list[Try]] = {}
+    """Of slots that were refilled: what came before the present prompt."""
     filled: dict[int, int] = {}
     """Number of groups of each step; a step with all of them is closed."""
     first_kept_step: int = 0
@@ -74,6 +84,8 @@ class CoordinatorState(msgspec.Struct):
     """Highest version that any weights ever had, lost lineages included."""
     lost: int = -1
     """Highest version of a lost lineage that generators may hold. Up to it, one version may name two sets of weights."""
+    restored: int = -1
+    """Version of the checkpoint whose snapshot replaced a lost journal. Later versions may have been published before."""
     lineage: Lineage = msgspec.field(default=Lineage(), name="line")
     progress_at: dict[int, Lineage] = msgspec.field(default_factory=dict, name="marks")
     """The lineage at each version that the trainer may return to."""
@@ -83,6 +95,12 @@ class CoordinatorState(msgspec.Struct):
     publish_stats: dict[str, float] = {}
     mismatches: dict[str, MismatchSums] = {}
     """Of every step and publish, lost lineages included."""
+    supervised_steps: int = 0
+    """Of mid-training, that the trainer's weights have."""
+    supervised_tokens: int = 0
+    """Solution tokens of these steps."""
+    supervised_seconds: float = 0.0
+    """Of mid-training, as reported by the present incarnation of the trainer."""
     last_publish: str = ""
     """Digest of the last PublishCommit."""
     checkpoint: int = -1
@@ -99,9 +117,10 @@ class CoordinatorState(msgspec.Struct):
 
     counts: RolloutCounts = msgspec.field(default_factory=RolloutCounts, name="fates")
     usage: Usage = msgspec.field(default_factory=Usage)
-    evaluations: dict[int, Evaluation] = {}
-    """Incomplete evaluations, by version."""
+    evaluations: dict[EvaluationKey, Evaluation] = {}
+    """Incomplete evaluations."""
     points: list[EvaluationPoint] = []
+    """Of all evaluation sets, by version."""
 
     stop_reason: str = ""
     finish_reason: str = ""
@@ -118,6 +137,10 @@ class CoordinatorState(msgspec.Struct):
     def finished(self) -> bool:
         """The trainer was sent FINISH, and a checkpoint of its last version is committed."""
         return bool(self.finish_reason) and self.checkpoint == self.version
+
+    def curve(self, task: int) -> list[EvaluationPoint]:
+        """The points of the task's evaluation set, by version."""
+        return [point for point in self.points if point.task == task]
 
     def slots_of(self, step: int) -> range:
         return slots.slots_of(step, self.batch_sizes)
@@ -136,6 +159,10 @@ class CoordinatorState(msgspec.Struct):
         """Groups of a closed, kept step, in slot order."""
         return [self.groups[slot] for slot in self.slots_of(step)]
 
+    def step_tries(self, step: int) -> list[Try]:
+        """Groups of a kept step whose slots were refilled, in slot order."""
+        return [one for slot in self.slots_of(step) for one in self.tries.get(slot, ())]
+
     def lease_id(self, number: int) -> str:
         return f"{self.nonce}-{number}"
 
@@ -152,8 +179,11 @@ class CoordinatorState(msgspec.Struct):
 
     def fold_history(self) -> None:
         """Bring into the history's columns what every sampler of a later slot may know."""
-        known = self.step_of(self.next_slot) - self.known_identity.max_staleness_steps
-        self.history.fold(min(known, self.version))
+        identity = self.known_identity
+        # A refill chooses a prompt for a slot that was issued long before: any that is not trained yet.
+        slot_step = self.version if identity.max_tries > 1 else self.step_of(self.next_slot)
+        for history in self.histories:
+            history.fold(min(slot_step - identity.max_staleness_steps, self.version))
 
     @property
     def known_identity(self) -> Identity:
@@ -171,7 +201,7 @@ class CoordinatorState(msgspec.Struct):
     @staticmethod
     def decode(data: bytes) -> CoordinatorState:
         """Raises msgspec.DecodeError on anything but the output of :meth:`encode`."""
-        state = msgspec.msgpack.decode(data, type=CoordinatorState)
+        state = msgspec.msgpack.decode(present_format(data), type=CoordinatorState)
         if state.identity is not None and not state.batch_sizes:  # written when a run had one batch size
             state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
         state.cursor = state.cursor or state.next_slot  # a snapshot of the release before
@@ -186,17 +216,21 @@ class CoordinatorState(msgspec.Struct):
         copy = CoordinatorState.decode(self.encode())
         start = slots.first_slot(self.version, self.batch_sizes)
         copy.leases, copy.expired_lease_of, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
-        copy.skips = {}
-        copy.prompts = {slot: index for slot, index in self.prompts.items() if slot >= start}
+        copy.skips, copy.tries = {}, {}
+        copy.prompts = {slot: prompt for slot, prompt in self.prompts.items() if slot >= start}
+        copy.prompts |= {slot: tries[0].prompt for slot, tries in self.tries.items() if slot >= start}
         copy.reissue = sorted(copy.prompts)
-        copy.history = copy.history.before(self.version)
+        copy.histories = [history.before(self.version) for history in copy.histories]
         copy.first_kept_step = self.version
         copy.progress_at = {self.version: self.lineage}
         copy.checkpoint = self.version
         counts = copy.counts
-        for slot, group in self.groups.items():
-            if slot < start:
-                continue
+        untrained = [(slot, group) for slot, group in self.groups.items() if slot >= start]
+        for slot, tries in self.tries.items():
+            if slot >= start:
+                untrained += [(slot, one.group) for one in tries]
+                counts.refilled -= sum(one.group.rollouts for one in tries)
+        for _, group in untrained:
             counts.acknowledged -= group.rollouts
             counts.ungraded -= len(group.ungraded)
             counts.masked_tokens -= sum(group.masked_tokens)

@@ -127,6 +127,8 @@ class TrainerRequests:
             )
         log.warning("no journal: the state is restored from the trainer's checkpoint of version %d", version)
         self.core.commit(r.Restored(snapshot))
+        for member in self.core.membership.members.values():
+            self.core.mark_lost(member.version)
 
     def check(self, incarnation: str) -> None:
         """Raises Refusal unless ``incarnation`` is the present trainer."""
@@ -181,12 +183,13 @@ class TrainerRequests:
         version = state.version
         if core.interrupted:
             return self._finish(now)
-        if state.published != version or (self._outdated(now) and not self._has_point(version)):
+        if state.published != version or (self._outdated(now) and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
-        if not self._has_point(version) and version not in state.evaluations:
-            core.commit(r.EvaluationStarted(version, core.settings.identity.held_out_prompts))
+        for task in core.settings.identity.set_tasks:
+            if not self._has_point(version, task) and (version, task) not in state.evaluations:
+                self._start_evaluation(version, task)
         if (
-            self._has_point(version)
+            self._has_points(version)
             or self._final_evaluation_stalled(version, now)
             or self._out_of_attempts(version)
         ):
@@ -203,19 +206,25 @@ class TrainerRequests:
     def has_evaluation(self, version: int) -> bool:
         """Whether ``version``, which the trainer holds, has or will have a point: the last version of a run does."""
         core = self.core
-        return not core.interrupted and (bool(core.end_reason) or self._due(version))
+        return not core.interrupted and (
+            bool(core.end_reason) or self._due(version, core.settings.forecast_task)
+        )
 
-    def _due(self, version: int) -> bool:
+    def _due(self, version: int, task: int) -> bool:
         settings = self.core.settings
         every = settings.identity.steps_per_batch or 1
-        return due(version, settings.evaluation_every, settings.max_steps, every)
+        return due(version, settings.every_steps(task), settings.max_steps, every)
 
     def publishes(self, version: int) -> bool:
         """Whether the trainer is to publish ``version`` now that it has it."""
         return scheme(self.core.settings.identity).publishes(version)
 
-    def _has_point(self, version: int) -> bool:
-        return any(p.version == version for p in self.core.state.points)
+    def _has_point(self, version: int, task: int) -> bool:
+        return any((p.version, p.task) == (version, task) for p in self.core.state.points)
+
+    def _has_points(self, version: int) -> bool:
+        """Whether ``version`` has a point of every evaluation set."""
+        return all(self._has_point(version, task) for task in self.core.settings.identity.set_tasks)
 
     def _final_evaluation_stalled(self, version: int, now: float) -> bool:
         """Whether no member has held the final version for so long that its point is skipped.
@@ -236,17 +245,17 @@ class TrainerRequests:
 
     def _out_of_attempts(self, version: int) -> bool:
         """Whether every remaining prompt of the final evaluation has failed ``MAX_FINAL_ATTEMPTS`` times."""
-        evaluation = self.core.state.evaluations.get(version)
-        if evaluation is None:
-            return False
-        left = [p for p in range(evaluation.prompts) if p not in evaluation.results]
+        evaluations = [e for e in self.core.state.evaluations.values() if e.version == version]
+        left = [
+            (e.task, Split.HELD_OUT, p) for e in evaluations for p in range(e.prompts) if p not in e.results
+        ]
         book = self.core.book
-        if any(book.attempts((Split.HELD_OUT, p)) < MAX_FINAL_ATTEMPTS for p in left):
+        if not left or any(book.attempts(key) < MAX_FINAL_ATTEMPTS for key in left):
             return False
         log.error(
             "skipped the final evaluation (version %d): %d of its prompts failed %d times or more, last reason: "
             "%s",
-            *(version, len(left), MAX_FINAL_ATTEMPTS, book.retries[Split.HELD_OUT, left[0]].reason),
+            *(version, len(left), MAX_FINAL_ATTEMPTS, book.retries[left[0]].reason),
         )
         return True
 
@@ -310,6 +319,23 @@ class TrainerRequests:
             core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
         return state.rows[report.step]
 
+    def supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
+        """Record the progress of mid-training: its time counts as the run's. Raises Refusal."""
+        self.check(report.incarnation)
+        core, state = self.core, self.core.state
+        if not (math.isfinite(report.seconds) and min(report.seconds, report.steps, report.tokens) >= 0):
+            raise Refusal("bad-request", "steps, tokens and seconds must be finite and not negative")
+        if state.version:
+            raise Refusal(
+                "out-of-step", "mid-training is reported after the first step of RL; send hello again"
+            )
+        # Once a lease was issued, the meter runs anyway.
+        seconds = 0.0 if state.leased else max(0.0, report.seconds - state.supervised_seconds)
+        settings = core.settings
+        devices = settings.trainer_devices + len(core.membership.members) * settings.generator_devices
+        core.commit(r.SupervisedTrained(report.steps, report.tokens, seconds, seconds * devices))
+        return wire.SupervisedReported(stop_reason=core.end_reason)
+
     # --- publishing -----------------------------------------------------------------------------
 
     def publish_begin(self, request: wire.PublishBegin, now: float) -> wire.PublishPermit | None:
@@ -320,25 +346,39 @@ class TrainerRequests:
         self.check(request.incarnation)
         self._check_version("the trainer publishes version", request.version)
         state = self.core.state
-        if request.version > state.published:
-            for version, evaluation in state.evaluations.items():
-                if version < request.version and not evaluation.released and version not in self._holds:
-                    self._holds[version] = _Hold(now, now)
-            self._release_holds(now)
-            if any(v < request.version and not e.released for v, e in state.evaluations.items()):
-                return None
+        outdated = self._outdated(now)
+        blocking = self._evaluations_in_the_way(request.version, {m.version for m in outdated})
+        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
+        self._release_holds(now)
+        if any(not state.evaluations[v, self.core.settings.forecast_task].released for v in blocking):
+            return None
         members = [
             wire.Member(
                 member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
             )
-            for m in self._outdated(now)
+            for m in outdated
         ]
         return wire.PublishPermit(ready=True, members=members)
+
+    def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> list[int]:
+        """Versions under evaluation that a publish of ``version`` would take from a generator, or that none holds any more.
+
+        A generator that joins under PPO-off-policy gets weights while others hold those of the batch, and continue with their
+        evaluation.
+        """
+        state = self.core.state
+        present = {m.version for m in self.core.membership.members.values() if m.healthy}
+        return [
+            v
+            for (v, task), evaluation in state.evaluations.items()
+            if task == self.core.settings.forecast_task and v < version and not evaluation.released
+            if v in overwritten or (version > state.published and v not in present)
+        ]
 
     def _release_holds(self, now: float) -> None:
         core = self.core
         for version in list(self._holds):
-            evaluation = core.state.evaluations.get(version)
+            evaluation = core.state.evaluations.get((version, core.settings.forecast_task))
             if evaluation is None or evaluation.released:
                 del self._holds[version]
                 continue
@@ -351,7 +391,7 @@ class TrainerRequests:
                     "evaluation of version %d has %d of %d prompts after %.0f s; newer weights will finish it",
                     *(version, len(evaluation.results), evaluation.prompts, waited),
                 )
-                core.commit(r.EvaluationReleased(version))
+                core.commit(r.EvaluationReleased(version, evaluation.task))
                 del self._holds[version]
 
     def tick(self, now: float) -> None:
@@ -392,14 +432,25 @@ class TrainerRequests:
 
     def _start_evaluation_if_due(self) -> None:
         core, state = self.core, self.core.state
-        version, settings = state.published, core.settings
-        if (
-            version == state.version
-            and self._due(version)
-            and version not in state.evaluations
-            and not self._has_point(version)
-        ):
-            core.commit(r.EvaluationStarted(version, settings.identity.held_out_prompts))
+        version = state.published
+        if version != state.version:
+            return
+        for task in core.settings.identity.set_tasks:
+            if not self._due(version, task) or self._has_point(version, task):
+                continue
+            begun = [e.version for e in state.evaluations.values() if e.task == task]
+            if not begun or (task == core.settings.forecast_task and version not in begun):
+                self._start_evaluation(version, task)
+            elif version not in begun:
+                # Its generators have no room: points that come ever later would be of no use.
+                log.warning(
+                    "version %d gets no point of evaluation set %s: that of version %d is not complete",
+                    *(version, core.settings.identity.evaluation_set(task).name, begun[0]),
+                )
+
+    def _start_evaluation(self, version: int, task: int) -> None:
+        prompts = self.core.settings.identity.evaluation_set(task).prompts
+        self.core.commit(r.EvaluationStarted(version, prompts, task))
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -409,7 +460,8 @@ class TrainerRequests:
         self._check_version("the checkpoint is of version", request.step)
         self.core.flush_usage(now)
         state = self.core.state
-        whole = (p for p in state.points if not p.mixed_versions and math.isfinite(p.reward))
+        curve = state.curve(self.core.settings.forecast_task)
+        whole = (p for p in curve if not p.mixed_versions and math.isfinite(p.reward))
         best = max(whole, key=lambda p: (p.reward, p.version), default=None)
         return wire.CheckpointSnapshot(
             step=request.step,
@@ -428,7 +480,7 @@ class TrainerRequests:
         self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
 
 
-def fill_shard(plan: ShardPlan, groups: Mapping[str, wire.Group]) -> wire.Shard:
+def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
     """The answer to a shard request, from the step's groups by lease."""
     sequences = []
     for item in plan.items:
@@ -441,6 +493,7 @@ def fill_shard(plan: ShardPlan, groups: Mapping[str, wire.Group]) -> wire.Shard:
                 prompt_token_ids=group.prompt_token_ids,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
+                teacher_logprobs=completion.teacher_logprobs,
                 versions=completion.versions,
             )
         )

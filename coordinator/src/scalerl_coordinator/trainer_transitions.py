@@ -19,6 +19,7 @@ from scalerl_coordinator.state import CoordinatorState
 def trainer_joined(state: CoordinatorState, record: r.TrainerJoined) -> None:
     state.incarnation = record.incarnation
     state.reported_failures = 0
+    state.supervised_seconds = 0.0
     state.finish_reason = ""  # a trainer that says hello has not exited; a stop request remains
     # A trainer with a version has read it from its checkpoint; one without has no checkpoint above 0.
     state.checkpoint = record.version or min(state.checkpoint, 0)
@@ -43,6 +44,10 @@ def trainer_joined(state: CoordinatorState, record: r.TrainerJoined) -> None:
     state.last_row = state.rows.get(record.version - 1, {})
 
 
+def weights_lost(state: CoordinatorState, record: r.WeightsLost) -> None:
+    state.lost = max(state.lost, record.version)
+
+
 def step_trained(state: CoordinatorState, record: r.StepTrained) -> None:
     state.skips.pop(record.step, None)
     add_mismatches(state.mismatches, record.stats)
@@ -53,6 +58,14 @@ def step_skipped(state: CoordinatorState, record: r.StepSkipped) -> None:
     state.skips[record.step] = state.last_skip_reason = record.reason
     state.skipped_steps += 1
     _advance(state, record.step, _reported(state, record), 0, skipped=True)
+
+
+def supervised_trained(state: CoordinatorState, record: r.SupervisedTrained) -> None:
+    state.supervised_steps, state.supervised_tokens = record.steps, record.tokens
+    state.supervised_seconds += record.seconds
+    state.usage.wall_seconds += record.seconds
+    state.usage.device_seconds += record.device_seconds
+    state.usage.trainer_busy_seconds += record.seconds
 
 
 def _reported(state: CoordinatorState, record: r.StepTrained | r.StepSkipped) -> dict[str, float]:
@@ -69,14 +82,16 @@ def _advance(
     state: CoordinatorState, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool
 ) -> None:
     """Extend the lineage by ``step``, which is closed."""
-    groups = state.step_groups(step)
-    sums = sum_step(step, groups)
-    placed = zip(state.slots_of(step), groups, strict=True)
-    state.history.add_step(
-        step, (tried(state.prompts[slot], slot, g) for slot, g in placed if not g.given_up)
-    )
+    placed = list(zip(state.slots_of(step), state.step_groups(step), strict=True))
+    tries = state.step_tries(step)
+    sums = sum_step(step, [group for _, group in placed] + [one.group for one in tries])
+    results = [(state.prompts[slot], slot, group) for slot, group in placed if not group.given_up]
+    results += [(one.prompt, -1, one.group) for one in tries]
+    for task, history in enumerate(state.histories):
+        history.add_step(step, [tried(p.index, slot, group) for p, slot, group in results if p.task == task])
     state.progress_at[step] = state.lineage
-    state.lineage = extend(state.lineage, sums, trained_tokens, skipped=skipped)
+    reference = state.known_identity.reference
+    state.lineage = extend(state.lineage, sums, trained_tokens, skipped=skipped, reference=reference)
     state.version = step + 1
     state.newest = max(state.newest, state.version)
     if skipped:
@@ -91,10 +106,12 @@ def _advance(
         "device_seconds": state.usage.device_seconds,
         "work_tokens": state.lineage.work_tokens,
         **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
+        **{f"reward_part_{name}": mean for name, mean in sums.part_means.items()},
         "groups": sums.groups,
         "filtered_groups": sums.filtered_groups,
         "skipped": int(skipped),
         "given_up_groups": sums.given_up_groups,
+        "refilled_groups": len(tries),
         "rollouts": sums.rollouts,
         "completion_tokens": sums.work_tokens,
         "mean_completion_tokens": sums.work_tokens / max(1, sums.rollouts),
@@ -106,7 +123,9 @@ def _advance(
         "generated_tokens": state.usage.generated_tokens,
         "trained_tokens": trained_tokens,
         "checkpoint_failures": state.checkpoint_failures,
-        "prompts_crc32": zlib.crc32(repr([state.prompts[slot] for slot in state.slots_of(step)]).encode()),
+        "prompts_crc32": zlib.crc32(
+            repr([state.prompts[slot].index for slot in state.slots_of(step)]).encode()
+        ),
     }
     state.rows[step] = state.last_row = {**stats, **state.publish_stats, **row}
     state.publish_stats = {}
@@ -115,7 +134,7 @@ def _advance(
 def published(state: CoordinatorState, record: r.Published) -> None:
     if record.version < state.published:
         # No member holds the later versions of the lost lineage: their evaluations start again.
-        state.evaluations = {v: e for v, e in state.evaluations.items() if v <= record.version}
+        state.evaluations = {key: e for key, e in state.evaluations.items() if e.version <= record.version}
         for lease_id in [
             i
             for i, lease in state.leases.items()
@@ -135,6 +154,7 @@ def checkpoint_committed(state: CoordinatorState, record: r.CheckpointCommitted)
     for step in range(state.first_kept_step, first):
         for slot in state.slots_of(step):
             del state.groups[slot], state.prompts[slot]
+            state.tries.pop(slot, None)
         del state.filled[step], state.progress_at[step], state.rows[step]
         state.skips.pop(step, None)
     state.first_kept_step = first
@@ -163,8 +183,10 @@ def usage_added(state: CoordinatorState, record: r.UsageAdded) -> None:
 
 APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
     r.TrainerJoined: trainer_joined,
+    r.WeightsLost: weights_lost,
     r.StepTrained: step_trained,
     r.StepSkipped: step_skipped,
+    r.SupervisedTrained: supervised_trained,
     r.Published: published,
     r.CheckpointCommitted: checkpoint_committed,
     r.StopRequested: stop_requested,

@@ -30,6 +30,7 @@ def _restored(state: CoordinatorState, record: r.Restored) -> None:
     for name in state.__struct_fields__:
         setattr(state, name, getattr(restored, name))
     state.nonce, state.next_lease = nonce, number
+    state.restored = state.version
     batch_sizes.change(state, identity)
 
 

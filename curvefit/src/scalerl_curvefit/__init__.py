@@ -18,7 +18,8 @@ A forecast, from the request on the wire to the answer::
       │                  plateau.detect_plateau(), with a budget
       │◀ ForecastAnswer    _fit_answer(), _guard_answer(), _outlook()
 
-Besides: `compare` two recipes, `hindcasts` for calibration, `baselines` (the paper's grid search), `simulate`.
+Besides: `compare` two recipes (`compare_seeds`: of several runs each), `hindcasts` for calibration, `baselines` (the paper's
+grid search), `simulate`.
 numpy and scipy only. No Kubernetes, torch, plotting, files or command lines; the operator decides whether to stop or grow.
 
 >>> import numpy as np
@@ -32,7 +33,7 @@ True
 
 from .baselines import GridSearch, PowerLaw, paper_grid_search, power_law
 from .collapse import CollapseCheck, Fall, detect_collapse
-from .compare import Better, Comparison, compare
+from .compare import Better, Comparison, SeedComparison, compare, compare_seeds
 from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
 from .decision_quantities import (
     Block,
@@ -105,6 +106,7 @@ __all__ = [
     "RequestError",
     "RewardRangeError",
     "SamplesError",
+    "SeedComparison",
     "Segment",
     "SettingsError",
     "ShapeError",
@@ -113,6 +115,7 @@ __all__ = [
     "UnsortedComputeError",
     "best_block",
     "compare",
+    "compare_seeds",
     "compute_to",
     "detect_collapse",
     "draws",

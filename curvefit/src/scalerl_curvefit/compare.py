@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -50,33 +51,81 @@ class Comparison:
     doubts: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class SeedComparison:
+    """The result of the paper's rule for two recipes with one or more runs each; fields as of `Comparison`.
+
+    first, second: the fits of each run; with a `shared_a`, the refits. same_asymptote: by the means of the fitted A.
+    better: by the means over the runs.
+    probability: that a run of the better recipe has the larger A or B than a run of the other one.
+    """
+
+    first: tuple[Fit, ...]
+    second: tuple[Fit, ...]
+    same_asymptote: bool
+    shared_a: float | None
+    by: str
+    better: Better
+    probability: float
+
+
 def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparison:
     """Compare two recipes: by A, or, where A differs by at most .02, by B at the mean A (ScaleRL [P]).
 
     Both curves need the same unit of compute and the same evaluation set. Raises what `fit` raises.
     """
-    settings = settings or FitSettings()
-    first, second = fit(a, settings), fit(b, settings)
     doubts = tuple(
         f"{name} curve: {doubt}"
-        for name, fitted in (("first", first), ("second", second))
+        for name, fitted in (("first", fit(a, settings)), ("second", fit(b, settings)))
         for doubt in (*fitted.doubts, *bounds_met(fitted))
     )
-    young = max(first.p_before_cmid, second.p_before_cmid) > MAX_P_BEFORE_CMID
-    same = abs(first.point.A - second.point.A) <= A_MARGIN
+    ruled = compare_seeds((a,), (b,), settings)
+    return Comparison(
+        ruled.first[0],
+        ruled.second[0],
+        ruled.same_asymptote,
+        ruled.shared_a,
+        ruled.by,
+        ruled.better,
+        ruled.probability,
+        doubts,
+    )
+
+
+def compare_seeds(
+    a: Sequence[Curve], b: Sequence[Curve], settings: FitSettings | None = None
+) -> SeedComparison:
+    """As `compare`, of recipes that were run with one or more seeds: their means of A, or of B at the mean A.
+
+    Raises what `fit` raises.
+    """
+    settings = settings or FitSettings()
+    first, second = _fits(a, settings), _fits(b, settings)
+    young = max(fitted.p_before_cmid for fitted in (*first, *second)) > MAX_P_BEFORE_CMID
+    levels = _mean(first, "A"), _mean(second, "A")
+    same = abs(levels[0] - levels[1]) <= A_MARGIN
     shared = None
     if same:
-        shared = 0.5 * (first.point.A + second.point.A)
+        shared = 0.5 * (levels[0] + levels[1])
         low, high = max(shared - PINNED, 0.0), min(shared + PINNED, settings.a_highest)
         pinned = replace(settings, a_lowest=low, a_highest=high)
-        first, second = fit(a, pinned), fit(b, pinned)
+        first, second = _fits(a, pinned), _fits(b, pinned)
     by = "B" if same else "A"
-    one, two = (getattr(draws(fitted), by) for fitted in (first, second))
-    probability = float(np.mean(one > two) + 0.5 * np.mean(one == two))
-    better = Better.UNDECIDED if young else _larger(getattr(first.point, by), getattr(second.point, by))
+    pairs = [(getattr(draws(x), by), getattr(draws(y), by)) for x in first for y in second]
+    probability = float(np.mean([np.mean(x > y) + 0.5 * np.mean(x == y) for x, y in pairs]))
+    better = Better.UNDECIDED if young else _larger(_mean(first, by), _mean(second, by))
     if better is Better.SECOND:
         probability = 1.0 - probability
-    return Comparison(first, second, same, shared, by, better, probability, doubts)
+    return SeedComparison(first, second, same, shared, by, better, probability)
+
+
+def _fits(curves: Sequence[Curve], settings: FitSettings) -> tuple[Fit, ...]:
+    return tuple(fit(curve, settings) for curve in curves)
+
+
+def _mean(fits: Sequence[Fit], name: str) -> float:
+    """Mean over the runs of a least-squares parameter."""
+    return float(np.mean([getattr(fitted.point, name) for fitted in fits]))
 
 
 def bounds_met(fitted: Fit) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """``python -m scalerl_generator.actor``: the process that drives one generator.
 
 It waits for its vLLM server, registers with the coordinator, receives weights from the trainer
-(:mod:`.weight_control`), and then, until it is stopped::
+(:mod:`.actor_api`), and then, until it is stopped::
 
     lease ──▶ generate ──▶ grade ──▶ push
     leasing   rollouts     rollouts  delivery
@@ -16,11 +16,14 @@ a connection to it     the completions it broke off are requested again, from th
                        (:mod:`.completion_streams`)
 the coordinator        every call is retried with back-off; finished groups are kept; if the coordinator
                        does not know the member, it registers again, and its leases continue
+the teacher            groups wait for it with their leases alive (:mod:`.teacher`); another tokenizer
+                       than the student's ends the actor
 the trainer            during an update: the update's timeout ends it. Complete old weights stay in use;
                        a mixture of versions stays paused, at version -1, until the next update
 one group              its lease is released with the reason, the others continue; after 16 failures in a
                        row without a success the server is the cause, and the actor exits
-this process           its leases end by missed heartbeats; the server stays up and receives new weights
+this process           its leases end by missed heartbeats; the server stays up and receives new weights.
+                       Whoever gets the slots continues long completions (:mod:`.partial_reports`)
 =====================  ====================================================================================
 
 Exit codes: 0 stopped (SIGTERM, or the run is over), 2 bad input that a restart does not fix, 1 anything else.
@@ -53,27 +56,29 @@ from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
+from scalerl_generator.actor_api import actor_app, actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.interruption import (
     Interruption,
-    InterruptionProblem,
     ThoughtInterrupter,
-    phrase_token_ids,
 )
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec, TokenizerProblem
+from scalerl_generator.partial_reports import PartialReports
+from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
 from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
-from scalerl_generator.weight_control import WeightControl, control_app, control_runner
+from scalerl_generator.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.prompts import PromptSource
 from scalerl_tasks.sources import Task, open_grading_pool, open_task
+from scalerl_tasks.text import check_interruption
 
 logger = logging.getLogger("scalerl.actor")
 
@@ -122,7 +127,7 @@ async def run_actor(
     """Run one actor; returns when ``stop`` is set or the run is over.
 
     Raises:
-        TokenizerProblem, InterruptionProblem, TaskError, PromptMismatch: bad input.
+        TaskError, PromptMismatch, UnfitTeacher: bad input.
         Refused, ServerStartTimeout, GradingError, VllmError: it cannot continue.
     """
     state, busy = ServerState(), BusyClock()
@@ -131,13 +136,21 @@ async def run_actor(
         server = await stack.enter_async_context(VllmClient(arguments.server, environment.token))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
+        distillation = spec.recipe.distillation
+        teacher = None
+        if distillation is not None:
+            teacher = Teacher(session, distillation.teacher, os.environ.get(API_KEY, ""), metrics)
         registration = Registration(
-            coordinator, state, busy, metrics, name=environment.name, control_url=arguments.advertise
+            coordinator,
+            state,
+            busy,
+            metrics,
+            name=environment.name,
+            control_url=arguments.advertise,
+            teacher_problem=lambda: "" if teacher is None else teacher.problem,
         )
         control = WeightControl(server, state, busy, metrics)
-        await _serve(
-            stack, control_app(control, metrics, environment.token, registration.not_ready), arguments
-        )
+        await _serve(stack, actor_app(control, metrics, environment.token, registration.not_ready), arguments)
         monitor = ServerMonitor(server, state, metrics)
         watching = _owned(stack, monitor.run())
 
@@ -152,6 +165,15 @@ async def run_actor(
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
+        partials = PartialReports(
+            coordinator,
+            registration,
+            monitor,
+            state,
+            metrics,
+            vocabulary_size=codec.tokenizer.vocabulary_size,
+            max_staleness_steps=spec.recipe.max_staleness_steps,
+        )
         rollouts = RolloutGenerator(
             server,
             monitor,
@@ -166,7 +188,9 @@ async def run_actor(
             kept=KeptCompletions(
                 max_sequences=2 * capacity, max_staleness_steps=spec.recipe.max_staleness_steps
             ),
+            partials=partials,
             strategy=_strategy(spec, codec, thread, metrics),
+            teacher=teacher,
         )
         delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
@@ -176,6 +200,7 @@ async def run_actor(
             rollouts,
             delivery,
             metrics,
+            partials,
             capacity=capacity,
             per_group=per_group,
         )
@@ -183,8 +208,9 @@ async def run_actor(
         gc.freeze()  # imported objects stay; collections skip them
         heartbeats = _owned(stack, registration.run(task.train.digest))
         pushing = _owned(stack, delivery.run())
-        leases = _owned(stack, leasing.run())
-        await _until(stop, watching, heartbeats, pushing, leases)
+        leases = _owned(stack, _lease(leasing, teacher, codec, spec))
+        reporting = _owned(stack, partials.run())
+        await _until(stop, watching, heartbeats, pushing, leases, reporting)
 
         run_finished = leases.done() and leases.exception() is None
         reason = (
@@ -196,7 +222,13 @@ async def run_actor(
             logger.warning("%d finished groups could not be pushed before the actor stopped", len(delivery))
         heartbeats.cancel()
         await registration.unregister(_UNREGISTER_SECONDS)
-        _raise_failure(watching, heartbeats, pushing, leases)
+        _raise_failure(watching, heartbeats, pushing, leases, reporting)
+
+
+async def _lease(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:
+    if teacher is not None:
+        await teacher.check(codec.tokenizer, spec.model.context_tokens)
+    await leasing.run()
 
 
 def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: ActorMetrics) -> Strategy:
@@ -204,16 +236,17 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
     if given is None:
         return sample_plain
     first, last = given.range(spec.recipe.max_completion_tokens)
-    interruption = Interruption(first, last, given.phrase)
-    phrase = phrase_token_ids(interruption, codec, spec.recipe.max_completion_tokens)
+    phrase = check_interruption(given, codec.tokenizer, spec.recipe.max_completion_tokens)
     if phrase is None:
-        logger.info("no thought is interrupted: this tokenizer cannot write the end of one")
+        logger.info(
+            "no thought is interrupted: the tokenizer cannot write the end of one, or recipe.maxCompletionTokens is too short"
+        )
         return sample_plain
 
     async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
         return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
 
-    return ThoughtInterrupter(interruption, phrase, spec.seed, texts, metrics)
+    return ThoughtInterrupter(Interruption(first, last, phrase), spec.seed, texts, metrics)
 
 
 async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, PromptCodec]:
@@ -229,14 +262,14 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, P
         "%d training and %d held-out prompts, end tokens %s; opened in %.1f s",
         len(task.train),
         len(task.held_out),
-        codec.stop_token_ids,
+        codec.tokenizer.stop_token_ids,
         time.monotonic() - started,
     )
     return task, codec
 
 
 async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:
-    runner = control_runner(app)
+    runner = actor_runner(app)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, arguments.listen_host, arguments.listen_port).start()
@@ -304,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_BAD_INPUT = (EnvironmentProblem, SpecError, TokenizerProblem, InterruptionProblem, TaskError, PromptMismatch)
+_BAD_INPUT = (EnvironmentProblem, SpecError, TaskError, PromptMismatch, UnfitTeacher)
 _EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerStartTimeout, OSError)
 
 

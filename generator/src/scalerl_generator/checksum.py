@@ -1,4 +1,4 @@
-"""Vectorised form of :func:`scalerl_api.weights.checksum`."""
+"""Vectorised form of :func:`scalerl_api.weight_layout.checksum`."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalerl_api.wire import Lease
+from scalerl_api.wire import Lease, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.server_state import NO_WEIGHTS, ServerState
+from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient, gather_all
 from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, ServerRefused, VllmError
 
@@ -37,7 +37,8 @@ logger = logging.getLogger("scalerl.actor.streams")
 
 _ATTEMPTS = 3
 """A request that failed this often in a row, without a new token, fails its group."""
-_TOGETHER_TOKENS = 1024
+TOGETHER_TOKENS = 1024
+"""Longer completions have a request each, and outlive the actor (:mod:`.partial_reports`)."""
 _LEASE_MARGIN_SECONDS = 60.0
 """Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
 
@@ -87,7 +88,7 @@ class CompletionStreams:
 
     def batches(self) -> list[list[PartialCompletion]]:
         """The completions, by first requests for :meth:`extend` to the lease's ``max_tokens`` (see the module's table)."""
-        size = self._per_request if self.lease.max_tokens <= _TOGETHER_TOKENS else 1
+        size = self._per_request if self.lease.max_tokens <= TOGETHER_TOKENS else 1
         return [self.completions[at : at + size] for at in range(0, len(self.completions), size)]
 
     async def extend(self, batch: Sequence[PartialCompletion], limit: int) -> None:
@@ -106,11 +107,11 @@ class CompletionStreams:
                 await gather_all(self.extend([completion], limit) for completion in missing)
                 return
             await self._state.serving()
-            before = missing[0].tokens
+            before, start = missing[0].tokens, self._state.start_count
             try:
                 await self._request(missing, limit)
             except VllmError as error:
-                if not await self._monitor.check_same_server():
+                if not await self._monitor.check_same_server(start):
                     raise ServerLost(str(error)) from error
                 failed = 0 if missing[0].tokens > before else failed + 1
                 refused = isinstance(error, ServerRefused) and error.status < 500
@@ -120,9 +121,15 @@ class CompletionStreams:
                 self._metrics.resubmitted.inc()
 
     async def _request(self, batch: Sequence[PartialCompletion], limit: int) -> None:
-        """One request for completions that are equal so far."""
-        since = batch[0].tokens
-        oldest = [self._state.version] * len(batch)
+        """One request for completions that are equal so far.
+
+        Until the server names the versions of its answer, a token has the version at the request: when it was sampled within
+        that time is unknown here, as it may have waited on its way through an update. An evaluation is of one version, so
+        its tokens of after the start of an update are added only with the whole answer.
+        """
+        since, version = batch[0].tokens, self._state.version
+        measures = self.lease.split is Split.HELD_OUT
+        unsure: list[list[Part]] = [[] for _ in batch]
         prompt = self.prompt.token_ids + batch[0].token_ids.tolist()
         ask: dict[str, Any] = {
             "n": len(batch),
@@ -134,21 +141,25 @@ class CompletionStreams:
         }
 
         def on_part(index: int, part: Part) -> None:
-            # Sampled after the part before it was sent, by the weights of then or by later ones.
-            self._add(batch[index], part, oldest[index], since, limit)
-            if self._state.version != NO_WEIGHTS:
-                oldest[index] = self._state.version
+            changed = self._state.updating or self._state.version != version
+            if measures and changed and not isinstance(part, Sampled):
+                unsure[index].append(part)
+            else:
+                for earlier in unsure[index]:
+                    batch[index].append(earlier, version)
+                unsure[index].clear()
+                self._add(batch[index], part, version, since, limit)
             self._on_tokens(len(part.token_ids))
 
         if limit - since > UNSTREAMED_TOKENS:
             await self._server.stream(prompt, on_part=on_part, **ask)
         else:
             for index, sampled in enumerate(await self._server.generate(prompt, **ask)):
-                self._add(batch[index], sampled, oldest[index], since, limit)
+                self._add(batch[index], sampled, version, since, limit)
 
-    def _add(self, completion: PartialCompletion, part: Part, oldest: int, since: int, limit: int) -> None:
+    def _add(self, completion: PartialCompletion, part: Part, version: int, since: int, limit: int) -> None:
         """Add tokens to a completion; with the last part, check their versions and end it if it has ended."""
-        completion.append(part, oldest)
+        completion.append(part, version)
         if not isinstance(part, Sampled):
             return
         self._check_held(part)

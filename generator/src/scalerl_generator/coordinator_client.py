@@ -27,6 +27,9 @@ from scalerl_api.wire import (
     Heartbeat,
     LeaseRequest,
     Leases,
+    PartialGroup,
+    Partials,
+    PartialsReply,
     Problem,
     Push,
     PushReply,
@@ -129,6 +132,10 @@ class CoordinatorClient:
     ) -> None:
         message = Release(member_id=member_id, lease_ids=lease_ids, reason=reason, cause=cause)
         await self._call(endpoints.RELEASE, message, Ack, _CALL_SECONDS)
+
+    async def report_partials(self, member_id: str, groups: list[PartialGroup]) -> PartialsReply:
+        message = Partials(member_id=member_id, groups=groups)
+        return await self._call(endpoints.PARTIALS, message, PartialsReply, _CALL_SECONDS)
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
         try:

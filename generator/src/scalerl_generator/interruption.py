@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +12,8 @@ from numpy.typing import NDArray
 from scalerl_api.wire import Lease
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import gather_all
-from scalerl_tasks.answer_extraction import THOUGHT, THOUGHT_END, ends_inside_thought
-
-_FIELD = "recipe.length.interruption"
-
-
-class InterruptionProblem(Exception):
-    """The forced interruption fits neither the tokenizer nor the length budget; the message names the fields."""
+from scalerl_tasks.text import THOUGHT, ends_inside_thought
 
 
 @dataclass(frozen=True)
@@ -31,38 +24,8 @@ class Interruption:
     """First position at which a thought may be interrupted, in tokens of the completion."""
     max_tokens: int
     """Last position."""
-    phrase: str
-    """What is appended there; it ends the thought."""
-
-
-def phrase_token_ids(
-    interruption: Interruption, codec: PromptCodec, max_completion_tokens: int
-) -> NDArray[np.int32] | None:
-    """Token ids of the phrase; None if no thought can be closed with this tokenizer, so that there is none to interrupt.
-
-    Raises:
-        InterruptionProblem: the phrase leaves the thought open, the tokenizer cannot encode it or takes a part of it for
-            an end token, or it does not fit in the budget after the last position.
-    """
-    if codec.exact_ids(THOUGHT_END) is None:
-        return None
-    phrase = interruption.phrase
-    if ends_inside_thought(THOUGHT + phrase):
-        raise InterruptionProblem(f"{_FIELD}.phrase {phrase!r} does not end the thought: add {THOUGHT_END}")
-    ids = codec.exact_ids(phrase)
-    if ids is None:
-        raise InterruptionProblem(
-            f"{_FIELD}.phrase {phrase!r}: the tokenizer of model.path cannot encode it: use other words"
-        )
-    if ended := sorted(set(ids) & set(codec.stop_token_ids)):
-        raise InterruptionProblem(f"{_FIELD}.phrase {phrase!r} has end tokens of model.path in it: {ended}")
-    if interruption.max_tokens + len(ids) >= max_completion_tokens:
-        raise InterruptionProblem(
-            f"{_FIELD}: after maxTokens ({interruption.max_tokens}) the {len(ids)} tokens of the phrase leave no room for "
-            f"an answer within recipe.maxCompletionTokens ({max_completion_tokens}): raise that, lower maxTokens, or "
-            "choose another recipe.length"
-        )
-    return np.array(ids, dtype=np.int32)
+    phrase: Sequence[int]
+    """Token ids of what is appended there; it ends the thought."""
 
 
 class ThoughtInterrupter:
@@ -77,7 +40,6 @@ class ThoughtInterrupter:
     evaluations do [?].
 
     Args:
-        phrase: from :func:`phrase_token_ids`.
         seed: the run's.
         texts: decodes completions; the caller keeps it off the event loop.
     """
@@ -85,12 +47,12 @@ class ThoughtInterrupter:
     def __init__(
         self,
         interruption: Interruption,
-        phrase: NDArray[np.int32],
         seed: int,
         texts: Callable[[list[NDArray[np.int32]]], Awaitable[list[str]]],
         metrics: ActorMetrics,
     ) -> None:
-        self._interruption, self._phrase, self._seed = interruption, phrase, seed
+        self._interruption, self._seed = interruption, seed
+        self._phrase = np.array(interruption.phrase, dtype=np.int32)
         self._texts, self._metrics = texts, metrics
 
     async def __call__(self, streams: CompletionStreams) -> None:

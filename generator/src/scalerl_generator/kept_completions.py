@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scalerl_api.wire import MASKED, Lease, Split
+from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.partial_completion import PartialCompletion
 
-_Key = tuple[Split, int, str, int, int, float, int | None]
+_Key = tuple[PromptRef, int, str, int, int, float, int | None]
 
 
 class KeptCompletions:
@@ -26,6 +26,8 @@ class KeptCompletions:
 
     def put(self, lease: Lease, completions: list[PartialCompletion]) -> None:
         """Keep the completions of a lease that was not completed."""
+        for completion in completions:
+            completion.forget_reports()  # the coordinator may get others' tokens for the slot meanwhile
         self._groups.pop(_key(lease), None)
         self._groups[_key(lease)] = completions
         while sum(len(group) for group in self._groups.values()) > self._max_sequences:
@@ -34,23 +36,27 @@ class KeptCompletions:
     def take(self, lease: Lease) -> list[PartialCompletion] | None:
         """The completions that were kept for the same work, if they can still be trained on."""
         kept = self._groups.pop(_key(lease), None)
-        if kept is None or (lease.split is Split.TRAIN and not self._is_usable(lease, kept)):
-            return None
-        return kept
+        return kept if kept is not None and are_usable(kept, lease, self._max_staleness_steps) else None
 
-    def _is_usable(self, lease: Lease, kept: Sequence[PartialCompletion]) -> bool:
-        sampled = {s.version for c in kept for s in c.weight_versions} - {MASKED}
-        # A newer version than the lease's is of training that went back to a checkpoint.
-        return not sampled or (
-            max(sampled) <= lease.policy_version <= min(sampled) + self._max_staleness_steps
-        )
+
+def are_usable(completions: Sequence[PartialCompletion], lease: Lease, max_staleness_steps: int) -> bool:
+    """Whether ``lease`` may continue completions that were begun for an earlier lease of its slot, by their versions."""
+    sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
+    if not sampled:
+        return True
+    if min(sampled) <= lease.lost_version:
+        return False
+    if lease.split is Split.HELD_OUT:
+        return True
+    # A newer version than the lease's is of training that went back to a checkpoint.
+    return max(sampled) <= lease.policy_version <= min(sampled) + max_staleness_steps
 
 
 def _key(lease: Lease) -> _Key:
     # An evaluation measures one version, and its next measurement has the same slots.
     measured = lease.policy_version if lease.split is Split.HELD_OUT else None
     return (
-        *(lease.split, lease.slot, lease.prompt_id),
+        *(lease.prompt, lease.slot, lease.prompt_id),
         *(lease.completions, lease.max_tokens, lease.temperature),
         measured,
     )

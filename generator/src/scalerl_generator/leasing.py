@@ -8,7 +8,9 @@ the group's duration (mean length over longest); it determines how many groups f
 what grows              what bounds it
 ======================  =====================================================================
 groups at the server    ``max_concurrent_sequences`` over occupancy, plus an eighth (or one group)
-groups held             twice that: slow grading or an unreachable coordinator stop new leases
+groups held             twice that: slow grading or an unreachable coordinator stop new leases.
+                        Groups that wait for the teacher do not count, so that evaluations run
+                        without it: the coordinator's bound on staleness limits them
 open lease requests     one; the groups that become free meanwhile are requested together
 age of a lease          its time, which restarts with every progress; after it the slot is reassigned
 ======================  =====================================================================
@@ -25,11 +27,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from scalerl_api.wire import Lease, LeaseRequest, ReleaseCause, Split
+from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
 from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptTooLong
 from scalerl_generator.registration import Registration, wait_set
 from scalerl_generator.rollouts import Generated, PromptMismatch, RolloutGenerator
@@ -76,7 +79,7 @@ def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: in
         per_group: completions of a training group.
         occupancy: mean fraction of a group that is still growing (:class:`Occupancy`).
         at_server: sequences of the groups at the server, finished ones included.
-        in_hand: leased groups that the coordinator has not acknowledged.
+        in_hand: leased groups that the coordinator has not acknowledged, those that wait for the teacher excepted.
 
     >>> groups_wanted(256, 16, 1.0, at_server=0, in_hand=0)
     18
@@ -102,6 +105,7 @@ class _HeldLease:
     generating: bool = True
     has_tokens: bool = False
     """The server has reported a token of this lease."""
+    waits_for_teacher: bool = False
 
     def renew(self) -> None:
         """Restart the lease's time after progress."""
@@ -127,12 +131,14 @@ class Leasing:
         rollouts: RolloutGenerator,
         delivery: Delivery,
         metrics: ActorMetrics,
+        partials: PartialReports,
         *,
         capacity: int,
         per_group: int,
     ) -> None:
         self._coordinator, self._registration, self._state = coordinator, registration, state
         self._rollouts, self._delivery, self._metrics = rollouts, delivery, metrics
+        self._partials = partials
         self._capacity, self._per_group = capacity, per_group
         self._wake = state.subscribe()
         self._occupancy = Occupancy()
@@ -185,7 +191,7 @@ class Leasing:
             self._per_group,
             self._occupancy.fraction,
             at_server=sum(h.lease.completions for h in self._held.values() if h.generating),
-            in_hand=len(self._held) + len(self._delivery),
+            in_hand=sum(not h.waits_for_teacher for h in self._held.values()) + len(self._delivery),
         )
         if wanted > 0:
             self._request = asyncio.create_task(self._lease(member_id, version, wanted))
@@ -243,7 +249,12 @@ class Leasing:
             async with asyncio.timeout(held.deadline - time.monotonic()) as held.timeout:
                 generated = await self._rollouts.generate(lease, lambda tokens: self._on_tokens(held, tokens))
                 self._on_generated(held, generated)
-                group = await self._rollouts.grade(generated, self._on_graded)
+                group = await self._rollouts.grade(
+                    generated,
+                    self._on_graded,
+                    lambda: self._on_teacher_wait(held),
+                    lambda: self._on_teacher_answer(held),
+                )
                 self._delivery.put(group, held.deadline)
                 self._failed.clear()
         except TimeoutError:
@@ -288,6 +299,15 @@ class Leasing:
             if held.timeout is not None and not held.generating:
                 self._registration.progress(held.lease.lease_id, 1)
                 held.renew()
+
+    def _on_teacher_wait(self, held: _HeldLease) -> None:
+        """A group that waits for the teacher keeps its lease: another member would wait for the same teacher."""
+        held.waits_for_teacher = True
+        self._registration.progress(held.lease.lease_id, 1)
+        held.renew()
+
+    def _on_teacher_answer(self, held: _HeldLease) -> None:
+        held.waits_for_teacher = False
 
     def _on_generated(self, held: _HeldLease, generated: Generated) -> None:
         self._on_tokens(held, 1)  # a generated group gets its whole time for grading and delivery
@@ -340,19 +360,23 @@ class Leasing:
         self._registration.held_leases.difference_update(lease_ids)
         self._metrics.released.inc(len(lease_ids))
         logger.info("releasing %d leases: %s", len(lease_ids), reason)
-        task = asyncio.create_task(self._send_release(lease_ids, reason, cause))
+        partials = self._partials.take(lease_ids)
+        task = asyncio.create_task(self._send_release(lease_ids, reason, cause, partials))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
         task.add_done_callback(self._record_failure)
 
-    async def _send_release(self, lease_ids: list[str], reason: str, cause: ReleaseCause) -> None:
-        """Send the release, with retries. If it fails, no lease is lost: the next heartbeat does not name it."""
+    async def _send_release(
+        self, lease_ids: list[str], reason: str, cause: ReleaseCause, partials: list[PartialGroup]
+    ) -> None:
+        """Send the release, with retries; before it, while the leases are open, what was sampled for them. If it fails, no lease is lost: the next heartbeat does not name it."""
         backoff = Backoff()
         with contextlib.suppress(TimeoutError, UnknownMember):
             async with asyncio.timeout(_RELEASE_SECONDS):
                 while True:
                     member_id = await self._registration.member()
                     with contextlib.suppress(CoordinatorDown):
+                        await self._partials.send(member_id, partials)
                         await self._coordinator.release(member_id, lease_ids, reason, cause)
                         return
                     await backoff.wait()

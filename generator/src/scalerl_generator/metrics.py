@@ -36,21 +36,21 @@ class ActorMetrics:
         )
         self.tokens = Counter("scalerl_actor_tokens", "Completion tokens sampled", ["split"], registry=r)
         self.truncated = Counter(
-            "scalerl_actor_truncated_rollouts", "Completions cut at max_tokens", registry=r
+            "scalerl_actor_truncated_rollouts", "Completions truncated at max_tokens", registry=r
         )
         self.interrupted = Counter(
             "scalerl_actor_interrupted_rollouts",
-            "Completions whose thought was ended by recipe.length.interruption",
+            "Completions whose reasoning was ended by recipe.length.interruption",
             registry=r,
         )
         self.grading_errors = Counter(
             "scalerl_actor_grading_errors",
-            "Completions that the verifier could not score; they are not trained on",
+            "Completions whose verifier failed; excluded from training",
             registry=r,
         )
         self.groups = Counter(
             "scalerl_actor_groups",
-            "Groups by the coordinator's answer, or `expired`",
+            "Groups pushed, by the response of the coordinator, or `expired`",
             ["result"],
             registry=r,
         )
@@ -58,7 +58,7 @@ class ActorMetrics:
         self.released = Counter("scalerl_actor_released_leases", "Leases released unserved", registry=r)
         self.failed = Counter(
             "scalerl_actor_failed_groups",
-            "Groups that could not be generated or graded, and were released",
+            "Groups released because they could not be generated or graded",
             registry=r,
         )
         self.skipped = Counter(
@@ -66,22 +66,48 @@ class ActorMetrics:
         )
         self.masked_tokens = Counter(
             "scalerl_actor_masked_tokens",
-            "Sampled tokens without a finite log-probability; they are not trained on",
+            "Sampled tokens without a finite log-probability; excluded from training",
             registry=r,
         )
         self.resubmitted = Counter(
-            "scalerl_actor_resubmitted_requests", "Requests sent again to a healthy server", registry=r
+            "scalerl_actor_resubmitted_requests", "Failed requests resubmitted to the same server", registry=r
         )
         self.resumed_tokens = Counter(
             "scalerl_actor_resumed_tokens",
-            "Tokens of unfinished completions that continued on a restarted server",
+            "Tokens of unfinished completions resumed on a restarted server",
+            registry=r,
+        )
+        self.handed_over_tokens = Counter(
+            "scalerl_actor_handed_over_tokens",
+            "Tokens of unfinished completions taken over from another actor, or from before a restart",
+            registry=r,
+        )
+        self.dropped_partials = Counter(
+            "scalerl_actor_dropped_partials",
+            "Leases whose partial completions were discarded and resampled, by reason",
+            ["reason"],
+            registry=r,
+        )
+        self.teacher_tokens = Counter(
+            "scalerl_actor_teacher_tokens",
+            "Completion tokens that the teacher of recipe.distillation gave a log-probability of",
+            registry=r,
+        )
+        self.teacher_failures = Counter(
+            "scalerl_actor_teacher_failures",
+            "Requests that the teacher of recipe.distillation did not answer; each is sent again, and its group waits",
+            registry=r,
+        )
+        self.refused_partials = Counter(
+            "scalerl_actor_refused_partials",
+            "Reports of a lease's unfinished completions that the coordinator had no room for",
             registry=r,
         )
         self.server_losses = Counter(
-            "scalerl_actor_server_losses", "Times the server stopped answering", registry=r
+            "scalerl_actor_server_losses", "Times the server stopped responding", registry=r
         )
         self.coordinator_losses = Counter(
-            "scalerl_actor_coordinator_losses", "Times the coordinator stopped answering", registry=r
+            "scalerl_actor_coordinator_losses", "Times the coordinator stopped responding", registry=r
         )
         self.registrations = Counter(
             "scalerl_actor_registrations", "Registrations with the coordinator", registry=r
@@ -94,12 +120,12 @@ class ActorMetrics:
         )
         self.generation_seconds = Histogram(
             "scalerl_actor_generation_seconds",
-            "Seconds from request to last token of a group",
+            "Seconds from the request to the last token of a group",
             buckets=_SECONDS,
             registry=r,
         )
         self.grading_seconds = Histogram(
-            "scalerl_actor_grading_seconds", "Seconds of scoring a group", buckets=_SECONDS, registry=r
+            "scalerl_actor_grading_seconds", "Seconds spent grading a group", buckets=_SECONDS, registry=r
         )
         self.update_seconds = Histogram(
             "scalerl_actor_update_seconds",

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.wire import MASKED
+from scalerl_api.wire import MASKED, Partial, VersionSpan
 from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
 
 
@@ -36,6 +36,12 @@ def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
     )
 
 
+def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if len(versions) else []
+    ends = [*starts[1:], len(versions)]
+    return tuple(Span(int(versions[s]), s, e) for s, e in zip(starts, ends, strict=False))
+
+
 class PartialCompletion:
     """Tokens, log-probabilities and weight versions so far.
 
@@ -51,6 +57,10 @@ class PartialCompletion:
         """None while it is not complete."""
         self.has_forced = False
         """Some of its tokens are :meth:`force`'s."""
+        self.reported = 0
+        """Number of its first tokens that the coordinator has."""
+        self.truncations = 0
+        """Changes that a report under way does not know of."""
 
     def append(self, part: Part, version: int) -> None:
         """Add tokens that were sampled by ``version`` or by later weights."""
@@ -77,9 +87,16 @@ class PartialCompletion:
         whole = _concatenated(self._parts)
         self._parts = [replace(whole, versions=np.concatenate([whole.versions[:since], versions]))]
 
+    def forget_reports(self) -> None:
+        """Report all tokens again, those of a report under way too."""
+        self.reported = 0
+        self.truncations += 1
+
     def truncate(self, tokens: int) -> None:
         """Drop all but the first ``tokens`` tokens, and the end."""
         whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
+        self.reported = min(self.reported, self.tokens)
+        self.truncations += 1
         self._parts = [
             _Tokens(
                 whole.token_ids[:tokens],
@@ -97,10 +114,23 @@ class PartialCompletion:
     @property
     def weight_versions(self) -> tuple[Span, ...]:
         """Spans that cover all tokens, each as long as it can be."""
-        versions = _concatenated(self._parts).versions
-        starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if len(versions) else []
-        ends = [*starts[1:], len(versions)]
-        return tuple(Span(int(versions[s]), s, e) for s, e in zip(starts, ends, strict=False))
+        return _spans(_concatenated(self._parts).versions)
+
+    def unreported(self) -> Partial:
+        """The tokens after the :attr:`reported` ones, for the coordinator."""
+        missing, parts = self.tokens - self.reported, list[_Tokens]()
+        while sum(len(part.token_ids) for part in parts) < missing:
+            parts.insert(0, self._parts[-1 - len(parts)])
+        tail = _concatenated(parts)
+        since = len(tail.token_ids) - missing
+        versions = np.where(tail.masked, MASKED, tail.versions)[since:]
+        return Partial(
+            start=self.reported,
+            token_ids=tail.token_ids[since:].astype("<i4").tobytes(),
+            logprobs=tail.logprobs[since:].astype("<f4").tobytes(),
+            versions=[VersionSpan(span.version, span.start) for span in _spans(versions)],
+            finish_reason=self.finish_reason,
+        )
 
     def sampled(self) -> Sampled:
         """The complete completion; only once it has a finish reason."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
@@ -62,10 +63,14 @@ class ServerMonitor:
                 await asyncio.sleep(_CHECK_SECONDS)
 
     async def check_alive(self) -> bool:
-        """Check the server's health, with retries. During an update, the update's outcome decides instead."""
+        """Check the server's health, with retries. During an update, the update's outcome decides instead.
+
+        Returns False if it was lost meanwhile, even if it has started again: these checks do not apply to the new start.
+        """
+        start = self._state.start_count
         async with self._lock:
             for attempt in range(_CHECKS):
-                if not self._state.up:
+                if not self._state.is_up_since(start):
                     return False
                 if self._state.updating:
                     return True
@@ -73,23 +78,31 @@ class ServerMonitor:
                     return True
                 if attempt + 1 < _CHECKS:
                     await asyncio.sleep(_CHECK_AGAIN_SECONDS)
-            self.server_lost("it does not answer")
+            if self._state.is_up_since(start):
+                self.server_lost("it does not answer")
             return False
 
-    async def check_same_server(self) -> bool:
-        """Check that the server is alive and has not restarted unnoticed, which would have cost it its weights."""
+    async def check_same_server(self, start: int) -> bool:
+        """Check that the server is alive and has not restarted, which would have cost it its weights.
+
+        Args:
+            start: the server's ``start_count`` when the caller sent its request.
+        """
+        if not self._state.is_up_since(start):
+            return False
         alive = await self.check_alive()
         if not alive or self._state.updating or self._state.version == NO_WEIGHTS:
             return alive
         try:
             version = await self._server.weight_version()
         except VllmError:
-            return await self.check_alive()
-        if version == UNVERSIONED:
+            return await self.check_alive() and self._state.is_up_since(start)
+        # A new start that was noticed meanwhile holds no weights yet, as it should.
+        if version == UNVERSIONED and self._state.is_up_since(start):
             self.server_lost(
                 "it has restarted: it holds none of the weights published to it", unpublished=True
             )
-        return self._state.up
+        return self._state.is_up_since(start)
 
     def server_lost(self, reason: str, *, unpublished: bool = False) -> None:
         """Set the server down: it, or its weights, are lost, and with them all requests in flight.
@@ -131,13 +144,15 @@ class Registration:
         *,
         name: str,
         control_url: str,
+        teacher_problem: Callable[[], str] = str,
     ) -> None:
         self._coordinator, self._state, self._busy, self._metrics = coordinator, state, busy, metrics
-        self._name, self._control_url = name, control_url
+        self._name, self._control_url, self._teacher_problem = name, control_url, teacher_problem
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
         self._registered_start = 0
-        self._interval_seconds = 1.0
+        self.interval_seconds = 1.0
+        """Between two heartbeats."""
         self._busy_before = 0.0
         self._tokens_before = 0
         self.member_id: str | None = None
@@ -193,7 +208,7 @@ class Registration:
                 await backoff.wait()
             else:
                 backoff.reset()
-                await wait_set(self._wake, self._interval_seconds)
+                await wait_set(self._wake, self.interval_seconds)
 
     async def unregister(self, timeout_seconds: float) -> None:
         """Report the member as unhealthy, so that its leases are reassigned; best effort within ``timeout_seconds``."""
@@ -224,7 +239,7 @@ class Registration:
         logger.info("registered as %s (%s)", self._name, reply.member_id)
         self._metrics.registrations.inc()
         self._registered_start = start
-        self._interval_seconds = reply.heartbeat_seconds
+        self.interval_seconds = reply.heartbeat_seconds
         self._busy_before, self._tokens_before = self._busy.seconds, self.generated_tokens
         self.member_id = reply.member_id
         self._registered.set()
@@ -239,6 +254,7 @@ class Registration:
             busy_seconds=self._busy.seconds - self._busy_before,
             generated_tokens=self.generated_tokens - self._tokens_before,
             held_leases=sorted(self.held_leases),
+            teacher_problem=self._teacher_problem(),
             progress=self._progress,
         )
 

@@ -17,16 +17,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, VersionSpan
+from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, Verdicts, VersionSpan
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
-from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.grading.grading_pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
 
 logger = logging.getLogger("scalerl.actor.rollouts")
@@ -53,6 +55,18 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
     versions[sampled.masked] = MASKED
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
     return [VersionSpan(int(versions[start]), int(start)) for start in starts]
+
+
+def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
+    """Verdicts on a group's completions, in the wire's form."""
+    return Verdicts(
+        scores=[one.score for one in graded],
+        parts={
+            name: [0.0 if one.verdict is None else one.verdict.parts[name] for one in graded]
+            for name in part_names
+        },
+        errors={at: one.error for at, one in enumerate(graded) if one.error is not None},
+    )
 
 
 Strategy = Callable[[CompletionStreams], Awaitable[None]]
@@ -98,7 +112,9 @@ class RolloutGenerator:
         *,
         max_sequences: int,
         kept: KeptCompletions,
+        partials: PartialReports,
         strategy: Strategy = sample_plain,
+        teacher: Teacher | None = None,
     ) -> None:
         self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
         self._codec, self._grader, self._metrics = codec, grader, metrics
@@ -106,7 +122,8 @@ class RolloutGenerator:
         self._thread = thread
         self._logged_grading_errors: set[str] = set()
         self._max_sequences = max_sequences
-        self._kept, self._strategy = kept, strategy
+        self._kept, self._partials, self._strategy = kept, partials, strategy
+        self._teacher = teacher
 
     async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
         """Sample the completions of a lease; waits while the server holds no weights or receives new ones.
@@ -122,6 +139,9 @@ class RolloutGenerator:
         prompt, encoded = await self._in_thread(self._encoded, lease)
         await self._state.serving()
         started, server_start = time.monotonic(), self._state.start_count
+        kept, handed_over = self._kept.take(lease), self._partials.read(lease, encoded)
+        # The longer are the later ones: of an earlier server, or of another actor since.
+        begun = max(kept or [], handed_over or [], key=lambda group: sum(c.tokens for c in group))
         streams = CompletionStreams(
             self._server,
             self._monitor,
@@ -129,13 +149,16 @@ class RolloutGenerator:
             self._metrics,
             lease,
             encoded,
-            stop_token_ids=self._codec.stop_token_ids,
+            stop_token_ids=self._codec.tokenizer.stop_token_ids,
             max_sequences=self._max_sequences,
             on_tokens=on_tokens,
-            completions=self._kept.take(lease),
+            completions=begun,
         )
         resumed = streams.tokens
-        self._metrics.resumed_tokens.inc(resumed)
+        (self._metrics.handed_over_tokens if begun is handed_over else self._metrics.resumed_tokens).inc(
+            resumed
+        )
+        self._partials.track(streams)
         self._busy.request_started()
         try:
             await self._strategy(streams)
@@ -152,45 +175,71 @@ class RolloutGenerator:
         self._record(lease, completions, seconds)
         return Generated(lease, prompt, encoded, completions, seconds)
 
-    async def grade(self, generated: Generated, on_graded: Callable[[], None]) -> Group:
-        """Score the completions and pack the group.
+    async def grade(
+        self,
+        generated: Generated,
+        on_graded: Callable[[], None],
+        on_teacher_wait: Callable[[], None] = lambda: None,
+        on_teacher_answer: Callable[[], None] = lambda: None,
+    ) -> Group:
+        """Score the completions, by the teacher too if there is one, and pack the group.
 
-        ``on_graded`` is called for each completion of this group that is graded. A completion on which the verifier fails or
+        ``on_graded`` is called for each completion of this group that is graded, ``on_teacher_wait`` every second until the
+        teacher has answered, however long it is away, then ``on_teacher_answer``. A completion on which the verifier fails or
         exceeds its limits has an error instead of a score.
 
         Raises:
             GradingError: the verifier's processes cannot be kept running; nothing was scored.
+            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher answers, but not for these completions.
         """
         lease = generated.lease
-        started = time.monotonic()
-        texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
-        in_thought = generated.encoded.in_thought
-        scores = await self._grader.score_group(
-            generated.prompt, texts, in_thought=in_thought, on_graded=on_graded
-        )
-        self._metrics.grading_seconds.observe(time.monotonic() - started)
-        self._log_grading_errors(generated.prompt, [s.error for s in scores if s.error is not None])
+        asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
+        try:  # while the teacher is asked, which may be away
+            verdicts = await self._verdicts(generated, on_graded)
+            teacher_logprobs = await asked
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)  # both may have failed
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),
                 logprobs=c.logprobs.tobytes(),
+                teacher_logprobs=theirs,
                 versions=version_spans(c),
                 finish_reason=c.finish_reason,
-                score=score.score,
-                grading_error=score.error,
             )
-            for c, score in zip(generated.completions, scores, strict=True)
+            for c, theirs in zip(generated.completions, teacher_logprobs, strict=True)
         ]
         return Group(
             lease_id=lease.lease_id,
-            split=lease.split,
+            prompt=lease.prompt,
             slot=lease.slot,
-            prompt_index=lease.prompt_index,
             prompt_id=lease.prompt_id,
             prompt_token_ids=generated.encoded.wire,
             completions=completions,
+            verdicts=verdicts,
             generation_seconds=generated.seconds,
         )
+
+    async def _teacher_logprobs(
+        self, generated: Generated, on_wait: Callable[[], None], on_answer: Callable[[], None]
+    ) -> list[bytes]:
+        if self._teacher is None or generated.lease.split is not Split.TRAIN:
+            return [b""] * len(generated.completions)
+        logprobs = await self._teacher.score(generated.encoded.token_ids, generated.completions, on_wait)
+        on_answer()
+        return [of_one.astype("<f4").tobytes() for of_one in logprobs]
+
+    async def _verdicts(self, generated: Generated, on_graded: Callable[[], None]) -> Verdicts:
+        started = time.monotonic()
+        texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
+        graded = await self._grader.score_group(
+            generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
+        )
+        self._metrics.grading_seconds.observe(time.monotonic() - started)
+        verdicts = group_verdicts(graded, self._grader.part_names)
+        self._log_grading_errors(generated.prompt, list(verdicts.errors.values()))
+        return verdicts
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
@@ -200,13 +249,13 @@ class RolloutGenerator:
         return prompt, self._codec.encode(prompt, lease.max_tokens)
 
     def _prompt(self, lease: Lease) -> Prompt:
-        source = self._sources[lease.split]
-        where = f"{lease.split.value} prompt {lease.prompt_index}"
-        if not 0 <= lease.prompt_index < len(source):
+        source, index = self._sources[lease.split], lease.prompt.index
+        where = f"{lease.split.value} prompt {index}"
+        if lease.prompt.task or not 0 <= index < len(source):
             raise PromptMismatch(
-                f"lease {lease.lease_id}: {where} is outside the {len(source)} of this actor's source"
+                f"lease {lease.lease_id}: {where} of task {lease.prompt.task} is not among the {len(source)} of this actor's only task"
             )
-        prompt = source[lease.prompt_index]
+        prompt = source[index]
         if prompt.id != lease.prompt_id:
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is {prompt.id!r} here, the coordinator means {lease.prompt_id!r}: "
@@ -237,6 +286,7 @@ class RolloutGenerator:
         metrics.tokens.labels(lease.split.value).inc(sum(len(c.token_ids) for c in completions))
         metrics.masked_tokens.inc(sum(int(c.masked.sum()) for c in completions))
         metrics.truncated.inc(sum(c.finish_reason == "length" for c in completions))
-        oldest = min((c.weight_versions[0].version for c in completions if c.weight_versions), default=None)
+        sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
+        oldest = min(sampled, default=None)
         if oldest is not None:
             metrics.staleness.observe(max(0, self._state.version - oldest))

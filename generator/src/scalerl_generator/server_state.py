@@ -64,6 +64,10 @@ class ServerState:
     def is_serving(self) -> bool:
         return self._serving.is_set()
 
+    def is_up_since(self, start: int) -> bool:
+        """Whether the server is up, and has not been lost since its ``start_count`` was ``start``."""
+        return self.up and self.start_count == start
+
     def mark_up(self) -> None:
         """The server answers; it holds no published weights after a start."""
         self.up, self.version, self.updating = True, NO_WEIGHTS, False

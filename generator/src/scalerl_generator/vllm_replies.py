@@ -144,6 +144,14 @@ class _GenerateReply(msgspec.Struct):
     prompt_logprobs: list[dict[str, _LogprobReply] | None] | None = None
 
 
+class _ScoredReply(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _LogprobReply] | None] | None = None
+
+
+class _CompletionReply(msgspec.Struct):
+    choices: list[_ScoredReply]
+
+
 class _WeightInfoReply(msgspec.Struct):
     weight_version: str
 
@@ -163,6 +171,7 @@ class _ErrorReply(msgspec.Struct):
 _FINISHED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
 
 _GENERATE = msgspec.json.Decoder(_GenerateReply)
+_COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
@@ -219,14 +228,37 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
     Raises:
         BadReply, GenerationFailed
     """
-    rows = _decoded(_GENERATE, content).prompt_logprobs
+    used = np.ones(len(token_ids) - 1, np.bool_)
+    return _of_tokens(_decoded(_GENERATE, content).prompt_logprobs, token_ids, used)
+
+
+def read_completion_prompt_logprobs(
+    content: bytes, token_ids: Sequence[int], used: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """As :func:`read_prompt_logprobs`, of an answer of ``/v1/completions``.
+
+    Args:
+        used: shape ``[len(token_ids) - 1]``; where false, the result is 0 and the answer may have no finite value.
+
+    Raises:
+        BadReply, GenerationFailed
+    """
+    choices = _decoded(_COMPLETION, content).choices
+    return _of_tokens(choices[0].prompt_logprobs if choices else None, token_ids, used)
+
+
+def _of_tokens(
+    rows: list[dict[str, _LogprobReply] | None] | None, token_ids: Sequence[int], used: NDArray[np.bool_]
+) -> NDArray[np.float32]:
     if rows is None or len(rows) != len(token_ids):
         raise GenerationFailed(f"asked to score {len(token_ids)} tokens, got {rows and len(rows)} rows")
-    found = [(row or {}).get(str(token)) for token, row in zip(token_ids[1:], rows[1:], strict=True)]
-    logprobs = _floats([entry for entry in found if entry is not None])
-    if len(logprobs) != len(found) or not np.isfinite(logprobs).all():
+    missing = _LogprobReply(None)
+    logprobs = _floats(
+        [(row or {}).get(str(token), missing) for token, row in zip(token_ids[1:], rows[1:], strict=True)]
+    )
+    if not (np.isfinite(logprobs) & (logprobs > _CLAMPED))[used].all():
         raise GenerationFailed("a prompt token has no finite log-probability")
-    return logprobs
+    return np.where(used, logprobs, np.float32(0.0))
 
 
 def read_weight_version(content: bytes) -> int:

@@ -6,7 +6,7 @@ vLLM loads this module in every process of the server through its ``vllm.general
 1. ``init``: join a process group of its own (a store and a group, no default group), so that a new group can replace it
    when the membership changes. The sender is rank 0.
 2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive in the layout of
-   :mod:`scalerl_api.weights`; each is verified before any byte of it reaches the model.
+   :mod:`scalerl_api.weight_layout`; each is verified before any byte of it reaches the model.
 3. A receive that fails (timeout, lost peer, damaged bucket) raises, and the worker leaves the group. The model then holds
    its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds. Either way the
    engine can join a new group and start again.
@@ -34,7 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from scalerl_api.weights import Bucket, check_trailer, lay_out, tensor_bytes
+from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent

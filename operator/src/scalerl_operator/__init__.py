@@ -7,10 +7,10 @@ A reconcile, on a cluster::
                                         │
                                         ├ accept()            the spec that is carried out            controller/accept
                                         ├ observe()           Jobs, pods → RunObservation             controller/observe
-       coordinator's status ──────────▶ ├ ask_coordinator()                                           controller/coordinator_access
+       coordinator's status ──────────▶ ├ ask_coordinator()                                           controller/coordinator_poller
        forecast, by the autoscaler ───▶ ├ lifecycle.decide()  what is to exist, phase                 policy/lifecycle
                                         ├ check_volume(), Preflight.check()   what keeps it from being carried out
-                                        ├ RunObject.write()   what was decided, before it is done     controller/run_object
+                                        ├ RunObject.write()   what was decided, before it is done     controller/status
                                         ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build
                                         └ report()            conditions(), events                    controller/status
 

@@ -29,7 +29,7 @@ DECISIONS_SECONDS: Final = 30.0
 """Timeout of one line or page of the decision log, which waits for a disk; a status does not."""
 
 UPGRADE_REQUIRED: Final = 426
-READABLE_VERSIONS: Final = (WIRE_VERSION, 2, 1)
+READABLE_VERSIONS: Final = (WIRE_VERSION, 4, 3, 2, 1)
 """Wire versions whose status and stop this client reads: each version only added fields with defaults. A run keeps its
 images through an upgrade of the operator, so its coordinator may use an earlier version."""
 
@@ -58,10 +58,7 @@ class CoordinatorClient:
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
         self._url = url
-        self._headers = {
-            "authorization": f"Bearer {token}",
-            "content-type": CONTENT_TYPE,
-        }
+        self._headers = {"authorization": f"Bearer {token}", "content-type": CONTENT_TYPE}
         self._version = WIRE_VERSION
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None

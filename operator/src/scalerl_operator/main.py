@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
@@ -33,8 +34,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_request import Sidecar
 from scalerl_operator.autoscaling.loop import AutoscalerLoop
-from scalerl_operator.controller.decision_storage import CoordinatorStorage
-from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage, FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -60,20 +60,18 @@ MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Recon
 log = logging.getLogger("scalerl_operator")
 
 
+@dataclass
 class Parts:
     """What a reconciler is made of: given to :data:`MakeReconcile` once they are all there."""
 
-    def __init__(
-        self, settings: Settings, api: KubeApi, cache: Cache, metrics: Metrics, wake: Callable[[Key], None]
-    ) -> None:
-        self.settings = settings
-        self.api = api
-        self.cache = cache
-        self.metrics = metrics
-        self.wake = wake
-        """Wakes a run for news of its coordinator or its autoscaler. Not to retry a failed reconcile."""
-        self.on_lost: list[Callable[[], Awaitable[None]]] = []
-        """Called when this replica no longer leads and nothing is in work."""
+    settings: Settings
+    api: KubeApi
+    cache: Cache
+    metrics: Metrics
+    wake: Callable[[Key], None]
+    """Wakes a run for news of its coordinator or its autoscaler. Not to retry a failed reconcile."""
+    on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    """Called when this replica no longer leads and nothing is in work."""
 
 
 class Operator:
@@ -88,18 +86,15 @@ class Operator:
         self.api = KubeApi(
             configuration,
             fence=lambda: self.leader.is_leader(),
-            observer=self.metrics,
+            on_call=self.metrics.called,
             instance=settings.identity,
         )
         self.leader = Leader(
-            self.api,
-            namespace=settings.operator_namespace,
-            identity=settings.identity,
-            name=settings.lease,
+            self.api, namespace=settings.operator_namespace, identity=settings.identity, name=settings.lease
         )
         self.cache = Cache(lambda key: self.queue.wake(key))
         self.queue = WorkQueue(
-            lambda key: self._reconcile(key), workers=settings.workers, observer=self.metrics
+            lambda key: self._reconcile(key), workers=settings.workers, on_pass=self.metrics.finished
         )
         self.watches = Watches(
             self.api,
@@ -192,7 +187,7 @@ class Operator:
         log.info("stopped")
 
     async def _until_stop(self, part: Awaitable[None], other: asyncio.Task[None]) -> bool:
-        """Wait for ``part`` while ``other`` goes on, or for the order to stop; True if that came first."""
+        """Wait for ``part`` while ``other`` continues, or for the order to stop; True if that came first."""
         task, stop = asyncio.ensure_future(part), asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait([task, other, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -350,9 +345,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     logging.basicConfig(
-        stream=sys.stderr,
-        level=settings.log_level,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr, level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     # kopf logs every event of every object; what matters of it is logged here.
     logging.getLogger("kopf").setLevel(logging.WARNING)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Final, NamedTuple
 
 from prometheus_client import (
@@ -30,51 +31,30 @@ from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.names import label_value
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LAGS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class Metrics:
-    """The process's registry; an observer of the API client and of the queue."""
+    """The process's registry."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._runs: dict[Key, _RunSample] = {}
-        self._reconciles = Histogram(
-            names.RECONCILE_SECONDS,
-            "One reconcile of one run.",
-            ["result"],
-            registry=self.registry,
-            buckets=_SECONDS,
-        )
-        self._requests = Counter(
-            names.API_REQUESTS, "Calls to the API server.", ["verb", "kind", "code"], registry=self.registry
-        )
-        self._request_seconds = Histogram(
-            names.API_SECONDS,
-            "Time from a request to the API server to its response.",
-            ["verb"],
-            registry=self.registry,
-            buckets=_SECONDS,
-        )
-        self._writes = Counter(
-            names.WRITES, "Writes that the API server accepted.", ["kind"], registry=self.registry
-        )
-        self._decisions = Counter(
-            names.DECISIONS, "Decisions of the autoscaler.", ["state"], registry=self.registry
-        )
-        self._events = Counter(
-            names.WATCH_EVENTS, "Events received from watches.", ["kind"], registry=self.registry
-        )
-        self.repairs = Counter(
-            names.CACHE_REPAIRS, "Objects that the watches missed and a list found.", registry=self.registry
-        )
-        self.loop_lag = Histogram(
-            names.LOOP_LAG_SECONDS,
-            "Delay with which the event loop resumed a sleeping task.",
-            registry=self.registry,
-            buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
-        )
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=_SECONDS)
+        self._reconciles = histogram(names.RECONCILE_SECONDS, "Seconds to reconcile a run.", ["result"])
+        text = "Seconds from a request to the API server to its response."
+        self._request_seconds = histogram(names.API_SECONDS, text, ["verb"])
+        text = "Delay with which the event loop resumed a sleeping task."
+        self.loop_lag = histogram(names.LOOP_LAG_SECONDS, text, buckets=_LAGS)
+        text = "Calls to the API server."
+        self._requests = counter(names.API_REQUESTS, text, ["verb", "kind", "code"])
+        self._writes = counter(names.WRITES, "Writes that the API server accepted.", ["kind"])
+        self._decisions = counter(names.DECISIONS, "Decisions of the autoscaler.", ["state"])
+        self._events = counter(names.WATCH_EVENTS, "Events received from watches.", ["kind"])
+        self.repairs = counter(names.CACHE_REPAIRS, "Objects that the watches missed and a list found.")
         for result in ("ok", "error", "cancelled"):
             # A missing series could not be distinguished from a failed scrape.
             self._reconciles.labels(result)
@@ -87,7 +67,7 @@ class Metrics:
             (names.QUEUE_FAILING, "Runs whose last reconcile ended with an error.", queue.failing),
             (names.LEADER, "1 while this replica may write.", leader.is_leader),
         ):
-            Gauge(name, text, registry=self.registry).set_function(_number(value))
+            Gauge(name, text, registry=self.registry).set_function(value)
         self.registry.register(_RunCollector(cache, self._runs))
 
     def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
@@ -179,7 +159,7 @@ class _RunCollector(Collector):
         )
         restarts = CounterMetricFamily(
             names.TRAINER_RESTARTS,
-            "Attempts of the trainer that ended before the run did.",
+            "Trainer attempts that ended before the run.",
             labels=["namespace", "run"],
         )
         for (namespace, name), run in self._runs.items():
@@ -195,7 +175,3 @@ class _RunCollector(Collector):
             if kind.watched:
                 kept.add_metric([kind.name], by_kind[kind.name])
         yield kept
-
-
-def _number(value: Callable[[], float]) -> Callable[[], float]:
-    return lambda: float(value())

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 from scalerl_api.spec import GROUP
@@ -105,59 +103,28 @@ def selector(uid: str, component: str | None = None) -> dict[str, str]:
     return {RUN_UID: uid} | ({} if component is None else {COMPONENT: str(component)})
 
 
-@dataclass(frozen=True)
 class Names:
     """Names of the objects of one run."""
 
-    run: str
-
-    @cached_property
-    def stem(self) -> str:
-        return stem(self.run)
-
-    @property
-    def claim(self) -> str:
+    def __init__(self, run: str) -> None:
+        self.stem = stem(run)
+        self.claim = f"{self.stem}-data"
         """The volume claim that the operator makes."""
-        return f"{self.stem}-data"
-
-    @property
-    def spec(self) -> str:
+        self.spec = f"{self.stem}-spec"
         """ConfigMap with the run file that all roles read."""
-        return f"{self.stem}-spec"
-
-    @property
-    def token(self) -> str:
+        self.token = f"{self.stem}-token"
         """Secret with the run's bearer token."""
-        return f"{self.stem}-token"
-
-    @property
-    def curve(self) -> str:
+        self.curve = f"{self.stem}-curve"
         """ConfigMap with the points of the curve."""
-        return f"{self.stem}-curve"
-
-    @property
-    def network(self) -> str:
+        self.network = f"{self.stem}-run"
         """NetworkPolicy of all pods."""
-        return f"{self.stem}-run"
-
-    @property
-    def prepare(self) -> str:
-        return f"{self.stem}-{Role.PREPARE}"
-
-    @property
-    def coordinator(self) -> str:
+        self.prepare = f"{self.stem}-{Role.PREPARE}"
+        self.coordinator = f"{self.stem}-{Role.COORDINATOR}"
         """StatefulSet and Service."""
-        return f"{self.stem}-{Role.COORDINATOR}"
-
-    @property
-    def generator(self) -> str:
+        self.generator = f"{self.stem}-{Role.GENERATOR}"
         """Deployment and PodDisruptionBudget."""
-        return f"{self.stem}-{Role.GENERATOR}"
-
-    @property
-    def trainer(self) -> str:
+        self.trainer = f"{self.stem}-{Role.TRAINER}"
         """Headless Service, over all attempts."""
-        return f"{self.stem}-{Role.TRAINER}"
 
     def trainer_job(self, attempt: int) -> str:
         """Job of one start of the gang; its pods' hostnames are this and ``-<rank>``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypedDict
 
 from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
@@ -37,12 +38,21 @@ _STARTUP_SECONDS = 1800
 _STARTUP_PERIOD_SECONDS = 1.0
 
 
-def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> tuple[Probe, Probe, Probe]:
-    """Startup, liveness and readiness probes; without an answer for ``stuck_seconds`` the process is restarted."""
-    startup = Probe(
-        health, port, _STARTUP_PERIOD_SECONDS, 5.0, int(_STARTUP_SECONDS / _STARTUP_PERIOD_SECONDS)
-    )
-    return startup, Probe(health, port, 10.0, 10.0, stuck_seconds // 10), Probe(ready, port, 1.0, 5.0, 1)
+class _Probes(TypedDict):
+    startup: Probe
+    liveness: Probe
+    readiness: Probe
+
+
+def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> _Probes:
+    """Without an answer for ``stuck_seconds`` the process is restarted."""
+    return {
+        "startup": Probe(
+            health, port, _STARTUP_PERIOD_SECONDS, 5.0, int(_STARTUP_SECONDS / _STARTUP_PERIOD_SECONDS)
+        ),
+        "liveness": Probe(health, port, 10.0, 10.0, stuck_seconds // 10),
+        "readiness": Probe(ready, port, 1.0, 5.0, 1),
+    }
 
 
 def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
@@ -62,7 +72,6 @@ def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
 
 def forecaster(spec: RunSpec) -> Workload:
     """The curve-fit sidecar of one run, for a runtime without a sidecar of its own."""
-    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.HEALTH, "http", stuck_seconds=60)
     container = Container(
         name="sidecar",
         argv=(
@@ -71,12 +80,10 @@ def forecaster(spec: RunSpec) -> Workload:
         ),
         env=_environment(spec),
         ports=("http",),
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
         resources=Resources(cpu_threads=1),
+        **_probes(endpoints.HEALTH, endpoints.HEALTH, "http", stuck_seconds=60),
     )
-    return Workload(Role.FORECASTER, Lifetime.SERVICE, (container,), after=(Role.PREPARE,), essential=False)
+    return Workload(Role.FORECASTER, Lifetime.SERVICE, (container,), essential=False)
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
@@ -101,24 +108,20 @@ def _prepare(spec: RunSpec) -> Workload:
 
 
 def _coordinator(spec: RunSpec) -> Workload:
-    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=60)
     container = Container(
         name="coordinator",
         argv=("python", "-m", "scalerl_coordinator.main", "--listen", _listen("http")),
         env=_environment(spec),
         ports=("http",),
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
         resources=Resources(cpu_threads=1),
         volumes=_volumes(spec, sources=False),
+        **_probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=60),
     )
-    return Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,), after=(Role.PREPARE,))
+    return Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,))
 
 
 def _generator(spec: RunSpec) -> Workload:
     generator = spec.generator
-    startup, liveness, readiness = _probes("/health", "/health", "vllm", stuck_seconds=120)
     server = Container(
         name="server",
         # Loopback, not $(SCALERL_BIND): only the actor of the same replica may call vLLM's development endpoints.
@@ -132,17 +135,14 @@ def _generator(spec: RunSpec) -> Workload:
         env=_environment(spec),
         ports=("vllm",),
         loopback=("vllm",),
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
         resources=Resources(
             generator.devices,
             generator.cpu_threads,
             quantity_bytes(generator.kv_cache) if generator.kv_cache else None,
         ),
         volumes=_volumes(spec, sources=False, writable=False),
+        **_probes("/health", "/health", "vllm", stuck_seconds=120),
     )
-    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60)
     verifier = spec.task.verifier
     actor = Container(
         name="actor",
@@ -159,15 +159,11 @@ def _generator(spec: RunSpec) -> Workload:
         ),
         env=_environment(spec),
         ports=("control",),
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
         resources=Resources(cpu_threads=1, memory_bytes=quantity_bytes(verifier.memory) * verifier.workers),
         volumes=_volumes(spec, sources=False, writable=False),
+        **_probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60),
     )
-    return Workload(
-        Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas, after=(Role.PREPARE,)
-    )
+    return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
 
 
 def _server_options(spec: RunSpec) -> tuple[str, ...]:
@@ -190,7 +186,6 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
 
 def _trainer(spec: RunSpec) -> Workload:
     trainer = spec.trainer
-    startup, liveness, readiness = _probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=300)
     environment = _environment(spec) | {TRAINER_HOST: f"$({ADDRESS})"}
     if trainer.devices == 0:
         environment["DS_ACCELERATOR"] = "cpu"
@@ -199,17 +194,10 @@ def _trainer(spec: RunSpec) -> Workload:
         argv=("python", "-m", "scalerl_trainer.main", "--listen", _listen("http")),
         env=environment,
         ports=("http",),
-        startup=startup,
-        liveness=liveness,
-        readiness=readiness,
         resources=Resources(min(1, trainer.devices), trainer.cpu_threads),
         volumes=_volumes(spec, sources=False),
+        **_probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=300),
     )
     return Workload(
-        Role.TRAINER,
-        Lifetime.GANG,
-        (container,),
-        trainer.ranks,
-        per_node=max(1, trainer.devices),
-        after=(Role.PREPARE,),
+        Role.TRAINER, Lifetime.GANG, (container,), trainer.ranks, per_node=max(1, trainer.devices)
     )

@@ -36,7 +36,7 @@ class Lifetime(enum.StrEnum):
     """How a workload's replicas live."""
 
     ONCE = "once"
-    """Runs to completion; the workloads ``after`` it start then."""
+    """Runs to completion before the others start."""
     SERVICE = "service"
     """Runs as long as the run; each container is restarted on its own."""
     GANG = "gang"
@@ -111,7 +111,6 @@ class Workload:
     containers: tuple[Container, ...]
     replicas: int = 1
     per_node: int = 1
-    after: tuple[Role, ...] = ()
     essential: bool = True
 
     def replica_name(self, index: int) -> str:

@@ -10,23 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from operator_tests.children import run_spec
-from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines
 from scalerl_coordinator.decisions import DecisionLog, Superseded
 from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing, OffsetSuperseded
 from scalerl_operator.kube.types import Object
 
-UID = "5b1f3a52-0000-4000-8000-000000000001"
 DOWN = "down"
 """A call that is not sent."""
 LOST = "lost"
 """A call that is carried out, and whose answer does not arrive."""
-
-
-def cluster_run(**spec: Any) -> ScaleRLRun:
-    run = run_spec(**spec)
-    return run.model_copy(update={"metadata": run.metadata.model_copy(update={"namespace": "team"})})
 
 
 class DecisionService:

@@ -164,7 +164,7 @@ def test_evaluations_made_again_after_a_restart_count_once() -> None:
         (replace(answer(0.0), fit=replace(answer().fit, identifiable=False, doubts=["an edge"])), "an edge"),
     ],
 )
-def test_a_forecast_that_cannot_be_believed_is_insufficient(forecast: wire.ForecastAnswer, says: str) -> None:
+def test_implausible_forecast_is_insufficient(forecast: wire.ForecastAnswer, says: str) -> None:
     agreed = [seen(v, 0.05) for v in (200, 210)]
     doubted = [seen(v, forecast=forecast) for v in (220, 230, 240)]
     *_, last = chain(decide, spec(), [*agreed, *doubted])
@@ -214,7 +214,7 @@ def test_an_alarm_that_stays_holds_the_run_and_is_given_again(bad: dict[str, Any
     assert states(chain(decide, spec(onBroken="Alert"), looks))[1:] == ["BROKEN"] * 7
     well = seen(215, 0.5, reward=0.56)
     assert set(kinds(spec(), [*looks[:5], well, *looks[5:]])) == {"none"}, (
-        "what is well in between begins anew"
+        "what is well in between begins again"
     )
 
 
@@ -249,7 +249,7 @@ def test_a_model_that_has_not_learnt_to_come_to_an_end_is_not_held() -> None:
 
 
 @pytest.mark.parametrize("bad", [FALLEN, {"truncated": 0.1}, {"reward": None}])
-def test_a_run_that_is_let_go_on_is_not_held_for_what_was_known(bad: dict[str, Any]) -> None:
+def test_resumed_run_is_not_held_for_known_alarm(bad: dict[str, Any]) -> None:
     """The fall stays for good: a false alarm, or one that somebody lives with. The sidecar leaves out what is known."""
 
     def look(version: int, **more: Any) -> Observation:
@@ -290,7 +290,7 @@ def test_a_target_out_of_reach_stops_what_would_still_gain(
     ("gain", "net", "expected"),
     [(0.0, 0.0, "STOP"), (0.01, 50.0, "CONTINUE"), (0.01, 9.0, "CONTINUE")],
 )
-def test_with_a_price_and_a_value_money_decides(gain: float, net: float, expected: str) -> None:
+def test_price_and_value_decide_by_cost(gain: float, net: float, expected: str) -> None:
     """A gain that minGain would stop pays if it is cheap, and one that it would not may be too dear."""
     block = wire.BestBlock(compute=1e5 if net else 0.0, gain=gain, net=net)
     for p_gain in (0.01, 0.9):
@@ -299,13 +299,13 @@ def test_with_a_price_and_a_value_money_decides(gain: float, net: float, expecte
         assert states(chain(decide, rules, looks))[-1] == expected
 
 
-def test_without_a_measured_rate_nothing_is_said_in_money() -> None:
+def test_no_costs_without_measured_rate() -> None:
     rules = spec(pricePerDeviceHour="2", valuePerPoint="100")
     (decision,) = chain(decide, rules, [seen()])
     assert (decision.state, "device-hour" in decision.reasons[0]) == (State.INSUFFICIENT, True)
 
 
-def test_a_stop_taken_back_by_the_user_takes_new_evaluations_to_come_again() -> None:
+def test_cancelled_stop_needs_new_evaluations() -> None:
     looks = [seen(v, 0.05) for v in (200, 210, 220)]
     looks += [seen(220, 0.05, resumed=True), *(seen(v, 0.05) for v in (220, 230, 240, 250))]
     assert [s[:4] for s in states(chain(decide, spec(), looks))][2:] == [
@@ -318,7 +318,7 @@ def test_a_stop_taken_back_by_the_user_takes_new_evaluations_to_come_again() -> 
     ]
 
 
-def test_another_policy_counts_anew() -> None:
+def test_other_policy_resets_counts() -> None:
     *_, second = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210)])
     assert second.history.streak == 2
     assert decide(spec(minGain="0.03"), seen(220, 0.05), second.history).history.streak == 1
@@ -442,7 +442,7 @@ def test_invariants(rules: Any, looks: list[Observation]) -> None:
                 look.generators.quota, look.generators.wanted
             )
             assert look.generators.ready == look.generators.wanted
-            # The run's clock only goes back when a coordinator lost its journal: the wait begins anew then.
+            # The run's clock only goes back when a coordinator lost its journal: the wait begins again then.
             if changed_at is not None:
                 assert look.spent.seconds - changed_at >= rules.cooldown_seconds
             changed_at = look.spent.seconds

@@ -48,7 +48,7 @@ async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_w
 
 
 @pytest.mark.parametrize("mode", ["Off", "Advisory"])
-async def test_off_asks_nobody_and_advisory_does_nothing(tmp_path: Path, url: str, mode: str) -> None:
+async def test_off_requests_nothing_and_advisory_acts_on_nothing(tmp_path: Path, url: str, mode: str) -> None:
     watched, curve = Watched(tmp_path / "d", url, {"mode": mode}), flat_curve()
     steps = [await watched.step(curve[:count]) for count in (39, 40, 41)]
     if mode == "Off":
@@ -60,7 +60,7 @@ async def test_off_asks_nobody_and_advisory_does_nothing(tmp_path: Path, url: st
     assert (last.decision.state, last.decision.action.kind, last.action) == (State.STOP, "stop", Action())
 
 
-async def test_a_restart_goes_on_with_what_was_known_and_gives_a_stop_again(tmp_path: Path, url: str) -> None:
+async def test_restart_resumes_state_and_repeats_stop(tmp_path: Path, url: str) -> None:
     curve = flat_curve()
     before = Watched(tmp_path / "d", url)
     await before.must(curve[:40])
@@ -80,7 +80,7 @@ async def test_a_restart_goes_on_with_what_was_known_and_gives_a_stop_again(tmp_
     assert (await resumed.must(longer[:43])).action.kind == "stop"
 
 
-async def test_the_load_is_looked_at_once_a_cooldown(tmp_path: Path, url: str) -> None:
+async def test_load_is_read_once_per_cooldown(tmp_path: Path, url: str) -> None:
     """A trainer that waits gets a second generator; nothing is recorded in between."""
     watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 60})
     curve = flat_curve()[:12]
@@ -169,7 +169,7 @@ async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
     assert [second for second, policy in taken if policy == "balance"] == [60, 125, 190]
 
 
-async def test_an_answer_is_not_judged_by_rules_that_came_while_it_was_awaited(
+async def test_forecast_is_not_decided_by_rules_edited_meanwhile(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked whether double the compute pays; by then the run is to look at four times as much."""

@@ -132,7 +132,7 @@ async def test_a_hundred_thousand_points(tmp_path: Path, url: str) -> None:
     assert step.decision.history.version == 1_000_000
 
 
-async def test_mixed_and_not_finite_points_are_left_out(tmp_path: Path, url: str) -> None:
+async def test_mixed_and_non_finite_points_are_excluded(tmp_path: Path, url: str) -> None:
     curve = flat_curve()
     curve[10] = replace(curve[10], mixed_versions=True, reward=0.0)
     curve[20] = replace(curve[20], reward=float("nan"))

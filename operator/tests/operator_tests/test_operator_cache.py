@@ -80,9 +80,7 @@ def test_a_change_wakes_its_run_by_its_whole_name(
     assert len(cache) == 0
 
 
-def test_an_unlabelled_object_is_nobodys_and_one_that_lost_its_label_is_gone(
-    cache: Cache, woken: list[tuple[str, str]]
-) -> None:
+def test_object_without_label_is_not_cached(cache: Cache, woken: list[tuple[str, str]]) -> None:
     cache.observe("ADDED", run_object(version=1))
     cache.observe("ADDED", thing(version=2, run=None))
     assert cache.owned("team", "r") == {}
@@ -103,7 +101,7 @@ def test_an_object_that_changes_hands_wakes_both(cache: Cache, woken: list[tuple
     assert set(cache.owned("team", "b")) == {("Job", "j")}
 
 
-def test_the_answer_to_a_write_is_there_at_once_and_its_event_wakes_nobody(
+def test_write_response_is_cached_and_its_event_wakes_nothing(
     cache: Cache, woken: list[tuple[str, str]]
 ) -> None:
     cache.observe("ADDED", run_object(version=1))

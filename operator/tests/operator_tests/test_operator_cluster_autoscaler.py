@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from operator_tests.decision_service import DOWN, LOST, UID, DecisionService, cluster_run
+from operator_tests.decision_service import DOWN, LOST, DecisionService
+from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
 from scalerl_api.conditions import Reason
@@ -21,7 +22,7 @@ from scalerl_operator.autoscaling.forecast_request import Sidecar
 from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.decision_storage import CoordinatorStorage
+from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage
 
 ONE = Generators(wanted=1, ready=1)
 
@@ -37,7 +38,7 @@ class Stepped:
         sidecar = Sidecar(lambda: url, timeout_seconds=20.0, attempts=2, backoff_seconds=0.01)
         storage = CoordinatorStorage(self.run, UID, self.api, self.api)
         self.loop = AutoscalerLoop(
-            "team/test",
+            "ml/math",
             lambda: DecisionRecord.load(storage),
             sidecar,
             wake=self.woken.set,
@@ -46,9 +47,11 @@ class Stepped:
         )
 
     @staticmethod
-    def as_run(**autoscaling: Any) -> Any:
+    def as_run(*, budget: Any = None, recipe: Any = None, **autoscaling: Any) -> Any:
         return cluster_run(
-            autoscaling={"mode": "Auto", "stopAfter": 2} | autoscaling, budget={"maxSeconds": 1_000_000}
+            autoscaling={"mode": "Auto", "stopAfter": 2} | autoscaling,
+            budget=budget or {"maxSeconds": 1_000_000},
+            recipe=recipe or {},
         )
 
     def report(
@@ -80,7 +83,7 @@ class Stepped:
         raise AssertionError("steps never end")
 
 
-async def test_a_flat_run_is_stopped_and_says_why(url: str) -> None:
+async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     first = stepped.report(curve[:39])
     assert (first.known, first.stop, first.decisions) == (False, "", ())
@@ -113,7 +116,7 @@ async def test_no_step_follows_a_stop_that_the_coordinator_has_yet_to_take(url: 
     assert stepped.loop._task is None
 
 
-async def test_an_operator_that_starts_anew_knows_as_much(url: str) -> None:
+async def test_restarted_operator_has_the_same_state(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
         await stepped.settled(curve[:count])
@@ -149,7 +152,29 @@ async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch:
     assert not other.report(curve, stop_reason=FORECAST).stop, "made with another prior"
 
 
-async def test_a_stop_that_is_taken_back_stays_back(url: str) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{"budget": {"maxSeconds": 2_000_000}}, {"recipe": {"promptsPerStep": 7}}],
+    ids=["budget", "recipe"],
+)
+async def test_stop_made_under_another_spec_is_not_acted_on(url: str, changed: dict[str, Any]) -> None:
+    """Neither by the operator that made it nor by one that starts later."""
+    stepped, curve = Stepped(url), flat_curve()
+    for count in (40, 41):
+        await stepped.settled(curve[:count])
+    assert stepped.report(curve).stop == FORECAST
+    stepped.loop.close()
+    again = Stepped(url, stepped.api)
+    stepped.run = again.run = Stepped.as_run(**changed)
+    assert not stepped.report(curve, stop_reason=FORECAST).stop
+    again.report(curve)
+    await asyncio.wait_for(again.woken.wait(), 120)
+    assert not again.report(curve, stop_reason=FORECAST).stop
+    await again.settled(curve)
+    assert again.report(curve).stop == FORECAST, "the next decision is made under the new spec"
+
+
+async def test_cancelled_stop_stays_cancelled(url: str) -> None:
     stepped, curve = Stepped(url), flat_curve()
     for count in (40, 41):
         await stepped.settled(curve[:count])
@@ -261,7 +286,7 @@ async def test_a_slow_sidecar_holds_nothing_up(serve: Any) -> None:
     stepped.loop.close()
 
 
-async def test_without_a_sidecar_nothing_is_stopped_and_it_is_said(url: str) -> None:
+async def test_without_sidecar_nothing_stops_and_reason_is_reported(url: str) -> None:
     stepped = Stepped(f"http://127.0.0.1:{unused_port()}")
     report = await stepped.settled(flat_curve())
     assert (report.stop, report.ready, report.reason, report.forecast) == (
@@ -280,7 +305,7 @@ async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> 
         await stepped.woken.wait()
         report = stepped.report(flat_curve())
         assert (report.known, report.reason) == (False, Reason.NOT_RECORDED)
-        assert "decisions.jsonl of team/test cannot be read" in report.message
+        assert "decisions.jsonl of ml/math cannot be read" in report.message
         assert stepped.loop._task is None, "not before its time"
         stepped.woken.clear()
         stepped.now += 2 * FIRST_RETRY_SECONDS
@@ -304,7 +329,7 @@ async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate:
     assert verify(stepped.api.content())[1] == []
 
 
-async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
+async def test_own_fault_is_reported_and_run_continues(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stepped, curve = Stepped(url), flat_curve()
@@ -321,7 +346,7 @@ async def test_a_fault_of_its_own_is_said_and_the_run_goes_on(
         Reason.AUTOSCALER_FAILED,
         "ZeroDivisionError: so",
     )
-    assert "team/test: the autoscaler failed" in caplog.text
+    assert "ml/math: the autoscaler failed" in caplog.text
     stepped.now += FIRST_RETRY_SECONDS
     assert (await stepped.settled(curve[:12])).state is not None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from operator_tests.decision_service import UID, cluster_run
+from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
 from scalerl_operator.build import storage
-from scalerl_operator.build.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map, curve_digest
+from scalerl_operator.build.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map
 
 RUN = cluster_run()
 POINTS = evaluations([0.2, 0.31, 0.4])
@@ -21,18 +21,19 @@ def test_curve_config_map_holds_the_table_and_is_owned_by_the_run() -> None:
     assert header.split(",") == list(CURVE_COLUMNS)
     assert rows[1] == "100000,0.31,4000,0.01,10,100.000,400.000,50.000,0.020000,false,first set,1000,0"
     metadata = made["metadata"]
-    assert (metadata["name"], metadata["namespace"]) == ("test-curve", "team")
+    assert (metadata["name"], metadata["namespace"]) == ("math-curve", "ml")
     assert metadata["labels"]["scalerl.dev/run-uid"] == metadata["ownerReferences"][0]["uid"] == UID
     assert CURVE_LEFT_OUT not in metadata["annotations"]
 
 
 def test_curve_digest_changes_with_the_points() -> None:
-    made = curve_config_map(RUN, UID, POINTS)
-    assert curve_digest(made) == curve_digest(curve_config_map(RUN, UID, list(POINTS))) != ""
     changed = [*POINTS[:2], replace(POINTS[2], reward=0.41)]
-    assert curve_digest(curve_config_map(RUN, UID, changed)) != curve_digest(made)
-    del made["metadata"]["annotations"][CURVE_DIGEST]
-    assert curve_digest(made) == curve_digest(None) == ""
+    one, same, other = (
+        curve_config_map(RUN, UID, points)["metadata"]["annotations"][CURVE_DIGEST]
+        for points in (POINTS, list(POINTS), changed)
+    )
+    assert one == same != other
+    assert one
 
 
 def test_curve_config_map_thins_out_a_long_curve() -> None:

@@ -16,7 +16,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.controller.observe import RunObservation, observe
-from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.controller.run_context import RunState
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import End, LifecycleDecision, Memory, Outcome
@@ -96,7 +96,7 @@ def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
     for type_, status in ((ConditionType.COORDINATOR_READY, "False"), (ConditionType.PROGRESSING, "False"), (ConditionType.DEGRADED, "True")):  # fmt: skip
         condition = found[type_]
         assert (condition.status, condition.reason) == (status, "VolumeNotWritable")
-        assert condition.message == "the disk of the run's volume takes nothing more: No space left on device"
+        assert condition.message == "the run's volume cannot be written: No space left on device"
 
 
 def test_steps_are_not_progressing_without_a_trainer() -> None:
@@ -111,7 +111,7 @@ def test_steps_are_not_progressing_without_a_trainer() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ({"scratch": {"layers": 2}}, "the model is made from scratch"),
+        ({"scratch": {"layers": 2}}, "the model is initialized randomly"),
         ({"hub": {"name": "a/b"}}, "the model a/b is downloaded to the run's volume"),
         ({"path": "/models/a"}, "the model is taken from /models/a"),
     ],

@@ -89,9 +89,7 @@ memories = st.builds(
 
 
 @given(memories, memories)
-def test_the_memory_of_a_look_is_found_by_the_next_whatever_was_there_before(
-    first: Memory, second: Memory
-) -> None:
+def test_reconcile_state_round_trips_over_any_earlier_state(first: Memory, second: Memory) -> None:
     stored: dict[str, Any] = {}
     for memory in (first, second):
         before = RunStatus.model_validate(stored)
@@ -151,9 +149,7 @@ def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
 @pytest.mark.parametrize(
     ("refused", "reason"), [("HTTP 426: 2, not 1", "CoordinatorRefused"), ("", "CoordinatorUnreachable")]
 )
-def test_a_coordinator_that_does_not_listen_is_told_from_one_that_is_not_reached(
-    refused: str, reason: str
-) -> None:
+def test_refused_connection_is_distinguished_from_unreachable(refused: str, reason: str) -> None:
     decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1), note="the coordinator to answer")
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}

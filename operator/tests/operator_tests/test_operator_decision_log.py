@@ -140,7 +140,7 @@ def test_a_record_of_the_first_method_is_made_again_to_the_last_field() -> None:
     }
 
 
-def test_the_sidecar_is_told_which_evaluations_a_person_knows_to_be_low() -> None:
+def test_forecast_request_names_acknowledged_low_evaluations() -> None:
     evaluated = flat_curve(20)
     points = [point(e) for e in evaluated]
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
@@ -165,7 +165,7 @@ def test_another_decision_than_follows_is_named_by_field(recorded: tuple[bytes, 
     assert [(d.line, d.field) for d in found] == [(11, "decision.history.streak"), (12, "before.streak")]
 
 
-def test_reopening_goes_on_where_it_ended_and_cuts_a_torn_tail(
+def test_reopen_resumes_and_truncates_partial_line(
     tmp_path: Path, recorded: tuple[bytes, list[Line]]
 ) -> None:
     content, lines = recorded

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operator_tests.decision_service import DOWN, LOST, UID, DecisionService, cluster_run
+from operator_tests.decision_service import DOWN, LOST, DecisionService
+from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import evaluations, run, spec, status
 from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.decide import decide
@@ -19,7 +20,7 @@ from scalerl_operator.autoscaling.log_storage import RecordError, RecordLost
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.decision_storage import CoordinatorStorage
+from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage
 from scalerl_operator.coordinator_client import CoordinatorRefused
 from scalerl_operator.kube import errors
 
@@ -51,11 +52,11 @@ async def test_lines_follow_each_other_and_are_read_again() -> None:
     assert service.patches == [], "the reconcile writes the status"
 
 
-async def test_an_operator_that_lost_the_lead_writes_nothing_and_goes_on_from_what_was_written() -> None:
+async def test_former_leader_writes_nothing_and_resumes_from_stored_state() -> None:
     service = DecisionService()
     old, new = await opened(service), await opened(service)
     await write(new, 2)
-    with pytest.raises(RecordLost, match=r"decisions.jsonl of team/test could not be written"):
+    with pytest.raises(RecordLost, match=r"decisions.jsonl of ml/math could not be written"):
         await write(old, 3)
     assert old.known.sequence == 1, "read again"
     await write(old, 3)
@@ -123,7 +124,7 @@ async def test_garbage_in_the_middle_is_left_alone_and_named() -> None:
         b"".join([*lines[:2], lines[3], *lines[3:]]),
     ):
         service.path.write_bytes(spoiled)
-        with pytest.raises(RecordError, match=r"team/test: line 3: .*; repair it, or move it away"):
+        with pytest.raises(RecordError, match=r"ml/math: line 3: .*; repair it, or move it away"):
             await opened(service)
         assert service.content() == spoiled
     service.path.write_bytes(good)
@@ -132,7 +133,7 @@ async def test_garbage_in_the_middle_is_left_alone_and_named() -> None:
     with pytest.raises(RecordLost):
         await write(record, 8)
     await write(record, 8)
-    assert len(verify(service.content())[0]) == 1, "begun anew by who moved it away"
+    assert len(verify(service.content())[0]) == 1, "begun again by who moved it away"
 
 
 async def test_an_earlier_coordinator_leaves_the_decisions_to_the_status(
@@ -149,7 +150,7 @@ async def test_an_earlier_coordinator_leaves_the_decisions_to_the_status(
     assert not service.path.exists()
     said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert said == [
-        "team/test: its coordinator, of an earlier release, keeps no log of decisions; the last 5 are in the status"
+        "ml/math: its coordinator, of an earlier release, keeps no log of decisions; the last 5 are in the status"
     ]
 
 

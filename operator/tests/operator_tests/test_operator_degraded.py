@@ -1,4 +1,4 @@
-"""What went wrong in a run that goes on degrades it for as long as it is so, not for good."""
+"""What went wrong in a run that continues degrades it for as long as it is so, not for good."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Looks:
     def look(
         self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **coordinator_report: Any
     ) -> str:
-        """The reason of Degraded; what is heard stays until it is said anew."""
+        """The reason of Degraded; what was reported stays until it is reported again."""
         self.coordinator_report = msgspec.structs.replace(self.coordinator_report, **coordinator_report)
         decision = LifecycleDecision(phase, Memory(attempt=1))
         word = None if silent else self.coordinator_report
@@ -91,7 +91,7 @@ def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
     assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
-def test_slots_given_up_are_told_and_over_after_a_while(looks: Looks) -> None:
+def test_lost_slots_are_reported_and_expire(looks: Looks) -> None:
     """Also those of an evaluation; the count moves with what moves all the time."""
     assert looks.look(0) == Reason.HEALTHY
     for second in range(5, 500):
@@ -195,3 +195,12 @@ def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> N
     assert "mlflow: connection refused" in (said.message or "")
     assert "tensorBoard" not in (said.message or "")
     assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY
+
+
+def test_a_teacher_that_is_away_degrades_the_run_until_it_answers(looks: Looks) -> None:
+    problem = "generator-0: http://teacher:8000: refused"
+    assert looks.look(0, teacher_problem=problem) == Reason.TEACHER_UNAVAILABLE
+    said = looks.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert problem in (said.message or "")
+    assert looks.look(5, teacher_problem="") == Reason.HEALTHY

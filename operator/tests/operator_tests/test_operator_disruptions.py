@@ -161,7 +161,7 @@ LATE = {"reason": "UnexpectedAdmissionError", "message": ALLOCATE}
     ],
 )
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.PREPARE])
-def test_a_job_is_not_judged_before_its_pods_have_said_why(
+def test_job_failure_waits_for_pod_termination_reason(
     role: Role, news: dict[str, Any], reason: Reason | None
 ) -> None:
     """They are watched apart from it, and each judgement is for good."""
@@ -212,13 +212,13 @@ CRASH = Job(JobState.FAILED, ends=(Ended(1, "volume: stale file handle"),))
 LOST = Job(JobState.FAILED, disrupted=True)
 
 
-def test_a_run_that_never_worked_is_given_up_soon() -> None:
+def test_run_never_ready_fails_soon() -> None:
     memory, made = tries(Memory(attempt=1), CRASH, 3600)
     assert memory.outcome is not None
     assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
-def test_a_run_that_worked_outlives_half_an_hour_in_which_nothing_starts() -> None:
+def test_run_once_ready_survives_half_an_hour_without_start() -> None:
     memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 1800)
     assert memory.outcome is None
     assert 8 <= made <= 15
@@ -258,7 +258,7 @@ def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds()
     ],
     ids=["resumed", "another spec"],
 )
-def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_starts(
+def test_restart_request_retries_at_once_and_resets_has_been_ready(
     between: LifecycleInput,
 ) -> None:
     """Its image may be another one, and a wrong one."""
@@ -275,7 +275,7 @@ def test_a_run_that_is_asked_for_anew_is_tried_at_once_and_has_to_show_that_it_s
     assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
-def test_a_preparation_that_no_node_let_end_is_made_anew_with_longer_and_longer_waits() -> None:
+def test_evicted_preparation_is_recreated_with_back_off() -> None:
     now, memory, state, made = 1000.0, Memory(), Job(JobState.FAILED, disrupted=True, failed_at=1000.0), 0
     while now < 1000.0 + 3600:
         decision = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), memory)

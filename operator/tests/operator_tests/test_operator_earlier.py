@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from operator_tests.children import run_spec
-from operator_tests.decision_service import UID, DecisionService, cluster_run
+from operator_tests.decision_service import DecisionService
+from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import answer, chain, evaluations, flat_curve, run, seen, spec, status
 from operator_tests.watched import Watched
 from scalerl_api.curve import curve_csv
@@ -32,7 +33,7 @@ from scalerl_operator.autoscaling.replay import under, verify
 from scalerl_operator.autoscaling.vote import with_earlier
 from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
-from scalerl_operator.controller.finished_runs import FinishedRuns
+from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.local.run_directory import DirectoryRuns
 from scalerl_operator.main import Parts, reconciler
@@ -100,7 +101,7 @@ class Namespace:
         """table: of its curve, None for no ConfigMap. status, namespace: of its object."""
         uid = changes.pop("uid", f"uid-{name}")
         table, status = changes.pop("table", TABLE), changes.pop("status", {})
-        namespace = changes.pop("namespace", "team")
+        namespace = changes.pop("namespace", "ml")
         made = cluster_run(**changes)
         made = made.model_copy(
             update={"metadata": made.metadata.model_copy(update={"name": name, "namespace": namespace})}
@@ -122,7 +123,7 @@ class Namespace:
         self.cache.observe("ADDED", obj)
 
     async def names(self) -> list[str]:
-        found = await FinishedRuns(self.cache, "team", UID)(cluster_run().spec)
+        found = await FinishedRuns(self.cache, "ml", UID)(cluster_run().spec)
         return [one.name for one in found]
 
 
@@ -161,7 +162,7 @@ async def test_what_a_run_ran_with_counts_not_an_edit_since() -> None:
         {"status": {"completionTime": None}, "table": "\x00"},
     ],
 )
-async def test_garbage_is_left_out_and_said_once(
+async def test_garbage_is_excluded_and_reported_once(
     garbage: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     there = Namespace()
@@ -171,7 +172,7 @@ async def test_garbage_is_left_out_and_said_once(
         assert await there.names() == ["good"]
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(
-        "namespace team: 1 finished run may be a prior of the forecast: good; 1 left out: bad ("
+        "namespace ml: 1 finished run may be a prior of the forecast: good; 1 left out: bad ("
     )
 
 
@@ -186,10 +187,10 @@ async def test_a_run_that_is_deleted_meanwhile_is_left_out() -> None:
     there = Namespace()
     there.add("stays")
     there.add("goes", end=1)
-    reader = FinishedRuns(there.cache, "team", UID)
+    reader = FinishedRuns(there.cache, "ml", UID)
     newest = await reader._newest()
     assert newest == ["goes", "stays"]
-    there.cache.observe("DELETED", there.cache.run("team", "goes") or {})
+    there.cache.observe("DELETED", there.cache.run("ml", "goes") or {})
     assert [name for name, _ in reader._loaders(newest)] == ["stays"]
     assert await there.names() == ["stays"]
 
@@ -198,7 +199,7 @@ async def test_a_thousand_finished_runs_are_bounded() -> None:
     there = Namespace()
     there.add("run-0")
     there.add("other-0", model={"scratch": {"layers": 3}})
-    objects = [there.cache.get(kind, "team", name) for kind, _, name in there.cache]
+    objects = [there.cache.get(kind, "ml", name) for kind, _, name in there.cache]
     for i in range(1, 1000):
         # The newest 120 are of another model, then one of each kind in turns.
         which = "other-0" if i >= 880 or i % 2 else "run-0"
@@ -346,7 +347,7 @@ async def test_a_failure_to_read_them_costs_no_forecast(
     assert "the forecast is made without them as a prior" in record.getMessage()
 
 
-async def test_another_policy_without_a_prior_asks_anew(tmp_path: Path, url: str) -> None:
+async def test_other_policy_without_prior_requests_forecast(tmp_path: Path, url: str) -> None:
     curve = flat_curve()
     watched = Watched(tmp_path / "d", url, earlier=Reader([as_earlier("like")]))
     await watched.must(curve[:40])
@@ -418,6 +419,6 @@ def test_an_answer_weighs_exactly_the_runs_that_were_asked(
     assert implausibility(asked_with(*names), with_uses(*weights)) == says
 
 
-def test_an_answer_that_says_nothing_of_them_is_not_believed() -> None:
+def test_forecast_without_earlier_runs_is_rejected() -> None:
     assert implausibility(asked_with(), answer()) == ""
     assert implausibility(asked_with("a"), answer()) == "it weighs the earlier runs (none), asked with a"

@@ -98,7 +98,7 @@ def test_what_an_object_says_is_news_and_that_one_comes_or_goes(change: Callable
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "Job"])
-def test_nothing_stands_while_something_is_on_its_way_out(kind: str) -> None:
+def test_nothing_is_created_while_something_terminates(kind: str) -> None:
     assert said(place(put(kind, "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is None
     assert said(place(put("Pod", "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is not None
 

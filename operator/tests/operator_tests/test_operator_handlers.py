@@ -22,7 +22,7 @@ class NoRuns:
         yield [], "1"
 
 
-async def test_kopf_is_started_without_a_name_being_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_starts_without_name_resolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup keeps the event loop for as long as the DNS takes, and with it the renewal of the Lease."""
 
     def looked_up(name: str) -> Any:

@@ -19,7 +19,7 @@ from scalerl_operator.policy.immutable_fields import forbidden_changes
         ({"recipe": {"promptsPerStep": 7}}, []),
         (
             {"recipe": {"temperature": "0.5"}},
-            ["spec.recipe.temperature: 1 → 0.5 (the recipe's temperature cannot change: rollouts that were"],
+            ["spec.recipe.temperature: 1 → 0.5 (the recipe's temperature cannot change: accepted rollouts"],
         ),
         ({"trainer": {"replicas": 2, "zeroStage": 3}, "generator": {"extraArgs": ["--x"]}}, []),
         (

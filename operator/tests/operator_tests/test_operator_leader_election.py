@@ -181,7 +181,7 @@ def test_a_lead_that_cannot_be_given_up_does_not_keep_a_process_from_ending() ->
     run(scenario())
 
 
-def test_the_same_replica_restarted_goes_on_at_once() -> None:
+def test_restarted_replica_leads_again_at_once() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "pod-1")
@@ -217,7 +217,7 @@ def test_without_an_answer_it_leads_no_more_before_others_may_and_again_when_the
     run(scenario())
 
 
-def test_a_lease_that_somebody_deletes_never_makes_two_lead() -> None:
+def test_deleted_lease_never_makes_two_leaders() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
@@ -253,7 +253,7 @@ def test_where_there_never_was_a_lease_the_first_leads_once_one_would_have_run_o
     run(scenario())
 
 
-def test_a_replica_that_is_new_does_not_know_that_somebody_leads_whose_lease_was_deleted() -> None:
+def test_new_replica_without_lease_waits_before_leading() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
@@ -270,7 +270,7 @@ def test_a_replica_that_is_new_does_not_know_that_somebody_leads_whose_lease_was
     run(scenario())
 
 
-def test_who_finds_no_lease_twice_does_not_know_of_one_in_between() -> None:
+def test_missing_lease_twice_does_not_prove_no_leader() -> None:
     async def scenario() -> None:
         blind = False
         leases = Leases(lease=None, failing=lambda: blind and asyncio.current_task() is seldom.task)
@@ -291,7 +291,7 @@ def test_who_finds_no_lease_twice_does_not_know_of_one_in_between() -> None:
     run(scenario())
 
 
-def test_who_was_cut_off_does_not_take_a_lease_for_its_own_that_is_not_there() -> None:
+def test_disconnected_leader_does_not_assume_missing_lease() -> None:
     """While it was away another led, whose Lease somebody has deleted."""
 
     async def scenario() -> None:
@@ -392,5 +392,5 @@ def test_a_renewal_interval_that_cannot_hold_the_lease_is_refused() -> None:
         Leader(Leases(), namespace="scalerl", identity="one", duration=4, renew=3.5)
 
 
-def test_the_steady_clock_goes_on() -> None:
+def test_steady_clock_advances() -> None:
     assert steady_clock() <= steady_clock()

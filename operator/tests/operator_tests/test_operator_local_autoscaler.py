@@ -164,11 +164,11 @@ async def test_a_number_is_applied_once_and_the_plans_number_not_again(
         number = next(numbers, None)
         if number is None:
             return None
-        known = autoscaler._record.known
+        known = autoscaler.record.known
         assert known.last is not None
         action = Action(kind="scale", generators=number)
         decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=known.history)
-        line = await autoscaler._record.append(
+        line = await autoscaler.record.append(
             "balance", autoscaler.spec.autoscaling, known.points, known.last.observation, decision
         )
         return Step("balance", line.decision, action, False)

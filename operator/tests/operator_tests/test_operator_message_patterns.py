@@ -73,7 +73,7 @@ def test_why_a_pod_does_not_begin(message: str, reason: Reason) -> None:
 @pytest.mark.parametrize(
     "waiting", ["ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed", "ErrImagePull"]
 )
-def test_an_image_that_cannot_be_had_is_told(waiting: str) -> None:
+def test_unpullable_image_is_reported(waiting: str) -> None:
     problem = pod_view(a_pod({"waiting": {"reason": waiting, "message": "words"}})).problem
     assert problem is not None
     assert (problem.reason, problem.message) == (Reason.IMAGE_PULL_FAILED, "c: words")
@@ -97,7 +97,7 @@ def test_restarts_in_a_row_are_counted_whatever_a_nodes_longest_back_off(
     assert pod_view(pod).restarts == counted
 
 
-def test_an_end_for_an_empty_volume_is_told_and_is_no_restart_until_it_is_ready_again() -> None:
+def test_empty_volume_end_is_reported_without_restart_until_ready() -> None:
     looping = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
     last = {"terminated": {"exitCode": 4, "finishedAt": rfc3339(STARTED + 50.0)}}
     view = pod_view(a_pod({"waiting": looping}, restartCount=30, lastState=last))

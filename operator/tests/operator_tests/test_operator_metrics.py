@@ -49,7 +49,7 @@ def said(type_: ConditionType, value: bool, reason: Reason) -> Condition:
         (ConditionType.FAILED, True, Reason.BACKOFF_LIMIT_EXCEEDED, True),
     ],
 )
-def test_a_problem_is_what_somebody_should_look_at(type_, value, reason, problem):
+def test_problem_needs_attention(type_, value, reason, problem):
     status = RunStatus(conditions=[said(type_, value, reason)])
     assert problems(status) == (((type_, reason),) if problem else ())
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_gone_is_in_no_metric():
     assert "run_trainer_restarts_total{" not in text
 
 
-def test_who_leads_no_more_says_nothing_of_runs():
+def test_former_leader_reports_no_runs():
     shown = metrics()
     shown.run(("team", "a"), RunStatus(phase=Phase.RUNNING, trainer=TrainerStatus(restarts=1)))
     shown.forget_runs()

@@ -52,7 +52,7 @@ def test_two_runs_never_share_a_name(one: str, other: str) -> None:
 
 
 @given(RUN_NAMES)
-def test_a_run_called_like_the_shortened_name_of_another_is_told_from_it(run: str) -> None:
+def test_run_named_like_shortened_name_is_distinguished(run: str) -> None:
     assert stem(stem(run)) != stem(run) or stem(run) == run
     assert label_value(label_value(run)) != label_value(run) or label_value(run) == run
 

@@ -110,7 +110,7 @@ async def test_bad_answers(code: int, body: Any, error: type[Exception], words: 
             await client.status()
 
 
-@pytest.mark.parametrize("spoken", ["1", "2"])
+@pytest.mark.parametrize("spoken", ["1", "2", "4"])
 async def test_coordinator_of_an_earlier_release_is_called_in_its_own_version(spoken: str) -> None:
     new = {"exports", "journal_error", "last_skip_reason", "skipped_steps"}
     sent = msgspec.to_builtins(status(step=7))
@@ -156,6 +156,28 @@ def test_rates_are_differences_and_restart_after_a_replay() -> None:
     rates = meter.add(status(step=14, tokens_generated=500, tokens_trained=90), 8.0)
     assert rates == Rates(50.0, 5.0, 2.0)
     assert meter.add(status(step=5, tokens_generated=600, tokens_trained=90), 9.0) == Rates()
+
+
+@pytest.mark.parametrize(
+    ("budget", "rate", "expected"),
+    [
+        ({"max_compute_tokens": 1000}, 10.0, 60.0),
+        ({"max_compute_tokens": 1000}, None, None),
+        ({"max_compute_tokens": 1000, "max_seconds": 20}, None, None),
+        ({"max_compute_tokens": 1000, "max_seconds": 20}, 10.0, 12.0),
+        ({"max_compute_tokens": 300}, 10.0, 0.0),
+    ],
+)
+def test_eta_of_compute(budget: dict[str, Any], rate: float | None, expected: float | None) -> None:
+    now = status(step=1, wall_seconds=8.0, compute_tokens=400.0)
+    rates = Rates(compute_tokens_per_second=rate)
+    assert eta_seconds(BudgetSpec.model_validate(budget), now, rates) == expected
+
+
+def test_rate_of_compute() -> None:
+    meter = RateMeter()
+    meter.add(status(step=1, compute_tokens=32.0), 0.0)
+    assert meter.add(status(step=2, compute_tokens=72.0), 4.0).compute_tokens_per_second == 10.0
 
 
 def test_rate_window_is_limited_but_covers_a_slow_step() -> None:

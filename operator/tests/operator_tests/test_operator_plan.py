@@ -39,11 +39,11 @@ def test_roles_accept_the_command_lines() -> None:
 
 def test_plan_sets_lifetimes_replicas_and_order() -> None:
     made = plan(run_spec(generator={"replicas": 3}, trainer={"replicas": 2}))
-    assert [(w.role, w.lifetime, w.replicas, w.after) for w in made.workloads] == [
-        (Role.PREPARE, Lifetime.ONCE, 1, ()),
-        (Role.COORDINATOR, Lifetime.SERVICE, 1, (Role.PREPARE,)),
-        (Role.GENERATOR, Lifetime.SERVICE, 3, (Role.PREPARE,)),
-        (Role.TRAINER, Lifetime.GANG, 2, (Role.PREPARE,)),
+    assert [(w.role, w.lifetime, w.replicas) for w in made.workloads] == [
+        (Role.PREPARE, Lifetime.ONCE, 1),
+        (Role.COORDINATOR, Lifetime.SERVICE, 1),
+        (Role.GENERATOR, Lifetime.SERVICE, 3),
+        (Role.TRAINER, Lifetime.GANG, 2),
     ]
 
 

@@ -25,7 +25,7 @@ HELD = Job(JobState.ACTIVE, 1, held=True)
 QUEUED = replace(RUNNING, queued=True, serving=True)
 
 
-def test_a_run_begins_with_what_the_queue_has_let_in() -> None:
+def test_run_starts_with_admitted_workloads() -> None:
     """No generator holds a device that the trainer then lacks."""
     waiting = LifecycleInput(0.0, queued=True, prepare=Job(JobState.ACTIVE, held=True))
     decision = decide(SPEC, waiting, Memory())
@@ -88,7 +88,7 @@ def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while(
     assert decision.memory.held_since is None
 
 
-def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
+def test_trainer_hold_uses_one_clock() -> None:
     """The API server's may go otherwise, and what it said of an earlier hold is past."""
     observed = seen(suspend=True, over=True).trainer
     memory = FIRST
@@ -103,7 +103,7 @@ def test_how_long_a_trainer_is_held_is_told_by_one_clock() -> None:
         assert (now, decision.coordinator) == (now, there)
 
 
-def test_the_next_attempt_is_looked_at_by_the_queue_anew_while_all_else_stays() -> None:
+def test_next_attempt_is_admitted_again_while_others_stay() -> None:
     between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, last_recorded_attempt=1))
     assert exists(between) == (True, True, 1, 2)
     held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, held=True))
@@ -145,7 +145,7 @@ def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> RunObser
     return observe({("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-def test_a_job_that_is_put_back_and_its_pods_that_end_are_seen() -> None:
+def test_requeued_job_and_its_ending_pods_are_observed() -> None:
     trainer = seen(suspend=True).trainer
     assert (trainer.held, trainer.ending) == (True, True)
     assert not seen(suspend=True, over=True).trainer.ending
@@ -186,7 +186,7 @@ def test_admitted_says_what_the_queue_has_done(
     assert said(observed, phase, status, ConditionType.ADMITTED) == expected
 
 
-def test_a_preparation_that_is_made_anew_waits_for_its_quota_although_there_was_one_before() -> None:
+def test_recreated_preparation_waits_for_quota_again() -> None:
     old = {"type": "Prepared", "status": "True", "reason": "Prepared", "message": ""}
     before = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})
     waiting = replace(nothing(), prepare=Job(JobState.ACTIVE, held=True))

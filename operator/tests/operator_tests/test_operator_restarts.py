@@ -124,11 +124,11 @@ def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
         (End(Cause.LIVENESS_PROBE, None, 61.0), "stopped answering its liveness probe after 61 s of work"),
     ],
 )
-def test_ends_in_words(end: End, text: str) -> None:
+def test_end_reasons_have_descriptions(end: End, text: str) -> None:
     assert end.describe() == text
 
 
-def test_what_worked_once_has_an_hour_to_start_again() -> None:
+def test_run_once_ready_has_an_hour_to_restart() -> None:
     policy = RestartPolicy(max_start_delay_seconds=300.0)
     outcome, delays = decide(policy, Record(), CRASH), list[float]()
     while isinstance(outcome, Restart):

@@ -8,24 +8,29 @@ from typing import Any, cast
 import pytest
 
 from scalerl_api.spec import KIND
-from scalerl_api.status import ExportsStatus, RunStatus
+from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatus
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.controller.run_object import RunObject
+from scalerl_operator.controller.status import RunObject
 from scalerl_operator.controller.volume import without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.policy.lifecycle_types import Memory
 
+T0 = "2026-01-01T00:00:00Z"
+
 
 class OlderServer:
-    """Takes a status as an API server does whose CRD lacks ``acceptedSpec``: it drops the field and says nothing."""
+    """Takes a status as an API server does whose CRD lacks some fields: it drops them and says nothing."""
 
     def __init__(self) -> None:
         self.writes = 0
 
     async def patch(self, *of: Any, resource_version: str, **more: Any) -> dict[str, Any]:
         self.writes += 1
-        status = {k: v for k, v in of[3]["status"].items() if v is not None and k != "acceptedSpec"}
+        status = {k: v for k, v in copy.deepcopy(of[3]["status"]).items() if v is not None}
+        for parent in (status["trainer"], *status["conditions"], status):
+            for field in ("acceptedSpec", "attempt", "observedGeneration"):
+                parent.pop(field, None)
         metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": str(self.writes + 1)}
         return {"kind": KIND, "metadata": metadata, "status": status}
 
@@ -33,19 +38,30 @@ class OlderServer:
         pass
 
 
-async def test_a_field_that_an_older_crd_does_not_keep_is_written_and_told_of_once(
+def ready(type_: str, generation: int | None) -> Condition:
+    return Condition(
+        type=type_, status="True", observed_generation=generation, last_transition_time=T0, reason="Ready"
+    )
+
+
+async def test_fields_that_an_older_crd_does_not_keep_are_written_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
     seen = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
     server = OlderServer()
     ours = RunObject(cast(KubeApi, server), Cache(lambda key: None))
+    status = RunStatus(
+        accepted_spec="{}",
+        trainer=TrainerStatus(attempt=3),
+        conditions=[ready("TrainerReady", 1), ready("Accepted", 1)],
+    )
     for _ in range(3):
-        await ours.write(seen, RunStatus(accepted_spec="{}"), at_once=True)
+        await ours.write(seen, status, at_once=True)
     assert server.writes == 1
-    assert [r.levelname for r in caplog.records if "does not keep status.acceptedSpec" in r.message] == [
-        "WARNING"
-    ]
+    (warning,) = (r.message for r in caplog.records if r.levelname == "WARNING")
+    fields = "status.acceptedSpec, status.conditions[].observedGeneration, status.observedGeneration, status.trainer.attempt"
+    assert f"does not keep {fields}: update the CRDs" in warning
 
 
 def test_a_run_that_begins_again_has_neither_models_nor_decisions() -> None:

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, RunState
+from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS, RunState
 
 WHAT = ("Deployment", "r-generator")
 
 
-def test_repairs_of_one_object_become_rarer_while_somebody_keeps_changing_it() -> None:
+def test_repairs_of_a_contested_object_back_off() -> None:
     state, made = RunState(), list[int]()
     for second in range(1, 1501):
         if state.may_repair(WHAT, second):

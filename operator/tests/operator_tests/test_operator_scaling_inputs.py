@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from operator_tests.scaling import EVERY, TOKENS, evaluations, flat_curve, progress, run, seen, spec, status
@@ -15,7 +16,7 @@ from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import Change, Generators, History, Pace, Progress
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.throughput import Left, pace, reach
+from scalerl_operator.autoscaling.throughput import Left, left, pace, reach
 
 ONE = Generators(wanted=1, ready=1)
 NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)
@@ -61,6 +62,7 @@ def test_two_evaluations_of_one_moment_are_no_interval() -> None:
         (Left(None, None, 400.0), 4, 1.0, 100_000.0),  # as fast as it is dear
         (Left(None, None, 400.0), 4, 0.5, 70_710.7),
         (Left(20.0, 100.0, None), 4, 1.0, 10_000.0),
+        (Left(None, 100.0, None, tokens=9000.0), 4, 0.5, 9000.0),  # neither speed nor devices change it
     ],
 )
 def test_reach(rest: Left, more: float, elastic: float, expected: float | None) -> None:
@@ -120,7 +122,7 @@ def look(meter: LoadMeter, seconds: float, generators: Generators = ONE, **chang
     return meter.measure(status(evaluations([0.2]), **values), generators)
 
 
-def test_a_load_is_of_a_window_and_begins_anew() -> None:
+def test_load_covers_window_and_restarts() -> None:
     meter = LoadMeter(run())
     assert look(meter, 100.0) is None
     window = look(meter, 160.0)
@@ -141,3 +143,16 @@ def test_a_clock_that_was_set_back_costs_one_cooldown_at_most() -> None:
     history = decide(rules, seen(seconds=2000.0), history).history
     assert history.change is not None
     assert history.change.at == 2000.0
+
+
+def test_compute_limits_in_completion_tokens() -> None:
+    """With a reference policy one costs 5/3; 3,000 are 1,800 of them, of which 600 are used."""
+    limited = run(budget={"maxComputeTokens": 3000}, recipe={"kl": {"penalty": {"coefficient": "0.04"}}})
+    found = observe(limited, status([], compute_tokens=1000.0), [], ONE, unix_seconds=1.7e9)
+    rest = left(limited.autoscaling, found, History())
+    assert rest == Left(None, None, None, tokens=pytest.approx(1200.0))
+    assert reach(NOW, rest) == rest.tokens
+    steps = run(budget={"maxSteps": 9})
+    unlimited = observe(steps, status([], compute_tokens=1000.0), [], ONE, unix_seconds=1.7e9)
+    assert left(steps.autoscaling, unlimited, History()).tokens is None
+    assert "tokens" not in to_builtins(unlimited.limits) | to_builtins(unlimited.spent)

@@ -320,7 +320,7 @@ def test_the_observer_hears_of_every_pass_and_its_result() -> None:
             return None
 
         observer = Observer()
-        one = queue(Work(seconds=lambda: 1.0, outcome=outcome), observer=observer, workers=1)
+        one = queue(Work(seconds=lambda: 1.0, outcome=outcome), on_pass=observer.finished, workers=1)
         one.wake(A)
         one.wake(B)
         await asyncio.sleep(2.5)

@@ -4,20 +4,22 @@ The way of a task, from prompt to grade::
 
     spec.task ─▶ open_task()
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
-                                 └▶ JsonlSource: every line checked by _Scan.run()
+                                 ├▶ JsonlSource: every line checked by _Scan.run()
+                                 └▶ opgraph.OpGraphSource: see that package
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
-    index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt ─▶ (the generator)
+    index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt
+                   text.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
 
     completions ─▶ GradingPool.score_group()        pool, in the caller's process
                      ForkServer.start(), .fork()    fork server, one process: open_verifier(), audit_guard.install()
                        └─▶ grader.run()             graders, forked, with limits on time and memory
                              guarded() ─▶ extract_answer() ─▶ Verifier.score()
-                ◀── Graded(score, error) for each completion
+                ◀── Graded(verdict, error) for each completion
 
-Everything is deterministic: equal digests mean equal prompts. No torch, tokens, chat templates or network; which prompt
-comes next is the coordinator's decision. Importing this package imports neither reasoning-gym nor sympy; opening a
-source or a verifier imports what that one needs.
+Everything is deterministic: equal digests mean equal prompts. No torch or network; which prompt comes next is the
+coordinator's decision. Importing this package imports neither reasoning-gym, sympy, tokenizers nor transformers; opening
+a source, a verifier or a tokenizer imports what that one needs.
 """
 
 from scalerl_tasks.answer_extraction import extract_answer
@@ -31,6 +33,7 @@ from scalerl_tasks.errors import (
     SplitError,
     TaskError,
     TemplateError,
+    TokenizerError,
     UnknownTaskError,
     VerifierError,
 )
@@ -47,11 +50,13 @@ from scalerl_tasks.sources import (
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, split_held_out
+from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
 __all__ = [
     "MAX_COMPLETION_CHARACTERS",
     "MAX_LINE_BYTES",
+    "SCORE_RANGE",
     "VERIFIERS",
     "Graded",
     "GradingError",
@@ -72,8 +77,10 @@ __all__ = [
     "Task",
     "TaskError",
     "TemplateError",
+    "TokenizerError",
     "Train",
     "UnknownTaskError",
+    "Verdict",
     "Verifier",
     "VerifierConfig",
     "VerifierError",

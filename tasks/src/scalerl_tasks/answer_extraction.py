@@ -6,18 +6,9 @@ backtrack over it.
 
 from __future__ import annotations
 
+from scalerl_tasks.text import THOUGHT, THOUGHT_END
+
 _BOXED = "\\boxed{"
-THOUGHT = "<think>"
-THOUGHT_END = "</think>"
-
-
-def ends_inside_thought(text: str) -> bool:
-    """Whether ``text`` ends inside a thought.
-
-    >>> ends_inside_thought("<|assistant|><think>\\n"), ends_inside_thought("<think>\\n\\n</think>\\n\\n")
-    (True, False)
-    """
-    return THOUGHT in text.rpartition(THOUGHT_END)[2]
 
 
 def extract_answer(completion: str) -> str:
@@ -36,9 +27,7 @@ def extract_answer(completion: str) -> str:
     >>> extract_answer("<think>5, or")
     ''
     """
-    _, closed, text = completion.rpartition(THOUGHT_END)
-    if not closed and THOUGHT in text:
-        return ""
+    text = after_thought(completion)
     inside = _last_tagged(text)
     if inside is not None:
         text = inside
@@ -46,6 +35,16 @@ def extract_answer(completion: str) -> str:
     if inside is not None:
         text = inside
     return text.strip()
+
+
+def after_thought(completion: str) -> str:
+    """The text after the last ``</think>``; empty after a ``<think>`` without one.
+
+    >>> after_thought("<think>5</think> 6"), after_thought("<think>5, or"), after_thought("6")
+    (' 6', '', '6')
+    """
+    _, closed, text = completion.rpartition(THOUGHT_END)
+    return "" if not closed and THOUGHT in text else text
 
 
 def _last_tagged(text: str) -> str | None:

@@ -10,6 +10,7 @@
     │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
     │   └── SplitError         the held-out set cannot be taken from this source
     ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
+    ├── TokenizerError         the model's tokenizer does not fit the run
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
     └── GradingError           the grading processes cannot be kept running (never caused by a completion)
 
@@ -92,6 +93,10 @@ class TemplateError(TaskError):
     """A prompt template has an unknown placeholder, or lacks ``{prompt}``."""
 
 
+class TokenizerError(TaskError):
+    """The model's tokenizer, chat template or end tokens do not fit the run; names the field."""
+
+
 class VerifierError(TaskError):
     """An unknown verifier, or one that cannot grade this task."""
 
@@ -99,7 +104,7 @@ class VerifierError(TaskError):
 class GradingError(TaskError):
     """The grading processes cannot be started or kept running.
 
-    Never raised because of a completion's text: that gives a score of 0 with an error. The group was not graded, so the
+    Never raised because of a completion's text: that gives an error in place of a verdict. The group was not graded, so the
     caller has no scores to use.
     """
 

@@ -103,6 +103,9 @@ class ReasoningGymSource:
             metadata=metadata,
         )
 
+    def difficulty(self, index: int, /) -> float | None:
+        return self[index].difficulty
+
     def _check_reproducible(self) -> None:
         """Generate the first prompt twice: detects most bad parameters, and tasks that ignore their seed."""
         try:

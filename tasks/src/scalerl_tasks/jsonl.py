@@ -84,6 +84,9 @@ class JsonlSource:
             )
         return _prompt(_parse(self.path, self._lines[index], raw))
 
+    def difficulty(self, index: int, /) -> float | None:
+        return self[index].difficulty
+
 
 def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
     """Open and check a JSONL file: one object a line with the strings ``prompt`` and ``answer``, and

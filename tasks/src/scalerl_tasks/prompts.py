@@ -21,6 +21,7 @@ class Prompt:
         solution: a worked solution for a supervised warm start, where the source has one.
         difficulty: higher is harder, on the source's own scale (operations for arithmetic), where known.
         metadata: input of the task's scorer; picklable, not necessarily JSON.
+        labels: names by which results are broken down, such as ``{"context": "zoo"}``.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Prompt:
     solution: str | None = None
     difficulty: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worked_solution(self) -> str:
@@ -61,6 +63,14 @@ class PromptSource(Protocol):
         Raises:
             IndexError: index out of range; negative ones are.
             SourceError: the file or task behind the source has changed or fails.
+        """
+        ...
+
+    def difficulty(self, index: int, /) -> float | None:
+        """The difficulty of the prompt at ``index``, where known; never more work than to read the prompt.
+
+        Raises:
+            IndexError, SourceError: as reading the prompt.
         """
         ...
 

@@ -10,6 +10,7 @@ from scalerl_tasks.errors import SourceError, VerifierError
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.split import HeldOut, Train, split_held_out
 from scalerl_tasks.verifiers import Verifier, VerifierConfig
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from scalerl_api.spec import TaskSpec
 
 
-def open_source(spec: TaskSpec, directory: Path | None = None) -> ReasoningGymSource | JsonlSource:
+def open_source(
+    spec: TaskSpec, directory: Path | None = None
+) -> ReasoningGymSource | JsonlSource | OpGraphSource:
     """Open the prompt source of a task section.
 
     Args:
@@ -26,14 +29,21 @@ def open_source(spec: TaskSpec, directory: Path | None = None) -> ReasoningGymSo
         directory: base of a relative ``jsonl.path``; the working directory by default.
 
     Raises:
-        SourceError: see :func:`open_reasoning_gym` and :func:`open_jsonl`.
+        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl` and :class:`~scalerl_tasks.opgraph.OpGraphTask`.
     """
     task = _gym_task(spec)
     if task is not None:
         return ReasoningGymSource(task)
     if spec.jsonl is not None:
         return JsonlSource((directory or Path()) / spec.jsonl.path)
-    raise SourceError("task: give one of reasoningGym and jsonl")
+    if (section := spec.op_graph) is not None:
+        low, high = section.operations
+        return OpGraphSource(
+            OpGraphTask(
+                (low, high), section.contexts, section.modes, section.distractors, section.seed, section.size
+            )
+        )
+    raise SourceError("task: give one of reasoningGym, jsonl and opGraph")
 
 
 def verifier_config(spec: TaskSpec) -> VerifierConfig:

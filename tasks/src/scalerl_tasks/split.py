@@ -16,10 +16,14 @@ _MAX_PROBES = 64
 class HeldOut:
     """The held-out prompts: chosen by the seed, all with different texts, in a fixed order."""
 
-    def __init__(self, source: PromptSource, indices: list[int], digest: str) -> None:
+    def __init__(
+        self, source: PromptSource, indices: list[int], digest: str, labels: list[dict[str, str]]
+    ) -> None:
         self._source = source
         self._indices = indices
         self._digest = digest
+        self.labels = labels
+        """Of each prompt: those that the source gives, or its difficulty."""
 
     @property
     def digest(self) -> str:
@@ -31,6 +35,10 @@ class HeldOut:
     def __getitem__(self, index: int, /) -> Prompt:
         check_index(index, len(self._indices))
         return self._source[self._indices[index]]
+
+    def difficulty(self, index: int, /) -> float | None:
+        check_index(index, len(self._indices))
+        return self._source.difficulty(self._indices[index])
 
 
 class Train:
@@ -62,13 +70,26 @@ class Train:
     def __getitem__(self, index: int, /) -> Prompt:
         check_index(index, len(self))
         for position in self._candidates(index):
-            prompt = self._source[position + bisect.bisect_right(self._steps, position)]
-            if _text_key(prompt) not in self._texts:
+            prompt = self._source[self._source_index(position)]
+            if not self.excludes(prompt):
                 return prompt
         raise SplitError(
             "every prompt that is not held out has the text of one that is: the source has too few different "
             "prompts; widen the task's parameters or lower task.heldOut.size"
         )
+
+    def difficulty(self, index: int, /) -> float | None:
+        """Of the source's prompt at this place: not of the one that replaces it where its text is held out, which only
+        reading both can tell."""
+        check_index(index, len(self))
+        return self._source.difficulty(self._source_index(index))
+
+    def excludes(self, prompt: Prompt, /) -> bool:
+        """Whether the prompt, of any source, has a held-out text."""
+        return _text_key(prompt) in self._texts
+
+    def _source_index(self, position: int) -> int:
+        return position + bisect.bisect_right(self._steps, position)
 
     def _candidates(self, position: int) -> Iterator[int]:
         yield position
@@ -105,10 +126,12 @@ def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, H
         )
     indices: list[int] = []
     texts: set[bytes] = set()
+    labels: list[dict[str, str]] = []
     for index in _shuffled(total, f"split/{_VERSION}/{source.digest}/{seed}"):
-        key = _text_key(source[index])
-        if key not in texts:
+        prompt = source[index]
+        if (key := _text_key(prompt)) not in texts:
             texts.add(key)
+            labels.append(_labels(prompt))
             indices.append(index)
             if len(indices) == size:
                 break
@@ -120,7 +143,13 @@ def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, H
     identity = f"{_VERSION}/{source.digest}/{size}/{seed}"
     train = Train(source, indices, frozenset(texts), _sha256(f"train/{identity}"))
     train[0]  # raises if no prompt is left to train on
-    return train, HeldOut(source, indices, _sha256(f"held-out/{identity}"))
+    return train, HeldOut(source, indices, _sha256(f"held-out/{identity}"), labels)
+
+
+def _labels(prompt: Prompt) -> dict[str, str]:
+    if prompt.labels or prompt.difficulty is None:
+        return dict(prompt.labels)
+    return {"difficulty": f"{prompt.difficulty:g}"}
 
 
 def _shuffled(total: int, key: str) -> Iterator[int]:

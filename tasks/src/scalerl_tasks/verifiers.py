@@ -1,13 +1,16 @@
-"""Verifiers: score a completion in [0, 1].
+"""Verifiers: a verdict on a completion, with a score in [0, 1].
 
 ========================  ===================================================================================
 ``exact``                 the answer as text, stripped, case-sensitive
 ``number``                the last number, compared exactly as a rational
 ``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
 ``reasoning-gym``         the task's own scorer, with its partial credit
+``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
+``opgraph-blend``         the answer and the steps of its solution; 0 when the answer is wrong
+``opgraph-strict``        the answer, where all steps are right too
 ========================  ===================================================================================
 
-All four score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They have no protection against
+All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They have no protection against
 a completion that takes unlimited time or memory: :class:`~scalerl_tasks.GradingPool` provides it.
 """
 
@@ -23,19 +26,23 @@ from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import equal, last_number
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verdict import Verdict
 
 _SAMPLES = 3
 _MATH_SAMPLES = ((r"\frac{1}{2}", "0.5"), (r"x^2-1", "(x-1)(x+1)"), (r"(1,2]", "(1,2]"), ("2", "x = 2"))
 
 
 class Verifier(Protocol):
-    """Scores completions of one task."""
+    """Scores completions of one task.
+
+    One whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def score(self, prompt: Prompt, completion: str, /) -> float:
-        """The completion's score, in [0, 1].
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float:
+        """The completion's verdict; without parts, its score in [0, 1] (a bool, too).
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -190,6 +197,12 @@ def _entry(prompt: Prompt) -> dict[str, Any]:
     return {"question": prompt.text, "answer": prompt.answer or None, "metadata": dict(prompt.metadata)}
 
 
+def _open_op_graph(config: VerifierConfig) -> Verifier:
+    from scalerl_tasks.opgraph.verifier import OpGraphVerifier
+
+    return OpGraphVerifier(config.name)
+
+
 def _open_reasoning_gym(config: VerifierConfig) -> Verifier:
     if config.task is None:
         raise VerifierError("the verifier 'reasoning-gym' needs a reasoning-gym task as its source")
@@ -201,6 +214,9 @@ _OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
     "number": lambda config: NumberVerifier(),
     "math-verify": lambda config: MathVerifier(),
     "reasoning-gym": _open_reasoning_gym,
+    "opgraph-outcome": _open_op_graph,
+    "opgraph-blend": _open_op_graph,
+    "opgraph-strict": _open_op_graph,
 }
 VERIFIERS = tuple(_OPENERS)
 """The names that :func:`open_verifier` accepts."""

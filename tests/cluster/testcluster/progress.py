@@ -27,7 +27,7 @@ class Step:
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[Step]:
-    """Print that ``what`` begins, goes on and has ended, each line with the time since the program began."""
+    """Print that ``what`` begins, continues and has ended, each line with the time since the program began."""
     made, over, began = Step(what), threading.Event(), time.monotonic()
 
     def go_on() -> None:

@@ -18,7 +18,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens
     ``models``        the policy: loading, from scratch, head
     ``engine``        the update; the only importer of DeepSpeed
-    ``sft``           the supervised warm start; ``warm_start`` runs it from the spec
+    ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
     ``prepare``       writes the run's model into its directory; ``checks`` for what would end the run later
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives

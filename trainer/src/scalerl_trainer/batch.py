@@ -65,6 +65,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
     advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
     sequences: list[Sequence] = []
     logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+    teacher: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
     fresh: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
     places: list[int] = []
     staleness = Staleness()
@@ -95,6 +96,13 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         mask = None if trained.all() else trained.tolist()
         sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
         logprobs.append(scores[trained])
+        if recipe.distillation is not None:
+            theirs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
+            if len(theirs) != len(tokens):
+                raise BadBatchError(
+                    f"{where}: {len(tokens)} tokens, {len(theirs)} teacher's log-probabilities"
+                )
+            teacher.append(theirs[trained])
         # Once older weights sampled a token, the KV cache of all later ones contains their states.
         fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
         places.append(first[sequence.group] + sequence.sample)
@@ -105,6 +113,9 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         advantages_s=advantage_s[index_s],
         generator_logprobs_n=torch.from_numpy(np.concatenate([*logprobs, np.empty(0, Float32)])),
         fresh_n=torch.from_numpy(np.concatenate([*fresh, np.empty(0, np.bool_)])),
+        teacher_logprobs_n=None
+        if recipe.distillation is None
+        else torch.from_numpy(np.concatenate([*teacher, np.empty(0, Float32)])),
     )
     return RankBatch(batch, staleness, _step_stats(shard.groups))
 
@@ -127,7 +138,8 @@ def _whole_step(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Advantage and token weight of every completion of the unfiltered groups, and the offset of each group.
 
-    A completion without a verdict has advantage 0 and is excluded from means and standard deviations.
+    A completion without a verdict has advantage 0 and is excluded from means and standard deviations. With a distillation
+    that ignores the rewards, every advantage is 0, before the loss adds the teacher's part.
     """
     kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
     rewards = [reward for _, group in kept for reward in group.rewards]
@@ -138,9 +150,13 @@ def _whole_step(
     reward_s = torch.tensor(rewards, dtype=torch.float64)
     graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.rewards))]).bool()
     advantage_s = torch.zeros(len(rewards))
-    advantage_s[graded_s] = advantages(
-        reward_s[graded_s], group_s[graded_s], recipe.advantage.normalization, recipe.advantage.baseline
-    )
+    chosen = recipe.advantage
+    before = chosen.batch_deviation == "BeforeFilter"
+    dropped = sum(len(g.rewards) - len(g.ungraded) for g in groups if g.filtered) if before else 0
+    if recipe.distillation is None or recipe.distillation.rewards == "Added":
+        advantage_s[graded_s] = advantages(
+            reward_s[graded_s], group_s[graded_s], chosen.normalization, chosen.baseline, dropped
+        )
     weight_s = sequence_weights(
         torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation, recipe.max_completion_tokens
     )
@@ -160,7 +176,10 @@ def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tu
 
 
 def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
-    """Statistics of a step. Means are left out if every slot was given up."""
+    """Statistics of a step. Means are left out if every slot was given up. ``reward_*`` are of the scores, in [0, 1];
+    ``shaped_reward_mean`` is of what is trained with, which looks at the length too.
+    """
+    rewards = [r for g in groups for at, r in enumerate(g.rewards) if at not in g.ungraded]
     graded = [[s for at, s in enumerate(g.scores) if at not in g.ungraded] for g in groups]
     scores = np.array([score for group in graded for score in group], dtype=np.float64)
     lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)
@@ -170,6 +189,7 @@ def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
     }
     if len(scores):
         stats |= {"reward_mean": float(scores.mean()), "reward_std": float(scores.std())}
+        stats["shaped_reward_mean"] = float(np.mean(rewards))
     if len(lengths):
         stats["completion_tokens_mean"] = float(lengths.mean())
     return stats

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 SNAPSHOT = "coordinator.snapshot"
+STAGE = "stage.json"
+"""State of mid-training; only in its own checkpoints, whose coordinator's snapshot is empty."""
 FORMAT = 2
 FIXED_SHAPE = 1
 """An earlier format, which loads only with the ranks, ZeRO stage and dtype that wrote it."""

@@ -21,6 +21,7 @@ import torch
 
 from scalerl_trainer.checkpoint import (
     FIXED_SHAPE,
+    STAGE,
     CheckpointError,
     CheckpointStore,
     FileRecord,
@@ -92,9 +93,11 @@ class Checkpointer:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def start(self, step: int, snapshot: bytes | None, best: int = -1) -> str | None:
+    def start(
+        self, step: int, snapshot: bytes | None, best: int = -1, stage: bytes | None = None
+    ) -> str | None:
         """Write the state of ``step`` to the staging folder; returns None or the error. ``snapshot`` and ``best`` (see
-        :meth:`CheckpointStore.commit`) are used on rank 0."""
+        :meth:`CheckpointStore.commit`) and ``stage``, the state of mid-training, are used on rank 0."""
         begun = time.perf_counter()
         staged, error = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None)
         if staged is None:
@@ -103,6 +106,8 @@ class Checkpointer:
         try:
             self._engine.save(staged.directory)
             _save_random_state(staged.directory, self._ranks.rank)
+            if stage is not None and self._ranks.is_leader:
+                (staged.directory / STAGE).write_bytes(stage)
         except (OSError, RuntimeError, TrainerError) as problem:
             failure = f"rank {self._ranks.rank}: {type(problem).__name__}: {problem}"
         failures = [f for f in self._ranks.all_gather(failure) if f is not None]
@@ -195,6 +200,10 @@ class Checkpointer:
     def snapshot(self, step: int) -> bytes:
         """The coordinator's state of a loaded checkpoint. Not a collective."""
         return self._store.snapshot(step)
+
+    def stage(self, step: int) -> bytes:
+        """The state of mid-training in a loaded checkpoint. Not a collective."""
+        return (self._store.directory(step) / STAGE).read_bytes()
 
     def _verify(self, step: int) -> str | None:
         try:

@@ -21,6 +21,7 @@ from typing import Any
 from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import (
+    JsonlSource,
     Prompt,
     PromptSource,
     Task,
@@ -31,9 +32,9 @@ from scalerl_tasks import (
     open_verifier,
     verifier_config,
 )
-from scalerl_trainer.errors import ModelError, TokenizerError, TrainerError
+from scalerl_tasks.text import ModelTokenizer, check_interruption
+from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.models.logits import biased_logits, transformed_logits
-from scalerl_trainer.models.tokens import TokenCounter
 
 log = logging.getLogger(__name__)
 
@@ -76,32 +77,34 @@ def check_grading(spec: RunSpec) -> None:
         raise PrepareError(f"task.verifier: {error}") from error
 
 
-def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
-    """Check that prompts, in tokens of the model in ``directory``, leave room for completions, and warm-start examples.
+def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
+    """Check ``recipe.length`` against the tokenizer. Raises ``TokenizerError``."""
+    if (interruption := spec.recipe.length.interruption) is not None:
+        check_interruption(interruption, tokenizer, spec.recipe.max_completion_tokens)
+
+
+def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
+    """Check that prompts, in tokens, leave room for completions, and warm-start examples.
 
     Actors skip a prompt that is too long, so that a few only give a warning.
 
     Raises:
         PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long (names the first, its tokens and
             the limit), or an example of the warm start does not fit.
+        TokenizerError: the chat template refuses a prompt.
     """
-    chat = spec.task.prompt.format == "Chat"
-    try:
-        counter = TokenCounter(directory, chat=chat)
-    except TokenizerError as error:
-        raise PrepareError(f"{'task.prompt.format' if chat else 'model'}: {error}") from error
-    except ModelError as error:
-        raise PrepareError(f"model: {error}") from error
     source = open_source(spec.task)
     room = spec.model.context_tokens - spec.recipe.max_completion_tokens
     too_long: list[tuple[int, int]] = []
     seen = 0
     for batch in _batches(source, None if spec.task.jsonl else GENERATED_PROMPTS):
-        lengths = counter.prompts([task.render(prompt) for _, prompt in batch])
+        lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
-        if spec.warm_start is not None:
-            _check_examples(spec, source, batch, lengths, counter)
+        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+            _check_examples(
+                spec, lambda index: f"warmStart: {_place(spec, source, index)}", batch, lengths, tokenizer
+            )
     if too_long:
         index, tokens = too_long[0]
         most = max(n for _, n in too_long)
@@ -118,20 +121,49 @@ def check_prompts(directory: Path, spec: RunSpec, task: Task) -> None:
 
 def _check_examples(
     spec: RunSpec,
-    source: PromptSource,
+    place: Callable[[int], str],
     batch: list[tuple[int, Prompt]],
     prompt_tokens: list[int],
-    counter: TokenCounter,
+    tokenizer: ModelTokenizer,
 ) -> None:
-    solution_tokens = counter.completions([worked_solution(prompt) for _, prompt in batch])
+    solution_tokens = map(len, tokenizer.encode([worked_solution(prompt) for _, prompt in batch]))
     for (index, _), prompt, solution in zip(batch, prompt_tokens, solution_tokens, strict=True):
         if not prompt or not solution:
-            raise PrepareError(f"warmStart: {_place(spec, source, index)}: prompt or solution has no tokens")
+            raise PrepareError(f"{place(index)}: prompt or solution has no tokens")
         if prompt + solution + 1 > spec.micro_batch_tokens:
             raise PrepareError(
-                f"warmStart: {_place(spec, source, index)} has {prompt} tokens, its solution {solution + 1}: more than "
+                f"{place(index)} has {prompt} tokens, its solution {solution + 1}: more than "
                 f"trainer.microBatchTokens ({spec.micro_batch_tokens}) together; raise it, or shorten the solution"
             )
+
+
+def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
+    """Check that every line of ``warmStart.jsonl`` has a solution, and fits a micro-batch; held-out ones are dropped later.
+
+    Raises:
+        PrepareError: names the line; or all lines are held out.
+        TaskError: the file cannot be read.
+    """
+    if spec.warm_start is None or spec.warm_start.jsonl is None:
+        return
+    path = Path(spec.warm_start.jsonl.path)
+    source = JsonlSource(path)
+
+    def place(index: int) -> str:
+        return f"warmStart.jsonl: {line_of(path, index)}"
+
+    if all(task.train.excludes(source[index]) for index in range(len(source))):
+        raise PrepareError(
+            f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut: add others, or leave it out"
+        )
+    for batch in _batches(source, None):
+        for index, prompt in batch:
+            if not prompt.solution:
+                raise PrepareError(
+                    f"{place(index)} has no solution: give each line a solution, or leave warmStart.jsonl out"
+                )
+        lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
+        _check_examples(spec, place, batch, lengths, tokenizer)
 
 
 def worked_solution(prompt: Prompt) -> str:
@@ -154,11 +186,15 @@ def _place(spec: RunSpec, source: PromptSource, index: int) -> str:
     """A prompt as its author finds it."""
     prompt = source[index]
     if spec.task.jsonl is None:
-        return f"task.reasoningGym: prompt {prompt.id}"
-    path = Path(spec.task.jsonl.path)
+        return f"task.{'reasoningGym' if spec.task.reasoning_gym else 'opGraph'}: prompt {prompt.id}"
+    return f"task.jsonl: {line_of(Path(spec.task.jsonl.path), index)}: prompt {prompt.id!r}"
+
+
+def line_of(path: Path, index: int) -> str:
+    """File and line of a prompt, counted without empty lines."""
     with path.open("rb") as file:
         filled = (number for number, line in enumerate(file, 1) if line.strip())
-        return f"task.jsonl: {path}, line {next(islice(filled, index, None), '?')}: prompt {prompt.id!r}"
+        return f"{path}, line {next(islice(filled, index, None), '?')}"
 
 
 # --- the model -------------------------------------------------------------------------------------------

@@ -110,6 +110,17 @@ class Coordinator:
         )
         return self._call(endpoints.TRAINER_STEP, message, wire.StepReported).publish
 
+    def supervised(self, steps: int, tokens: int, seconds: float, *, patient: bool) -> str:
+        """Report the progress of mid-training; why the run is to end, empty while it is not. ``patient``: with retries, else
+        one attempt."""
+        message = wire.SupervisedReport(
+            incarnation=self._incarnation, steps=steps, tokens=tokens, seconds=seconds
+        )
+        path, answer = endpoints.TRAINER_SUPERVISED, wire.SupervisedReported
+        if patient:
+            return self._call(path, message, answer).stop_reason
+        return self._once(path, message, answer, 0.0).stop_reason
+
     def publish_begin(self, version: int, wait_seconds: float) -> wire.PublishPermit:
         """One long poll, one attempt, as :meth:`next`."""
         message = wire.PublishBegin(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)

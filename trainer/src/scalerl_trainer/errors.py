@@ -34,19 +34,15 @@ class NonFiniteLogprobError(BadBatchError):
 
 
 class DivergedError(TrainerError):
-    """Training diverged: several steps in a row, or one of a warm start, could not be applied."""
+    """Training diverged: several steps in a row, or one of mid-training, could not be applied."""
 
 
 class ModelError(TrainerError):
-    """The model or its tokenizer cannot be used."""
+    """The model cannot be used."""
 
 
 class ModelNotFoundError(ModelError):
     """No model at the given folder or hub name and revision."""
-
-
-class TokenizerError(ModelError):
-    """The tokenizer lacks a token that training or generation needs."""
 
 
 class EngineError(TrainerError):
@@ -54,10 +50,10 @@ class EngineError(TrainerError):
 
 
 class Stopped(TrainerError):
-    """SIGTERM arrived before the training loop; there is nothing to save."""
+    """The process is to end before the training loop; a mid-training has saved its state."""
 
 
-class WarmStartError(TrainerError):
+class MidTrainingError(TrainerError):
     """The task's own solutions cannot be trained on, whatever the weights are."""
 
 

@@ -7,7 +7,7 @@ Reads ``NODE_RANK`` (the pod's index), ``LOCAL_WORLD_SIZE`` (ranks in this pod) 
 Exit code: 0 when all ranks exit 0; else that of the rank that failed first, 128 + n for signal n. The last line of the
 log names that rank and quotes its last line, because the kubelet's termination message is the end of the log. When one
 rank fails, the others get SIGTERM, and SIGKILL after :data:`END_SECONDS`: a collective without its peer does not end by
-itself. SIGTERM and SIGINT go on to all ranks, which have the pod's whole grace period for a checkpoint; one that arrives
+itself. SIGTERM and SIGINT are sent on to all ranks, which have the pod's whole grace period for a checkpoint; one that arrives
 before the ranks are started ends the launcher with 128 + n. When the launcher is killed, the kernel kills the ranks.
 
 The launcher is process 1 of its container, so it reaps every process that the ranks leave behind.
@@ -202,20 +202,23 @@ class Launcher:
 
     async def _copy(self, rank: int, stream: asyncio.StreamReader) -> None:
         """Pass on what a rank prints, each line after the rank's number."""
-        rest = b""
+        rest, in_line = b"", False  # whether the pieces so far of a long line have been shown
         while chunk := await stream.read(LONGEST_LINE):
             *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._show(rank, line, in_line)
+                in_line = False
             if len(rest) > LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
-            self._show(rank, lines)
-        self._show(rank, [rest] if rest else [])
+                self._show(rank, rest, in_line)
+                rest, in_line = b"", True
+        if rest:
+            self._show(rank, rest, in_line)
 
-    def _show(self, rank: int, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace")
-            _print(f"[rank {rank}] {text}")
-            if text.strip():
-                self._last_line[rank] = _LOG_PREFIX.sub("", text.strip())[:QUOTED_CHARACTERS]
+    def _show(self, rank: int, line: bytes, continues: bool) -> None:
+        text = line.decode(errors="replace")
+        _print(f"[rank {rank}] {text}")
+        if text.strip() and not continues:
+            self._last_line[rank] = _LOG_PREFIX.sub("", text.strip())[:QUOTED_CHARACTERS]
 
 
 def signal_name(number: int) -> str:

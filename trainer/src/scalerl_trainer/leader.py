@@ -23,6 +23,8 @@ from scalerl_api.load import SpecError
 from scalerl_api.mismatch import RATIO, SAMPLED
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import ScaleRLRun
+from scalerl_trainer.algo.distillation import TEACHER_KL
+from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
 from scalerl_trainer.checkpoint import CheckpointError
@@ -73,8 +75,9 @@ class Leader:
         self._points = -1
         """Number of evaluation points passed to the exporter; -1: pass them again."""
 
-    def lead(self, snapshot: bytes | None, save_now: bool) -> None:
-        """Run from registration to the end of the run, or to a stop. ``save_now``: checkpoint before the first step.
+    def lead(self, snapshot: bytes | None, saved_first: Callable[[], None] | None) -> None:
+        """Run from registration to the end of the run, or to a stop. ``saved_first``: checkpoint before the first step, and
+        call this once it is on disk.
 
         Raises:
             CheckpointError: the last version is in no checkpoint.
@@ -92,8 +95,11 @@ class Leader:
         self._published = welcome.published_version
         self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
         log.info("registered: version %d, published %d", w.version, self._published)
-        if save_now:
+        if saved_first is not None:
             self._save()
+            self._finish_checkpoint()
+            if w.checkpointer.last_step == w.version:
+                saved_first()
         while not self._sync_and_check_stop():
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
@@ -419,4 +425,7 @@ def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:
         stats |= by_position(RATIO, step_stats.ratios_by_position)
     if step_stats.fresh_ratios_by_position:
         stats |= by_position(SAMPLED, step_stats.fresh_ratios_by_position)
-    return stats | {f"ratio_{name}_fraction": value for name, value in step_stats.loss_means.items()}
+    return stats | {
+        name if name in (REFERENCE_KL, TEACHER_KL) else f"ratio_{name}_fraction": value
+        for name, value in step_stats.loss_means.items()
+    }

@@ -3,14 +3,14 @@
 Exit codes:
 
 0
-    The run has finished, or SIGTERM arrived: a checkpoint is written first, except in the rendezvous and the warm start.
+    The run has finished, or SIGTERM arrived: a checkpoint is written first, except in the rendezvous.
 1
     Any other failure, also if the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
-    A restart does not help: environment, run file, model, solutions of a warm start, checkpoints of another model, all
+    A restart does not help: environment, run file, model, solutions for mid-training, checkpoints of another model, all
     checkpoints damaged, or lost while the coordinator has a record of some.
 3
-    Training diverged: three skipped steps in a row, or one of the warm start. No checkpoint is written. One restart
+    Training diverged: three skipped steps in a row, or one of mid-training. No checkpoint is written. One restart
     repeats the same batches from the last checkpoint; if it diverges again the runtime gives up.
 
 A step whose loss or gradient is not finite, or whose ratios explode, is skipped and recorded.
@@ -30,6 +30,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -45,22 +46,23 @@ from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
-from scalerl_trainer.errors import DivergedError, EngineError, ModelError, Stopped, WarmStartError
+from scalerl_trainer.errors import DivergedError, EngineError, MidTrainingError, ModelError, Stopped
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
+from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
     collective_timeout_seconds,
     engine_settings,
     make_loss,
     publish_settings,
 )
-from scalerl_trainer.warm_start import run_warm_start
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -72,7 +74,7 @@ _BAD_INPUT = (
     EngineError,
     Unresumable,
     NoUsableCheckpoint,
-    WarmStartError,
+    MidTrainingError,
 )
 
 
@@ -109,13 +111,24 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     engine = Engine(model, engine_settings(spec), device)
     checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
-    warm = version is None and spec.warm_start is not None
-    if warm:
-        run_warm_start(engine, spec, environment.paths.base_model, ranks, stop)
-
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
     )
+    trained_supervised = version is None and spec.warm_start is not None
+    if trained_supervised:
+        status.ready.set()
+        MidTraining(engine, spec, environment.paths, ranks, coordinator, stop).run()
+        try:
+            write_weights(engine, environment.paths.warm_started_weights, ranks)
+        except OSError as error:
+            if spec.recipe.kl.penalty is not None:
+                raise
+            log.warning(
+                "recipe.kl cannot be added to this run: the warm-started weights are not kept: %s", error
+            )
+    if spec.recipe.kl.penalty is not None:
+        engine.set_reference(load_reference(environment.paths, spec))
+
     worker = Worker(
         spec=spec,
         ranks=ranks,
@@ -137,7 +150,10 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     copy_run_file(environment.paths)
     exporter = Exporter(environment.paths, spec, metrics)
     leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
-    leader.lead(snapshot, save_now=warm)
+    drop = partial(remove_checkpoints, environment.paths)
+    if version is not None:
+        drop()
+    leader.lead(snapshot, drop if trained_supervised else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

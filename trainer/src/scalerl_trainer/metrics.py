@@ -35,7 +35,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.version = Gauge("scalerl_trainer_version", "Optimizer updates applied.", registry=self.registry)
         self.published_version = Gauge(
-            "scalerl_trainer_published_version", "Version last published.", registry=self.registry
+            "scalerl_trainer_published_version", "Last published version.", registry=self.registry
         )
         self.step_stat = Gauge(
             "scalerl_trainer_step_stat",
@@ -44,17 +44,17 @@ class Metrics:
             registry=self.registry,
         )
         self.seconds = Counter(
-            "scalerl_trainer_seconds", "Wall seconds by phase.", ["phase"], registry=self.registry
+            "scalerl_trainer_seconds", "Wall-clock seconds by phase.", ["phase"], registry=self.registry
         )
         self.step_seconds = Histogram(
             "scalerl_trainer_step_seconds",
-            "Fetching, computing and applying a step, without the wait for it; mean over ranks (rank 0).",
+            "Seconds to fetch, compute and apply a step, without waiting; mean over ranks (rank 0).",
             buckets=_STEP_SECONDS,
             registry=self.registry,
         )
         self.publish_seconds = Histogram(
             "scalerl_trainer_publish_seconds",
-            "A version into all generators (rank 0).",
+            "Seconds to publish a version to all generators (rank 0).",
             buckets=_PUBLISH_SECONDS,
             registry=self.registry,
         )
@@ -66,7 +66,7 @@ class Metrics:
         )
         self.publish_members_failed = Counter(
             "scalerl_trainer_publish_members_failed",
-            "Members that did not take a version.",
+            "Generators that failed to receive a version.",
             registry=self.registry,
         )
         self.checkpoints = Counter(

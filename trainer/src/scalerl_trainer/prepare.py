@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from scalerl_api.load import SpecError
@@ -20,17 +21,20 @@ from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ModelSpec, RunSpec
-from scalerl_tasks import GradingError, Task, TaskError, open_task
+from scalerl_tasks import GradingError, JsonlSource, PromptSource, Task, TaskError, open_task
+from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
     PrepareError,
     check_grading,
+    check_length,
     check_memory,
+    check_mid_training_file,
     check_model,
     check_prompts,
     worked_solution,
 )
-from scalerl_trainer.errors import TokenizerError, first_line
+from scalerl_trainer.errors import ModelError, first_line
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -70,11 +74,16 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
 
     Raises:
         PrepareError: the model cannot be used, or not for this task or on this machine.
-        TaskError: the task cannot be used.
+        TaskError: the task, or the model's tokenizer, cannot be used.
         OSError: the folder cannot be written.
     """
     task = open_task(spec.task)
     check_grading(spec)
+    if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
+        raise PrepareError(
+            "recipe.curriculum.sec: the task's prompts have no difficulty: give each line of task.jsonl.path one, or "
+            "use edgeOfCompetence, which measures it"
+        )
     if spec.model.scratch is not None:
         if spec.task.prompt.format == "Chat":
             raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
@@ -105,7 +114,10 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
 
 def _check(directory: Path, spec: RunSpec, task: Task, one_machine: bool) -> None:
     check_model(directory, spec, one_machine)
-    check_prompts(directory, spec, task)
+    tokenizer = ModelTokenizer(directory, spec.task.prompt)
+    check_length(tokenizer, spec)
+    check_prompts(tokenizer, spec, task)
+    check_mid_training_file(tokenizer, spec, task)
 
 
 def _identity(spec: RunSpec, task: Task) -> str:
@@ -142,7 +154,10 @@ def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
     if model.scratch is not None:
         from scalerl_trainer.models.scratch import write_scratch
 
-        texts = _texts(task, with_solutions=spec.warm_start is not None)
+        own = spec.warm_start.jsonl if spec.warm_start is not None else None
+        texts = _texts(task, task.train, with_solutions=spec.warm_start is not None and own is None)
+        if own is not None:
+            texts = chain(texts, _texts(task, JsonlSource(Path(own.path)), with_solutions=True))
         try:
             write_scratch(
                 directory,
@@ -152,7 +167,7 @@ def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
                 dtype=model.dtype,
                 context_tokens=model.context_tokens,
             )
-        except TokenizerError as error:
+        except ModelError as error:
             raise PrepareError(f"model.scratch.vocabularySize: {error}") from error
     elif model.path is not None:
         source = Path(model.path)
@@ -163,9 +178,9 @@ def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
         _link_or_copy(_download(model), directory, "model.hub")
 
 
-def _texts(task: Task, with_solutions: bool) -> Iterator[str]:
-    for index in range(min(TOKENIZER_TEXTS, len(task.train))):
-        prompt = task.train[index]
+def _texts(task: Task, source: PromptSource, with_solutions: bool) -> Iterator[str]:
+    for index in range(min(TOKENIZER_TEXTS, len(source))):
+        prompt = source[index]
         yield task.render(prompt).user
         if with_solutions:
             yield worked_solution(prompt)

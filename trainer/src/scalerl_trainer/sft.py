@@ -1,4 +1,4 @@
-"""The supervised warm start, with the same engine as the updates that follow; resets the optimizer at its end.
+"""Supervised steps on worked solutions, with the same engine as the updates that follow.
 
 A policy that never succeeds gets no reward signal. ScaleRL starts from a supervised model (arXiv 2510.13786 [P]);
 Interplay (arXiv 2512.07783 [P]) finds that reinforcement learning raises pass@k only where pass@1 is low and pass@k above
@@ -7,16 +7,17 @@ zero. So the aim is a base that succeeds sometimes, not a good one.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
+import msgspec
 import torch
 
+from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.algo.losses import Supervised
 from scalerl_trainer.engine import Engine, StepStats, TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
@@ -24,121 +25,172 @@ from scalerl_trainer.packing import Sequence
 
 # Number of the last examples whose mean probability is compared with ``stop_at``: ±.03 at .25 if each were 0 or 1.
 STOP_WINDOW_EXAMPLES = 256
-# Share of the steps with a rising learning rate; it falls linearly to a tenth over the rest.
+# Share of the training with a rising learning rate; it falls linearly to a tenth over the rest.
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
+# So many bad examples in a row are not the fault of single ones.
+MAX_BAD_EXAMPLES = 100
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStartStats:
-    """Result of a warm start; ``loss`` and ``solved`` are over the last 256 examples, each before it was trained on.
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """State of supervised training beside the engine's; with both, training continues as if it had not been interrupted.
 
-    loss: mean negative log-likelihood per solution token, nats.
-    solved: mean probability of sampling exactly the worked solution.
+    steps: updates, which fix the next batch too.
+    tokens: solution tokens of these updates, with the end tokens.
+    window: of the last steps, that hold 256 examples: loss, sum of the examples' probabilities, examples.
+    replaced: bad examples, in whose places others were trained on.
+    source: digest of the examples' source; kept as it is.
     """
 
-    steps: int
-    loss: float
-    solved: float
-    trainable_tokens: int
-    tokens: int
-    seconds: float
+    steps: int = 0
+    tokens: int = 0
+    window: tuple[tuple[float, float, int], ...] = ()
+    replaced: int = 0
+    source: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Mean negative log-likelihood per solution token, nats; over the window, each example before it was trained on."""
+        return sum(loss for loss, _, _ in self.window) / len(self.window)
+
+    @property
+    def solved(self) -> float:
+        """Mean probability of sampling exactly the worked solution, over the window."""
+        return sum(solved for _, solved, _ in self.window) / sum(count for _, _, count in self.window)
 
 
-def encode_pair(tokenizer: Any, prompt: str | Items[int], solution: str) -> Sequence:
-    """Encode a prompt (text, or token ids from a chat template) and its solution, with the end token.
+def encode_pair(tokenizer: ModelTokenizer, prompt: Items[int], solution: str) -> Sequence:
+    """A prompt's token ids and its encoded solution, with the end token.
 
     They are encoded separately, because the generator appends to the prompt's tokens. Raises ``BadBatchError`` if either
     has no tokens.
     """
-    ids = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
-    completion = tokenizer.encode(solution, add_special_tokens=False)
-    if not ids or not completion:
+    (completion,) = tokenizer.encode([solution])
+    if not prompt or not completion:
         raise BadBatchError(f"prompt {prompt!r} or solution {solution!r} has no tokens")
-    return Sequence(ids, [*completion, tokenizer.eos_token_id])
+    return Sequence(list(prompt), [*completion, tokenizer.end_token_id])
 
 
-def learning_rate_at(step: int, steps: int, peak: float) -> float:
-    """Linear rise over the first 5 % of the steps, linear fall to a tenth of ``peak`` at the last.
+def encode_usable(
+    tokenizer: ModelTokenizer, pairs: Items[tuple[Items[int], str]], index: int, most_tokens: int
+) -> tuple[Sequence, str]:
+    """The example at ``index``, and ``""``; if it is bad, the next good one, and what is wrong with the first.
 
-    >>> [round(learning_rate_at(step, 100, 1.0), 6) for step in (0, 4, 99)]
-    [0.2, 1.0, 0.1]
+    Bad: ``pairs`` raises ``BadBatchError`` for it, it has no tokens, or more than ``most_tokens``. Deterministic, so that
+    all ranks train on the same. Raises ``BadBatchError`` if 100 in a row are bad, or all.
     """
-    rising = max(1, round(steps * WARMUP_FRACTION))
-    if step < rising:
-        return peak * (step + 1) / rising
-    done = (step - rising + 1) / max(1, steps - rising)
-    return peak * (1 - done * (1 - FINAL_FRACTION))
+    problem = ""
+    for place in range(index, index + min(len(pairs), MAX_BAD_EXAMPLES)):
+        try:
+            sequence = encode_pair(tokenizer, *pairs[place % len(pairs)])
+        except BadBatchError as error:
+            problem = problem or str(error)
+            continue
+        if sequence.tokens <= most_tokens:
+            return sequence, problem
+        problem = problem or (
+            f"example {place % len(pairs)} has {sequence.tokens} tokens, more than trainer.microBatchTokens "
+            f"({most_tokens}): raise it, or shorten the solution"
+        )
+    raise BadBatchError(f"no usable example among {min(len(pairs), MAX_BAD_EXAMPLES)}; the first: {problem}")
 
 
-def warm_start(
+def learning_rate_at(done: float, peak: float) -> float:
+    """Linear rise over the first 5 % of the training, linear fall to a tenth of ``peak`` at its end.
+
+    ``done``: share of the training with the present step, above 0.
+
+    >>> [round(learning_rate_at(done, 1.0), 6) for done in (0.01, 0.05, 1.0, 1.1)]
+    [0.2, 1.0, 0.1, 0.1]
+    """
+    if done < WARMUP_FRACTION:
+        return peak * done / WARMUP_FRACTION
+    return peak * (1 - (min(done, 1.0) - WARMUP_FRACTION) / (1 - WARMUP_FRACTION) * (1 - FINAL_FRACTION))
+
+
+def train_supervised(
     engine: Engine,
-    tokenizer: Any,
-    pairs: Items[tuple[str | Items[int], str]],
+    tokenizer: ModelTokenizer,
+    pairs: Items[tuple[Items[int], str]],
     *,
-    steps: int,
     batch_size: int,
     learning_rate: float,
     rank: int,
     world: int,
+    steps: int | None = None,
+    tokens: int | None = None,
     seed: int = 0,
     stop_at: float | None = None,
-    on_step: Callable[[int, StepStats], None] | None = None,
-) -> WarmStartStats:
+    progress: Progress | None = None,
+    on_step: Callable[[Progress, StepStats, float], bool] | None = None,
+) -> Progress:
     """Train on (prompt, worked solution) pairs; a collective: every rank passes the same arguments but ``rank``.
 
-    Each of ``steps`` updates takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen,
-    in an order that ``seed`` fixes. The loss is the mean over the batch's solution tokens.
+    Each update takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen, in an order that
+    ``seed`` fixes. The loss is the mean over the batch's solution tokens. Ends after ``steps`` updates, or with the one that
+    reaches ``tokens`` solution tokens, whichever is first; then the optimizer is reset.
 
     ``stop_at``: ends early once the mean probability of solving the last examples reaches this. Small models learn
     suddenly, at a step that differs between seeds: with a fixed number of steps the base never succeeds or always does.
     While there are unused pairs, this is measured on unseen examples.
 
-    Raises ``BadBatchError`` for empty pairs, ``DivergedError`` for a step that cannot be applied, and what
+    A bad pair is replaced as in :func:`encode_usable`, counted and logged.
+
+    ``progress``: of an earlier call whose engine state was loaded; training continues with its next batch.
+
+    ``on_step``: is passed the progress, the statistics and the seconds of each step; True ends the training.
+
+    Raises ``BadBatchError`` for empty pairs and too many bad ones, ``DivergedError`` for a step that cannot be applied, and what
     ``Engine.step`` raises.
     """
     if not pairs:
-        raise BadBatchError("a warm start needs at least one pair of prompt and solution")
-    if steps < 1 or batch_size < world:
-        raise BadBatchError(f"a warm start needs steps ≥ 1 and batch_size ≥ {world} ranks")
-    begin = time.perf_counter()
-    order = _endless(len(pairs), seed)
-    encoded: dict[int, Sequence] = {}
-    window = deque[StepStats](maxlen=max(1, STOP_WINDOW_EXAMPLES // batch_size))
-    trainable = tokens = 0
-    for step in range(steps):
-        batch = []
-        for index in (next(order) for _ in range(batch_size)):
-            if index not in encoded:
-                encoded[index] = encode_pair(tokenizer, *pairs[index])
-            batch.append(encoded[index])
+        raise BadBatchError("supervised training needs at least one pair of prompt and solution")
+    if (steps is None and tokens is None) or batch_size < world:
+        raise BadBatchError(f"supervised training needs steps or tokens, and batch_size ≥ {world} ranks")
+    done = progress or Progress()
+    order = islice(_endless(len(pairs), seed), done.steps * batch_size, None)
+    window = max(1, STOP_WINDOW_EXAMPLES // batch_size)
+    while not _over(done, steps, tokens, stop_at, window):
+        begin = time.perf_counter()
+        # Encoded again in each epoch: all examples of a long mid-training are gigabytes of integers on every rank.
+        batch, replaced = [], done.replaced
+        for index in islice(order, batch_size):
+            sequence, problem = encode_usable(tokenizer, pairs, index, engine.settings.micro_batch_tokens)
+            batch.append(sequence)
+            if problem:
+                replaced += 1
+                if rank == 0:
+                    log.warning("an example of mid-training is replaced (%d so far): %s", replaced, problem)
         total = sum(len(sequence.completion) for sequence in batch)
-        share = batch[rank::world]
+        share = max(
+            (done.steps + 1) / steps if steps else 0.0, (done.tokens + total) / tokens if tokens else 0.0
+        )
+        own = batch[rank::world]
         stats = engine.step(
-            TrainBatch(share, torch.full((len(share),), 1.0 / total), torch.ones(len(share))),
+            TrainBatch(own, torch.full((len(own),), 1.0 / total), torch.ones(len(own))),
             Supervised(),
-            learning_rate=learning_rate_at(step, steps, learning_rate),
+            learning_rate=learning_rate_at(share, learning_rate),
         )
         if stats.skipped:
-            raise DivergedError(
-                f"step {step} of the warm start: {stats.skipped}; lower warmStart.learningRate"
-            )
-        trainable += stats.trainable_tokens
-        tokens += stats.tokens
-        window.append(stats)
-        if on_step is not None:
-            on_step(step, stats)
-        if stop_at is not None and len(window) == window.maxlen and _solved(window) >= stop_at:
+            raise DivergedError(f"supervised step {done.steps}: {stats.skipped}; lower its learningRate")
+        # The loss reports the sum of the probabilities per trainable token.
+        solved = stats.loss_means["solved"] * stats.trainable_tokens
+        last = (*done.window, (stats.loss, solved, stats.sequences))[-window:]
+        done = msgspec.structs.replace(
+            done, steps=done.steps + 1, tokens=done.tokens + total, window=last, replaced=replaced
+        )
+        if on_step is not None and on_step(done, stats, time.perf_counter() - begin):
             break
     engine.reset_optimizer()
-    loss = sum(stats.loss for stats in window) / len(window)
-    return WarmStartStats(step + 1, loss, _solved(window), trainable, tokens, time.perf_counter() - begin)
+    return done
 
 
-def _solved(window: Iterable[StepStats]) -> float:
-    """Mean probability of a whole solution; the loss reports its sum per trainable token."""
-    sums = [stats.loss_means["solved"] * stats.trainable_tokens for stats in window]
-    return sum(sums) / sum(stats.sequences for stats in window)
+def _over(done: Progress, steps: int | None, tokens: int | None, stop_at: float | None, window: int) -> bool:
+    if (steps is not None and done.steps >= steps) or (tokens is not None and done.tokens >= tokens):
+        return True
+    return stop_at is not None and len(done.window) == window and done.solved >= stop_at
 
 
 def _endless(count: int, seed: int) -> Iterator[int]:

@@ -8,6 +8,8 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.recipe import LossSpec, RecipeSpec
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.distillation import Distilled
+from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.publish.publisher import PublishSettings
@@ -44,8 +46,18 @@ def collective_timeout_seconds(spec: RunSpec) -> float:
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:
-    """The loss of ``recipe.loss`` with ``recipe.correction``."""
+    """The loss of ``recipe.loss`` with ``recipe.kl``, both weighted by ``recipe.correction``, with the advantages of
+    ``recipe.distillation``, which compares with the policy that sampled and so comes first."""
+    loss = _corrected(recipe)
+    distillation = recipe.distillation
+    return loss if distillation is None else Distilled(loss, float(distillation.coefficient))
+
+
+def _corrected(recipe: RecipeSpec) -> Loss:
     loss, correction = _loss(recipe.loss), recipe.correction
+    penalty = recipe.kl.penalty
+    if penalty is not None:
+        loss = WithKl(loss, penalty.estimator, float(penalty.coefficient))
     if correction.truncated is not None:
         return Corrected(loss, float(correction.truncated.cap), "truncate")
     if correction.masked is not None:

@@ -8,6 +8,7 @@ default, which is ScaleRL's. GRPO, DAPO, Magistral and MiniMax-M1 are as ScaleRL
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -46,6 +47,7 @@ _GSPO_OFF_POLICY: Final = Source("GSPO, arXiv 2507.18071", "S")
 _DR_GRPO: Final = Source("Dr. GRPO, arXiv 2503.20783", "P")
 _MAGISTRAL: Final = Source("Magistral, arXiv 2506.10910", "P")
 _MINIMAX: Final = Source("MiniMax-M1, arXiv 2506.13585", "S")
+_SEC: Final = Source("SEC's authors' commands for mathematics, arXiv 2505.14970", "S")
 _CHOSEN: Final = Source("the papers do not say", "?")
 
 
@@ -54,6 +56,11 @@ def _all(source: Source, **values: Any) -> dict[str, Published]:
     return {path.replace("__", "."): Published(value, source) for path, value in values.items()}
 
 
+INTERRUPTION_PHRASE: Final = (
+    "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+)
+"""ScaleRL's [P]."""
+_PLAIN: Final = _all(_CHOSEN, length__none={}, curriculum__uniform={})
 _PPO_OFF_POLICY_8 = {"offPolicy.ppo.stepsPerBatch": Published(8, _REBUILT)}
 
 PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
@@ -67,6 +74,8 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         completionsPerPrompt=16,
         maxCompletionTokens=14336,
         temperature="1",
+        length__interruption__phrase=INTERRUPTION_PHRASE,
+        curriculum__noPositiveResampling__passRate="0.9",
         offPolicy__pipeline__maxStalenessSteps=8,
         fp32Logits="Both",
         optimizer__learningRate="5e-7",
@@ -80,6 +89,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         ),
         **_all(_GRPO, advantage__normalization="Group"),
         **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None"),
+        **_PLAIN,
         **_PPO_OFF_POLICY_8,
     },
     "dapo": {
@@ -87,6 +97,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_REBUILT, aggregation="PromptAverage", promptsPerStep=80, zeroVarianceFilter=True),
         **_all(_DAPO, advantage__normalization="Group"),
         **_all(_CHOSEN, fp32Logits="None"),
+        **_PLAIN,
         **_PPO_OFF_POLICY_8,
     },
     "gspo": {
@@ -94,11 +105,13 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_GSPO, advantage__normalization="Group"),
         **_all(_GSPO_OFF_POLICY, offPolicy__ppo__stepsPerBatch=4),
         **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None"),
+        **_PLAIN,
     },
     "dr-grpo": {
         **_all(_DR_GRPO, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.2", aggregation="Constant"),
         **_all(_DR_GRPO, advantage__normalization="None"),
         **_all(_CHOSEN, zeroVarianceFilter=False, fp32Logits="None", offPolicy__ppo__stepsPerBatch=1),
+        **_PLAIN,
     },
     "magistral": {
         **_all(_MAGISTRAL, loss__ppoClip__clipLow="0.2", loss__ppoClip__clipHigh="0.28"),
@@ -106,6 +119,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_MAGISTRAL, zeroVarianceFilter=True),
         **_all(_REBUILT, offPolicy__pipeline__maxStalenessSteps=8),
         **_all(_CHOSEN, fp32Logits="None"),
+        **_PLAIN,
     },
     "minimax-m1": {
         **_all(_CHOSEN, loss__cispo__ratioCap="5"),
@@ -113,15 +127,30 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
         **_all(_REBUILT, fp32Logits="Both"),
         **_all(_MINIMAX, advantage__normalization="Group"),
         **_all(_CHOSEN, offPolicy__ppo__stepsPerBatch=8),
+        **_PLAIN,
     },
     "ppo-off-policy": _PPO_OFF_POLICY_8,
 }
 
+DEFAULTS: Final[Mapping[str, Published]] = {
+    **_all(
+        _CHOSEN,
+        curriculum__edgeOfCompetence__passRate="0.8",
+        curriculum__edgeOfCompetence__remeasureShare="0.1",
+    ),
+    **_all(_SEC, curriculum__sec__learningRate="0.5", curriculum__sec__temperature="0.4"),
+}
+"""Defaults of members that no preset has."""
+
 ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo"),
     "correction": ("none", "truncated", "masked"),
+    "kl": ("none", "penalty"),
     "offPolicy": ("pipeline", "ppo"),
-    "curriculum": ("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
+    "curriculum": (
+        *("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
+        *("edgeOfCompetence", "sec"),
+    ),
     "length": ("none", "interruption", "penalty", "overlong"),
 }
 """Fields of which one is given: another one replaces the preset's."""
@@ -138,9 +167,19 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     preset = given.get("preset", "scalerl")
     if not isinstance(preset, str) or preset not in PRESETS:
         return dict(given)  # its field refuses it
-    merged = _merged(_nested(preset), given)
+    published = _nested(preset)
+    if _ignores_rewards(given.get("distillation")):
+        published = {**published, "zeroVarianceFilter": False}
+    merged = _merged(published, given)
     # An empty choice that the preset does not make either is left to the field's default.
     return {name: value for name, value in merged.items() if value != {} or to_camel(name) not in ONE_OF}
+
+
+def _ignores_rewards(distillation: Any) -> bool:
+    """Of ``recipe.distillation``, parsed or not: the advantages come from the teacher alone."""
+    if isinstance(distillation, Mapping):
+        return bool(distillation.get("rewards", "Ignored") == "Ignored")
+    return getattr(distillation, "rewards", None) == "Ignored"
 
 
 def _merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,16 +214,16 @@ def set_by_others() -> frozenset[str]:
 
 
 def cel(path: str, default: Any) -> str:
-    """CEL of a number of the recipe, seen from the spec, whether it is given, the preset's, or the default.
+    """CEL of a number or boolean of the recipe, seen from the spec, whether it is given, the preset's, or the default.
 
     >>> cel("maxCompletionTokens", 14336)
     '(has(self.recipe.maxCompletionTokens) ? self.recipe.maxCompletionTokens : 14336)'
     """
-    otherwise = str(default)
+    otherwise = json.dumps(default)
     by_value: dict[Any, list[str]] = {}
     for name, fields in PRESETS.items():
         if path in fields and fields[path].value != default:
             by_value.setdefault(fields[path].value, []).append(name)
     for value, names in by_value.items():
-        otherwise = f"self.recipe.preset in {names} ? {value} : {otherwise}"
+        otherwise = f"self.recipe.preset in {names} ? {json.dumps(value)} : {otherwise}"
     return f"(has(self.recipe.{path}) ? self.recipe.{path} : {otherwise})"

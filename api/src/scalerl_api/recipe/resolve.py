@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scalerl_api.recipe.presets import PRESETS, Source
+from scalerl_api.recipe.presets import DEFAULTS, PRESETS, Source
 from scalerl_api.recipe.spec import RecipeSpec
 
 Origin = Literal["preset", "default", "spec"]
@@ -54,6 +54,8 @@ def resolve(recipe: RecipeSpec) -> Recipe:
         origin: Origin
         if expected.get(path) != value:
             origin, source = "spec", None
+            if path in DEFAULTS and DEFAULTS[path].value == value:
+                origin, source = "default", DEFAULTS[path].source
         elif path in published:
             origin, source = "preset", published[path].source
         else:

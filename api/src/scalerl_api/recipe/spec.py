@@ -7,15 +7,16 @@ where each comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from scalerl_api.fields import (
     DecayDecimal,
     LearningRateDecimal,
+    Matches,
     Model,
     NonNegativeDecimal,
     PositiveDecimal,
@@ -27,29 +28,30 @@ from scalerl_api.fields import (
     WeightDecayDecimal,
     at_most_one,
 )
-from scalerl_api.recipe.presets import ONE_OF, completed
+from scalerl_api.recipe.earlier import EarlierName, translated
+from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
 
 # --- loss --------------------------------------------------------------------------------------
 
 
 class CispoLoss(Model):
-    """Truncates the importance ratio, stops its gradient, and keeps every token."""
+    """Truncates the importance ratio and detaches it from the gradient, so that every token keeps a gradient."""
 
     ratio_cap: PositiveDecimal = "5"
-    """The ratio is truncated here; no lower clip (4, 5 and 8 made no difference [P])."""
+    """Upper bound of the ratio; there is no lower clip (4, 5 and 8 made no difference [P])."""
 
 
 class PpoClipLoss(Model):
-    """PPO's clipped surrogate, of GRPO, Dr. GRPO, DAPO and Magistral: beyond the clip a token has no gradient."""
+    """PPO's clipped surrogate, as in GRPO, Dr. GRPO, DAPO and Magistral: clipped tokens have no gradient."""
 
     clip_low: UnitDecimal = "0.2"
     """Ratio ≥ 1 − clipLow."""
     clip_high: NonNegativeDecimal = "0.2"
-    """Ratio ≤ 1 + clipHigh. DAPO's is higher than clipLow."""
+    """Ratio ≤ 1 + clipHigh. In DAPO it is higher than clipLow."""
 
 
 class GspoLoss(Model):
-    """The clipped surrogate with one ratio a completion: the geometric mean of its tokens'."""
+    """The clipped surrogate with one ratio per completion: the geometric mean over its tokens."""
 
     clip_low: UnitDecimal = "3e-4"
     """Ratio ≥ 1 − clipLow."""
@@ -58,23 +60,23 @@ class GspoLoss(Model):
 
 
 class ReinforceLoss(Model):
-    """The policy gradient without an importance ratio: every token as if it was sampled by the present policy."""
+    """The policy gradient without an importance ratio, as if the current policy had sampled every token."""
 
 
 class DppoLoss(Model):
-    """Masks the tokens that moved too far from the policy that sampled them, by the difference of probabilities."""
+    """Masks tokens whose probability differs too much from that of the policy that sampled them."""
 
     threshold: PositiveUnitDecimal = "0.2"
-    """Most that a token's probability may differ before its gradient, where it leads further away, is masked."""
+    """Maximum difference of a token's probability; beyond it, gradients that increase the difference are masked."""
 
 
 class LossSpec(Model):
     """The policy-gradient objective: one of these."""
 
     cispo: CispoLoss | None = None
-    """Truncated importance ratio, every token's gradient kept: ScaleRL's and MiniMax-M1's."""
+    """Truncated importance ratio with a gradient for every token: ScaleRL and MiniMax-M1."""
     ppo_clip: PpoClipLoss | None = None
-    """PPO's clipped surrogate: GRPO's, Dr. GRPO's, DAPO's, Magistral's."""
+    """PPO's clipped surrogate: GRPO, Dr. GRPO, DAPO, Magistral."""
     gspo: GspoLoss | None = None
     """Clipped by the ratio of whole completions."""
     reinforce: ReinforceLoss | None = None
@@ -95,89 +97,151 @@ class LossSpec(Model):
 
 
 class NoCorrection(Model):
-    """The loss's own ratio is all."""
+    """No correction beyond the ratio of the loss."""
 
 
 class TruncatedCorrection(Model):
     """Truncated importance sampling (TIS): weight min(π_train / π_gen, cap)."""
 
     cap: PositiveDecimal = "2"
-    """Largest weight of a token."""
+    """Maximum weight of a token."""
 
 
 class MaskedCorrection(Model):
-    """Masked importance sampling (MIS): weight π_train / π_gen, and none beyond the cap."""
+    """Masked importance sampling (MIS): weight π_train / π_gen, and 0 beyond the cap."""
 
     cap: PositiveDecimal = "2"
-    """Tokens with a larger ratio are left out."""
+    """Tokens with a larger ratio are masked."""
 
 
 class CorrectionSpec(Model):
-    """Importance weights against the mismatch of generator and trainer, on any loss: one of these."""
+    """Importance weights that correct the mismatch of generator and trainer, with any loss: one of these."""
 
     none: NoCorrection | None = None
-    """The loss compares with the policy that sampled."""
+    """The loss uses the ratio to the policy that sampled."""
     truncated: TruncatedCorrection | None = None
-    """The loss compares with the trainer's own policy, and tokens are weighted up to a cap."""
+    """The loss uses the ratio to the trainer's own policy, and tokens are weighted up to a cap."""
     masked: MaskedCorrection | None = None
-    """As truncated, and tokens beyond the cap are left out."""
+    """As truncated, but tokens beyond the cap are masked."""
 
     rules = (at_most_one(*ONE_OF["correction"]),)
+
+
+# --- KL penalty --------------------------------------------------------------------------------
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class NoKlPenalty(Model):
+    """No penalty, and no reference model in memory."""
+
+
+class KlPenalty(Model):
+    """The loss grows by coefficient · k of each token, under the recipe's aggregation; with d = log π − log π_ref, k1 is d,
+    k2 is d² / 2, and k3 is exp(−d) − 1 + d. π_ref is the run's starting model, after the warm start if there is one."""
+
+    coefficient: PositiveDecimal
+    """β. The GRPO paper reportedly uses 0.04 [S]."""
+    estimator: KlEstimator = "k3"
+    """Estimator of KL(π ‖ π_ref). k3 is never negative and used by GRPO [P]; the gradients of k1 (here d ∇log π)
+    and k2 are unbiased."""
+
+
+class KlSpec(Model):
+    """A penalty on the divergence from the initial model: one of these."""
+
+    none: NoKlPenalty | None = None
+    """No penalty, as in ScaleRL and DAPO [P]."""
+    penalty: KlPenalty | None = None
+    """Added to the loss of every token. Requires the memory of the initial model and one forward pass per step."""
+
+    rules = (at_most_one(*ONE_OF["kl"]),)
+
+
+# --- distillation ------------------------------------------------------------------------------
+
+
+class TeacherSpec(Model):
+    """A vLLM server that the run does not start, with the student's tokenizer. Its API key, where it asks for one, is the
+    variable ``TEACHER_API_KEY`` of ``generator.podTemplate.env``, from a Secret."""
+
+    url: Annotated[
+        str,
+        Field(max_length=1024),
+        AfterValidator(
+            Matches(
+                r"^https?://[A-Za-z0-9._:\[\]-]+(/[^@?#\s]*)?$",
+                "must be http://host:port or https://host/…, without a password: that is the variable TEACHER_API_KEY",
+            )
+        ),
+    ]
+    """As generators reach it, and without ``/v1``: ``http://teacher.team.svc:8000``."""
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """The name that it serves the teacher by; none: the first of those that it serves."""
+
+
+class DistillationSpec(Model):
+    """On-policy distillation: each token of a completion gets the advantage coefficient · (log π_teacher − log π_gen), minus
+    an estimate of the reverse KL, KL(π_gen ‖ π_teacher) (Thinking Machines [S]; GKD, arXiv 2306.13649 [P])."""
+
+    teacher: TeacherSpec
+    """Who gives the log-probabilities of the student's tokens."""
+    coefficient: PositiveDecimal = "1"
+    """Weight of the teacher's part; 1 is Thinking Machines' [S]."""
+    rewards: Literal["Ignored", "Added"] = "Ignored"
+    """Ignored: the teacher alone. Added: to the advantages that the rewards give. The curve is of the scores either way."""
 
 
 # --- off-policy --------------------------------------------------------------------------------
 
 
 class PipelineSpec(Model):
-    """PipelineRL-k: weights are published after every update, and generations in flight continue with them."""
+    """PipelineRL-k: weights are published after every update, and in-flight generations continue with them."""
 
     max_staleness_steps: Annotated[int, Field(ge=0, le=64)] = 8
-    """k: no token is trained on more than k updates after it was sampled [P]; 0 is synchronous."""
+    """k: maximum number of updates between sampling and training of a token [P]; 0 is synchronous."""
 
 
 class PpoOffPolicySpec(Model):
-    """PPO-off-policy-k: k batches are generated by the same weights, then k updates follow, and the weights are published."""
+    """PPO-off-policy-k: k batches are generated with the same weights, k updates follow, and the weights are
+    published."""
 
     steps_per_batch: Annotated[int, Field(ge=1, le=64)] = 8
     """k: updates between two publishes; 1 is synchronous."""
 
 
 class OffPolicySpec(Model):
-    """How far generation may be ahead of training: one of these."""
+    """How far generation may run ahead of training: one of these."""
 
     pipeline: PipelineSpec | None = None
-    """PipelineRL-k: ScaleRL's."""
+    """PipelineRL-k, as in ScaleRL."""
     ppo: PpoOffPolicySpec | None = None
-    """PPO-off-policy-k: generation and training take turns."""
+    """PPO-off-policy-k: generation and training alternate."""
 
     rules = (at_most_one(*ONE_OF["offPolicy"]),)
 
 
 # --- length ------------------------------------------------------------------------------------
 
-INTERRUPTION_PHRASE: Final = (
-    "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
-)
-"""ScaleRL's [P]."""
-
 
 class NoLengthControl(Model):
-    """Completions end by themselves or at maxCompletionTokens."""
+    """Completions end on their own or at maxCompletionTokens."""
 
 
 class InterruptionSpec(Model):
-    """Ends thoughts by a phrase that the policy did not choose: its tokens are masked in the loss (ScaleRL [P]).
+    """Ends reasoning with a phrase whose tokens are masked in the loss (ScaleRL [P]). Only unfinished reasoning is
+    interrupted; no effect if the tokenizer cannot encode the end of reasoning.
 
     Only a completion inside an open thought is interrupted. A tokenizer that cannot write a thought's end opens none.
     """
 
     min_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """A thought is interrupted at a position drawn between minTokens and maxTokens. Left out: five sevenths of
-    maxCompletionTokens, the paper's 10,240 of 14,336."""
+    """Reasoning is interrupted at a position sampled between minTokens and maxTokens. Left out: five sevenths of
+    maxCompletionTokens, the paper's 10,240 of 14,336; or a seventh of it below maxTokens."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Left out: six sevenths of maxCompletionTokens, the paper's 12,288 of 14,336."""
+    """Left out: six sevenths of maxCompletionTokens, the paper's 12,288 of 14,336; or a seventh of it above minTokens."""
     phrase: Annotated[str, Field(min_length=1, max_length=4096)] = INTERRUPTION_PHRASE
-    """What is appended; it has to end the thought."""
+    """The inserted phrase; it must end the reasoning."""
 
     rules = (
         Rule(
@@ -193,20 +257,37 @@ class InterruptionSpec(Model):
     def range(self, max_completion_tokens: int) -> tuple[int, int]:
         """First and last position at which a thought may be interrupted.
 
-        >>> InterruptionSpec().range(14336)
-        (10240, 12288)
+        >>> InterruptionSpec().range(14336), InterruptionSpec(min_tokens=2000).range(14336)
+        ((10240, 12288), (2000, 4048))
         """
-        last = self.max_tokens or max(1, max_completion_tokens * 6 // 7)
-        return min(last, self.min_tokens or max(1, max_completion_tokens * 5 // 7)), last
+        width = max_completion_tokens // 7
+        last = self.max_tokens or (
+            min(max_completion_tokens - 1, self.min_tokens + width)
+            if self.min_tokens
+            else max_completion_tokens * 6 // 7
+        )
+        return self.min_tokens or max(1, last - width), max(1, last)
 
 
 class LengthPenaltySpec(Model):
-    """Takes reward from long completions that are right: clip((maxTokens − length) / bufferTokens − 1, −1, 0) (ScaleRL [P])."""
+    """Penalizes long correct completions: clip((maxTokens − length) / bufferTokens − 1, −1, 0) (ScaleRL [P])."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
     """Length at which the penalty is −1. Left out: maxCompletionTokens."""
     buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """The penalty begins so many tokens before. Left out: a seventh of maxCompletionTokens, the paper's 2,048 of 14,336."""
+    """The penalty starts this many tokens earlier. Left out: a seventh of maxCompletionTokens, the paper's 2,048
+    of 14,336."""
+
+    rules = (
+        Rule(
+            "!has(self.maxTokens) || !has(self.bufferTokens) || self.bufferTokens <= self.maxTokens",
+            "%(bufferTokens)s must be at most %(maxTokens)s",
+            "bufferTokens",
+            lambda spec: (
+                spec.max_tokens is None or spec.buffer_tokens is None or spec.buffer_tokens <= spec.max_tokens
+            ),
+        ),
+    )
 
     def limits(self, max_completion_tokens: int) -> tuple[int, int]:
         """maxTokens and bufferTokens.
@@ -221,7 +302,7 @@ class LengthPenaltySpec(Model):
 
 
 class OverlongSpec(Model):
-    """Takes reward from long completions, right or wrong: 0 up to maxCompletionTokens − bufferTokens, then linear to −1 (DAPO [P])."""
+    """Penalizes all long completions: 0 up to maxCompletionTokens − bufferTokens, then linear to −1 (DAPO [P])."""
 
     buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
     """Left out: a fifth of maxCompletionTokens, the paper's 4,096 of 20,480."""
@@ -232,16 +313,16 @@ class OverlongSpec(Model):
 
 
 class LengthSpec(Model):
-    """How completions are kept from growing: one of these."""
+    """Control of the completion length: one of these."""
 
     none: NoLengthControl | None = None
-    """By maxCompletionTokens alone."""
+    """Only maxCompletionTokens."""
     interruption: InterruptionSpec | None = None
-    """By a phrase that ends the thought: ScaleRL's."""
+    """A phrase that ends the reasoning, as in ScaleRL."""
     penalty: LengthPenaltySpec | None = None
-    """By less reward for long completions that are right."""
+    """A reward penalty for long correct completions."""
     overlong: OverlongSpec | None = None
-    """By less reward for all long completions: DAPO's."""
+    """A reward penalty for all long completions, as in DAPO."""
 
     rules = (at_most_one(*ONE_OF["length"]),)
 
@@ -250,23 +331,23 @@ class LengthSpec(Model):
 
 
 class UniformSpec(Model):
-    """Every prompt once an epoch."""
+    """Every prompt once per epoch."""
 
 
 class NoPositiveResamplingSpec(Model):
-    """A prompt that is solved leaves all later epochs (ScaleRL [P])."""
+    """Excludes solved prompts from later epochs (ScaleRL [P])."""
 
     pass_rate: PositiveUnitDecimal = "0.9"
-    """From this historic pass rate on a prompt counts as solved."""
+    """Historical pass rate from which a prompt counts as solved."""
 
 
 class PassRateBandSpec(Model):
-    """Only prompts at the edge of competence: those of a historic pass rate within the band, and those never tried."""
+    """Only prompts with a historical pass rate within the band, and prompts not used yet."""
 
     low: UnitDecimal = "0.1"
-    """Lowest pass rate."""
+    """Minimum pass rate."""
     high: UnitDecimal = "0.9"
-    """Highest pass rate."""
+    """Maximum pass rate."""
 
     rules = (
         Rule(
@@ -278,14 +359,23 @@ class PassRateBandSpec(Model):
     )
 
 
+_ASCENDING_EDGES: Final = Rule(
+    "self.edges.all(e, self.edges.indexOf(e) == 0 || "
+    "double(string(self.edges[self.edges.indexOf(e) - 1])) < double(string(e)))",
+    "edges must ascend",
+    "edges",
+    lambda section: all(float(a) < float(b) for a, b in pairwise(section.edges)),
+)
+
+
 class DifficultyPoolsSpec(Model):
-    """Pools of prompts by their historic pass rate; a prompt moves as its rate changes."""
+    """Pools of prompts by historical pass rate; prompts move between pools as it changes."""
 
     edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)]
-    """Pass rates that divide the pools, ascending."""
+    """Pass rates between the pools, ascending."""
     weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)]
-    """How often a prompt of each pool is taken when its turn comes, relative to the largest weight; one more than edges.
-    Prompts never tried are in the middle pool."""
+    """Sampling weight of each pool, relative to the largest; one more than edges. Prompts not used yet are in the
+    middle pool."""
 
     rules = (
         Rule(
@@ -294,13 +384,7 @@ class DifficultyPoolsSpec(Model):
             "weights",
             lambda pools: len(pools.weights) == len(pools.edges) + 1,
         ),
-        Rule(
-            "self.edges.all(e, self.edges.indexOf(e) == 0 || "
-            "double(string(self.edges[self.edges.indexOf(e) - 1])) < double(string(e)))",
-            "edges must ascend",
-            "edges",
-            lambda pools: all(float(a) < float(b) for a, b in pairwise(pools.edges)),
-        ),
+        _ASCENDING_EDGES,
         Rule(
             "self.weights.exists(w, double(string(w)) > 0.0)",
             "at least one of weights must be positive",
@@ -310,19 +394,60 @@ class DifficultyPoolsSpec(Model):
     )
 
 
+class EdgeOfCompetenceSpec(Model):
+    """Prompts that the model solves now and then, as its last two groups for each show; the others are measured again
+    as it learns (arXiv 2512.07783 [P]; the bounds [?])."""
+
+    pass_rate: PositiveUnitDecimal = "0.8"
+    """Recent pass rate from which a prompt counts as solved. Prompts at the edge of competence are below it and above 0."""
+    remeasure_share: PositiveUnitDecimal = "0.1"
+    """Minimum share of the groups that measure prompts that are not at the edge: not used yet, solved, without a
+    success, or not used in the last 64 steps."""
+
+
+class SecSpec(Model):
+    """A bandit over categories of difficulty, which prefers those with a large mean absolute advantage (SEC,
+    arXiv 2505.14970 [P]). The task's prompts need a difficulty."""
+
+    edges: Annotated[list[NonNegativeDecimal], Field(min_length=1, max_length=16)]
+    """Difficulties between the categories, ascending; an edge belongs to the category above it."""
+    learning_rate: PositiveUnitDecimal = "0.5"
+    """Weight of a step's mean absolute advantage in the value of its category."""
+    temperature: PositiveDecimal = "0.4"
+    """Of the softmax over the categories' values; lower is greedier."""
+
+    rules = (_ASCENDING_EDGES,)
+
+
 class CurriculumSpec(Model):
-    """Which prompt comes next: one of these."""
+    """Selection of prompts: one of these."""
 
     uniform: UniformSpec | None = None
-    """Every prompt once an epoch."""
+    """Every prompt once per epoch."""
     no_positive_resampling: NoPositiveResamplingSpec | None = None
-    """As uniform, without prompts that are solved: ScaleRL's."""
+    """As uniform, without solved prompts, as in ScaleRL."""
     pass_rate_band: PassRateBandSpec | None = None
-    """As uniform, with prompts of a pass rate within a band."""
+    """As uniform, with prompts whose pass rate is within a band."""
     difficulty_pools: DifficultyPoolsSpec | None = None
-    """By pools of pass rates with weights."""
+    """Weighted pools by pass rate."""
+    edge_of_competence: EdgeOfCompetenceSpec | None = None
+    """Prompts that the model solves now and then."""
+    sec: SecSpec | None = None
+    """A bandit over categories of difficulty, as in SEC."""
 
     rules = (at_most_one(*ONE_OF["curriculum"]),)
+
+
+# --- batch -------------------------------------------------------------------------------------
+
+
+class RefillSpec(Model):
+    """Refills the slot of a group dropped by the zero-variance filter with another prompt (DAPO's dynamic
+    sampling): batches are full, but take longer to generate."""
+
+    max_tries: Annotated[int, Field(ge=2, le=64)] = 10
+    """Maximum number of prompts per slot, including the first. If no group has differing rewards, the slot stays
+    empty."""
 
 
 # --- the rest ----------------------------------------------------------------------------------
@@ -332,28 +457,31 @@ class AdvantageSpec(Model):
     """How a reward becomes an advantage."""
 
     normalization: Literal["Batch", "Group", "None"] = "Batch"
-    """By whose standard deviation advantages are divided: the batch's, that of the completions of the prompt, or none."""
+    """The standard deviation that advantages are divided by: of the batch, of the prompt's completions, or none."""
     baseline: Literal["GroupMean", "LeaveOneOut"] = "GroupMean"
-    """What a reward is compared with: the mean over the completions of its prompt, or over the others of them (RLOO)."""
+    """The baseline of a reward: the mean over all completions of its prompt, or over the other ones (RLOO)."""
+    batch_deviation: Literal["AfterFilter", "BeforeFilter"] = "AfterFilter"
+    """With normalization Batch: whether the standard deviation includes prompts dropped by the zero-variance
+    filter, which lower it. The paper does not say [?]."""
 
 
 class OptimizerSpec(Model):
-    """AdamW with a linear warm-up, then constant (ScaleRL's values [P])."""
+    """AdamW with a linear warm-up and a constant learning rate (ScaleRL's values [P])."""
 
     learning_rate: LearningRateDecimal = "5e-7"
-    """After the warm-up."""
+    """Learning rate after the warm-up."""
     weight_decay: WeightDecayDecimal = "0.01"
-    """Decoupled from the gradient."""
+    """Decoupled weight decay."""
     beta1: DecayDecimal = "0.9"
-    """Memory of the gradient's mean."""
+    """Decay rate of the first moment."""
     beta2: DecayDecimal = "0.999"
-    """Memory of the gradient's square."""
+    """Decay rate of the second moment."""
     epsilon: SmallDecimal = "1e-15"
-    """Added to the root of that; so small because gradients of a mean over a large batch are."""
+    """Added to the root of the second moment; small, because gradients of a mean over a large batch are small."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
-    """Steps from 0 to the full learning rate."""
+    """Steps of the linear warm-up."""
     max_gradient_norm: NonNegativeDecimal = "1"
-    """Gradients with a larger norm are scaled down to it; 0 never scales."""
+    """Gradient clipping norm; 0 disables clipping."""
 
 
 Preset = Literal["scalerl", "grpo", "dapo", "gspo", "dr-grpo", "magistral", "minimax-m1", "ppo-off-policy"]
@@ -362,44 +490,63 @@ MAX_BATCH_COMPLETIONS: Final = 1_048_576
 
 
 class RecipeSpec(Model):
-    """How rollouts become a gradient. A field that is left out has the preset's value."""
+    """How rollouts become a gradient. Omitted fields have the preset's values."""
 
     preset: Preset = "scalerl"
-    """The published recipe that gives every field that is left out; docs/recipe.md has them side by side."""
+    """The published recipe that provides omitted fields; docs/recipe.md compares them."""
     loss: LossSpec = LossSpec(cispo=CispoLoss())
-    """The objective."""
+    """The policy-gradient objective."""
     correction: CorrectionSpec = CorrectionSpec(none=NoCorrection())
-    """Importance weights against the mismatch of generator and trainer."""
+    """Importance weights that correct the mismatch of generator and trainer."""
+    kl: KlSpec = KlSpec(none=NoKlPenalty())
+    """A penalty on the divergence from the initial model."""
+    distillation: DistillationSpec | None = None
+    """A teacher's log-probabilities as advantages, alone or beside the rewards. Left out: no teacher."""
     aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage", "Constant"] = "PromptAverage"
-    """What counts the same in the loss: every prompt, every completion, or every token of the batch. Constant divides
-    the sum over tokens by completions times maxCompletionTokens (Dr. GRPO)."""
+    """What has equal weight in the loss: every prompt, every completion, or every token of the batch. Constant
+    divides the sum over tokens by completions times maxCompletionTokens (Dr. GRPO)."""
     advantage: AdvantageSpec = AdvantageSpec()
     """How a reward becomes an advantage."""
     zero_variance_filter: bool = True
-    """Prompts whose completions all scored the same teach nothing and take no place in a batch."""
+    """Drops prompts whose completions all have the same reward, because they provide no gradient. False where
+    ``distillation`` ignores the rewards."""
+    refill: RefillSpec | None = None
+    """Refills slots of groups dropped by the zero-variance filter. Left out: they stay empty, as in ScaleRL."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
-    """Prompts of one update; times ``completionsPerPrompt`` is the batch."""
+    """Prompts per update; multiplied by ``completionsPerPrompt`` it is the batch size."""
     completions_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 16
-    """At least 2: a completion is worth what it has over the mean of its prompt's, and one alone has nothing."""
+    """At least 2, because advantages are relative to the other completions of the prompt."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
-    """Longest completion; less than ``model.contextTokens``, because the prompt needs room too."""
+    """Maximum completion length; less than ``model.contextTokens``, which includes the prompt."""
     temperature: TemperatureDecimal = "1"
-    """Of sampling, in training."""
-    length: LengthSpec = LengthSpec(none=NoLengthControl())
-    """How completions are kept from growing."""
-    curriculum: CurriculumSpec = CurriculumSpec(uniform=UniformSpec())
-    """Which prompt comes next."""
+    """Sampling temperature in training."""
+    length: LengthSpec = LengthSpec(interruption=InterruptionSpec())
+    """Control of the completion length."""
+    curriculum: CurriculumSpec = CurriculumSpec(no_positive_resampling=NoPositiveResamplingSpec())
+    """Selection of prompts."""
     off_policy: OffPolicySpec = OffPolicySpec(pipeline=PipelineSpec())
-    """How far generation may be ahead of training."""
+    """How far generation may run ahead of training."""
     fp32_logits: Literal["Both", "Trainer", "Generator", "None"] = "Both"
-    """Where the head's logits are computed in float32; in the paper it moves the asymptote from .52 to .61 [P]."""
+    """Where logits are computed in float32; in the paper it raises the asymptote from .52 to .61 [P]."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """AdamW and its schedule."""
 
-    @model_validator(mode="before")
+    _earlier_names: tuple[EarlierName, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _completed(cls, given: Any) -> Any:
-        return completed(given) if isinstance(given, Mapping) else given
+    def _completed(cls, given: Any, validate: Callable[[Any], RecipeSpec]) -> RecipeSpec:
+        if not isinstance(given, Mapping):
+            return validate(given)
+        present, earlier = translated(given)
+        recipe = validate(completed(present))
+        recipe._earlier_names = earlier
+        return recipe
+
+    @property
+    def earlier_names(self) -> tuple[EarlierName, ...]:
+        """Fields that the manifest gave by the names of the release before."""
+        return self._earlier_names
 
     @property
     def max_staleness_steps(self) -> int:

@@ -12,6 +12,8 @@ Vocabulary
     version   number of optimizer updates the weights have seen; step ``t`` turns version ``t`` into ``t+1``.
     lease     one slot (or one evaluation prompt) handed to one generator until its deadline.
     group     all completions of one lease. A rollout is one completion.
+    prompt    named by a :class:`~.prompts.PromptRef`: task, split, index.
+    verdict   a verifier's result for one completion, a score and named parts; a group has :class:`~.verdicts.Verdicts`.
 
 One module for each who speaks: :mod:`.actor`, :mod:`.trainer` (to the coordinator), :mod:`.control` (trainer to actor)
 and :mod:`.watching` (anyone); everything is to be had from here.
@@ -25,6 +27,10 @@ from scalerl_api.wire.actor import (
     Lease,
     LeaseRequest,
     Leases,
+    Partial,
+    PartialGroup,
+    Partials,
+    PartialsReply,
     Push,
     PushReply,
     PushResult,
@@ -32,7 +38,6 @@ from scalerl_api.wire.actor import (
     Registered,
     Release,
     ReleaseCause,
-    Split,
     VersionSpan,
 )
 from scalerl_api.wire.base import (
@@ -52,6 +57,7 @@ from scalerl_api.wire.control import (
     WeightReceive,
     WeightReceived,
 )
+from scalerl_api.wire.prompts import HELD_OUT_SET, MAIN_TASK, PromptRef, Split
 from scalerl_api.wire.trainer import (
     CheckpointBegin,
     CheckpointCommit,
@@ -68,10 +74,13 @@ from scalerl_api.wire.trainer import (
     ShardRequest,
     StepReport,
     StepReported,
+    SupervisedReport,
+    SupervisedReported,
     TrainerHello,
     TrainerWelcome,
     trained_tokens,
 )
+from scalerl_api.wire.verdicts import Verdicts
 from scalerl_api.wire.watching import (
     BROKEN,
     FORECAST,
@@ -80,7 +89,9 @@ from scalerl_api.wire.watching import (
     DecisionLine,
     DecisionLines,
     EvaluationPoint,
+    LabelMean,
     Mismatch,
+    PassAt,
     Phase,
     Status,
     Stop,
@@ -91,7 +102,9 @@ __all__ = [
     "BROKEN",
     "CONTENT_TYPE",
     "FORECAST",
+    "HELD_OUT_SET",
     "INTERRUPTED",
+    "MAIN_TASK",
     "MASKED",
     "WIRE_HEADER",
     "WIRE_VERSION",
@@ -108,6 +121,7 @@ __all__ = [
     "GroupJoin",
     "GroupMeta",
     "Heartbeat",
+    "LabelMean",
     "Lease",
     "LeaseRequest",
     "Leases",
@@ -116,10 +130,16 @@ __all__ = [
     "Next",
     "NextAction",
     "NextRequest",
+    "Partial",
+    "PartialGroup",
+    "Partials",
+    "PartialsReply",
+    "PassAt",
     "Phase",
     "Probe",
     "Probed",
     "Problem",
+    "PromptRef",
     "PublishBegin",
     "PublishCommit",
     "PublishPermit",
@@ -139,10 +159,13 @@ __all__ = [
     "StepReported",
     "Stop",
     "Struct",
+    "SupervisedReport",
+    "SupervisedReported",
     "TensorSpec",
     "Tracker",
     "TrainerHello",
     "TrainerWelcome",
+    "Verdicts",
     "VersionSpan",
     "WeightReceive",
     "WeightReceived",

@@ -6,6 +6,8 @@ import enum
 from typing import Literal
 
 from scalerl_api.wire.base import Struct
+from scalerl_api.wire.prompts import PromptRef, Split
+from scalerl_api.wire.verdicts import Verdicts
 
 # --- membership -----------------------------------------------------------------------------------
 
@@ -43,6 +45,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     held_leases: list[str] | None = None
     """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
     them are given away: their answer never arrived. None says nothing."""
+    teacher_problem: str = ""
+    """Why the member's groups wait for the teacher of ``recipe.distillation``; empty while they do not."""
     progress: dict[str, int] = {}
     """Of leases held, by id: tokens generated so far, its own and, before its first, those it waited for. A lease
     whose number has grown has its whole time again."""
@@ -60,34 +64,6 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     wait_seconds: float
 
 
-class Split(enum.StrEnum):
-    TRAIN = "train"
-    HELD_OUT = "held_out"
-
-
-class Lease(Struct, frozen=True, kw_only=True):
-    lease_id: str
-    split: Split
-    slot: int
-    """Training: the slot. Evaluation: position in the held-out set."""
-    prompt_index: int
-    """Index into the split of the prompt source."""
-    prompt_id: str
-    completions: int
-    max_tokens: int
-    temperature: float
-    remaining_seconds: float
-    """Deliver within this time, or the group is someone else's."""
-    policy_version: int
-    """Evaluation: the version being measured. Training: the version the lease was given at."""
-
-
-class Leases(Struct, frozen=True, kw_only=True):
-    leases: list[Lease]
-    stop: bool = False
-    """The run is over; the actor may leave."""
-
-
 MASKED = -1
 """Version of a span whose tokens are not trained on: the policy did not choose them, or their log-probability is of
 no use. It stands in its place, as 0."""
@@ -100,16 +76,78 @@ class VersionSpan(Struct, frozen=True, array_like=True):
     start: int
 
 
+class Partial(Struct, frozen=True, kw_only=True):
+    """A completion as far as it is sampled: its tokens from ``start`` on."""
+
+    start: int
+    """Number of tokens before these, which the receiver has. What it has from here on is replaced."""
+    token_ids: bytes
+    logprobs: bytes
+    versions: list[VersionSpan]
+    """Counted from the first of these tokens. Each the version that sampled them, or an older one where it is not known."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """None while it is not complete."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+class PartialGroup(Struct, frozen=True, kw_only=True):
+    """The completions of a lease as far as they are sampled."""
+
+    lease_id: str
+    prompt: PromptRef
+    slot: int
+    temperature: float
+    prompt_token_ids: bytes
+    completions: list[Partial]
+
+    @property
+    def split(self) -> Split:
+        return self.prompt.split
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    lease_id: str
+    prompt: PromptRef
+    slot: int
+    """Training: the slot. Evaluation: position in the evaluation set."""
+    prompt_id: str
+    """The prompt's own id in the coordinator's data: the actor's must have the same one there."""
+    completions: int
+    max_tokens: int
+    temperature: float
+    remaining_seconds: float
+    """Deliver within this time, or the group is someone else's."""
+    policy_version: int
+    """Evaluation: the version being measured. Training: the version the lease was given at."""
+    lost_version: int = -1
+    """Up to it, one version may name two sets of weights, since the trainer returned to a checkpoint: tokens of such a
+    version that were sampled for an earlier lease are of no use for this one."""
+    partial: PartialGroup | None = None
+    """Where an earlier lease of the slot ended: continue from there, or start again."""
+
+    @property
+    def split(self) -> Split:
+        return self.prompt.split
+
+
+class Leases(Struct, frozen=True, kw_only=True):
+    leases: list[Lease]
+    stop: bool = False
+    """The run is over; the actor may leave."""
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     token_ids: bytes
     logprobs: bytes
     """Of the sampled tokens, under the distribution they were sampled from."""
+    teacher_logprobs: bytes = b""
+    """Of the same tokens under the teacher of ``recipe.distillation``, 0 where a token is masked; empty without one, and of
+    evaluations."""
     versions: list[VersionSpan]
     finish_reason: Literal["stop", "length"]
-    score: float
-    """Verifier's verdict in [0, 1]."""
-    grading_error: str | None = None
-    """Why the verifier gave no verdict. The completion is not trained on, and its group is judged without it."""
 
     @property
     def tokens(self) -> int:
@@ -118,13 +156,17 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 class Group(Struct, frozen=True, kw_only=True):
     lease_id: str
-    split: Split
+    prompt: PromptRef
     slot: int
-    prompt_index: int
     prompt_id: str
     prompt_token_ids: bytes
     completions: list[Completion]
+    verdicts: Verdicts
     generation_seconds: float
+
+    @property
+    def split(self) -> Split:
+        return self.prompt.split
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -143,7 +185,7 @@ class PushResult(enum.StrEnum):
     STALE = "stale"
     """A token older than recipe.offPolicy allows at its step; dropped and counted, the slot is issued again."""
     INVALID = "invalid"
-    """Does not match the lease (count, lengths, non-finite log-probabilities); dropped, counted, issued again: at
+    """Does not match the lease (count, lengths), or has a number that is none (log-probabilities, verdicts); dropped, counted, issued again: at
     once the first time, then after ever longer waits."""
 
 
@@ -152,11 +194,28 @@ class PushReply(Struct, frozen=True, kw_only=True):
     reasons: list[str | None]
 
 
+class Partials(Struct, frozen=True, kw_only=True):
+    """``POST /v1/partials``: what was sampled of long completions since the last report, for the slots' next leases.
+
+    The coordinator keeps it in memory, within bounds, while the slots are open.
+    """
+
+    member_id: str
+    groups: list[PartialGroup]
+
+
+class PartialsReply(Struct, frozen=True, kw_only=True):
+    missing: list[str]
+    """Leases of which the tokens before the reported ones are not known here: report them from the first token."""
+    full: list[str] = []
+    """Leases for whose tokens there is no room."""
+
+
 class ReleaseCause(enum.StrEnum):
     """What a release says about the prompts of its leases."""
 
     UNSERVED = "unserved"
-    """Nothing: the member could not go on."""
+    """Nothing: the member could not continue."""
     FAILED = "failed"
     """The member is well, and could not generate or grade this group."""
     TOO_LONG = "too_long"

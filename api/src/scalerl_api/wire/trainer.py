@@ -20,7 +20,7 @@ class TrainerHello(Struct, frozen=True, kw_only=True):
 
 class TrainerWelcome(Struct, frozen=True, kw_only=True):
     next_step: int
-    """Equals the hello's ``version``: steps from here are served again from the journal, or made anew."""
+    """Equals the hello's ``version``: steps from here are served from the journal, or made again."""
     published_version: int
     consecutive_skipped_steps: int = 0
     """Steps just before ``next_step`` that were skipped, one after the other."""
@@ -83,7 +83,7 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
     """What the completions are trained with: of the score and the length."""
     completion_tokens: list[int]
     filtered: bool
-    """Zero variance, or given up (no completions): takes no part in the gradient, is not refilled."""
+    """Zero variance, or given up (no completions): takes no part in the gradient. Tries before a refill are not here."""
     ungraded: list[int] = []
     """Indices of the completions without a verdict: they count in no mean, and none of their tokens is trained on."""
     masked_tokens: list[int] = []
@@ -103,6 +103,8 @@ class Sequence(Struct, frozen=True, kw_only=True):
     prompt_token_ids: bytes
     token_ids: bytes
     logprobs: bytes
+    teacher_logprobs: bytes = b""
+    """Empty without ``recipe.distillation``."""
     versions: list[VersionSpan]
 
 
@@ -140,6 +142,23 @@ class StepReport(Struct, frozen=True, kw_only=True):
 class StepReported(Struct, frozen=True, kw_only=True):
     publish: bool
     """Whether the version that the step has made is published now (``recipe.offPolicy``)."""
+
+
+class SupervisedReport(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/supervised``: progress of mid-training, before the first step. May be repeated."""
+
+    incarnation: str
+    steps: int
+    """Supervised steps that the weights have."""
+    tokens: int
+    """Solution tokens of these steps."""
+    seconds: float
+    """Of supervised training in this incarnation, so far."""
+
+
+class SupervisedReported(Struct, frozen=True, kw_only=True):
+    stop_reason: str
+    """Why the run is to end; empty while it is not."""
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import enum
 from scalerl_api.exports import Exports
 from scalerl_api.mismatch import ALL
 from scalerl_api.wire.base import Member, Struct
+from scalerl_api.wire.prompts import HELD_OUT_SET, Split
 
 INTERRUPTED = "interrupted"
 """The reason of a stop by somebody who waits for the end: the last version is saved, and not measured."""
@@ -49,6 +50,24 @@ class DecisionLines(Struct, frozen=True, kw_only=True):
     """Bytes of all whole lines; -1 from a coordinator that sends them all at once."""
 
 
+class PassAt(Struct, frozen=True, array_like=True):
+    """An estimate of the chance that at least one of k completions passes (scores 1), with its 90 % interval."""
+
+    k: int
+    mean: float
+    low: float
+    high: float
+
+
+class LabelMean(Struct, frozen=True, array_like=True):
+    """Mean reward of the prompts of an evaluation with one value of a label."""
+
+    label: str
+    value: str
+    reward: float
+    prompts: int
+
+
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
     """One point of the curve."""
 
@@ -69,6 +88,17 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     device_seconds: float
     given_up_prompts: int = 0
     """Of ``prompts``: could not be generated (too long for the context, or failed again and again), and count 0."""
+    task: int = 0
+    """With ``split``, the evaluation set: as in :class:`~.prompts.PromptRef`."""
+    split: Split = Split.HELD_OUT
+    parts: dict[str, float] = {}
+    """Mean of each part of the verdicts, over prompts as ``reward``."""
+    pass_at: list[PassAt] = []
+    """pass@k for the powers of two above 1 up to the samples of a prompt, and for all of them; ascending."""
+    set_name: str = HELD_OUT_SET
+    """Of the evaluation set."""
+    by_label: list[LabelMean] = []
+    """The reward by the prompts' labels, in the order of :func:`scalerl_api.curve.label_order`."""
 
 
 class Counts(Struct, frozen=True, kw_only=True):
@@ -95,13 +125,16 @@ class Counts(Struct, frozen=True, kw_only=True):
     ungraded: int = 0
     """Of ``acknowledged``: without a verdict, so without a gradient."""
     masked_tokens: int = 0
-    """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use."""
+    """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use, or
+    a forced interruption wrote them."""
     skipped: int = 0
     """Of steps that were not applied: a loss or gradient that was not finite, or ratios that exploded."""
     held_out_given_up: int = 0
     """Evaluation rollouts that could not be generated and count 0 at their point."""
     timed_out_leases: int = 0
     """Of ``expired_leases``: their holder was well, and generated nothing for ``leaseSeconds``."""
+    refilled: int = 0
+    """Of ``filtered``: their slots were issued again with another prompt, and so count more than once."""
 
 
 class Phase(enum.StrEnum):
@@ -152,9 +185,10 @@ class Status(Struct, frozen=True, kw_only=True):
     counts: Counts
     members: list[Member]
     points: list[EvaluationPoint]
+    """The run's curve: of the evaluation set that the forecast follows."""
     last_step_stats: dict[str, float]
     wall_seconds: float
-    """Since the first lease, over all incarnations of the run."""
+    """Since the first lease, over all incarnations of the run, and of mid-training."""
     device_seconds: float
     tokens_generated: int
     tokens_trained: int
@@ -173,13 +207,23 @@ class Status(Struct, frozen=True, kw_only=True):
     last_skip_reason: str = ""
     """Why the newest of them was not."""
     checkpoint_version: int = -1
-    """Newest checkpoint that the trainer can go on from; -1: none."""
+    """Newest checkpoint that the trainer can continue from; -1: none."""
     journal_error: str = ""
     """The disk's error while the journal cannot be written; empty while it can."""
     exports: Exports | None = None
     """Models that others load; none: none yet."""
     trackers: list[Tracker] = []
     """Those of ``spec.trackers``."""
+    teacher_problem: str = ""
+    """The first member whose groups wait for the teacher of ``recipe.distillation``, and why; empty while none does."""
+    supervised_steps: int = 0
+    """Steps of mid-training that the weights have."""
+    supervised_tokens: int = 0
+    """Solution tokens of these steps."""
+    compute_tokens: float = 0.0
+    """What ``budget.maxComputeTokens`` limits: see :mod:`scalerl_api.compute`."""
+    set_points: dict[str, list[EvaluationPoint]] = {}
+    """The curves of the other evaluation sets, by name."""
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
         """Mean over the run; None when it was never measured."""

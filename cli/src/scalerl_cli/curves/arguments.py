@@ -1,4 +1,4 @@
-"""The arguments of ``scalerl fit`` and ``scalerl plan``. Imports nothing that takes time."""
+"""The arguments of ``scalerl compare``, ``fit`` and ``plan``. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,64 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_CURVE_HELP = "columns compute,reward and optionally samples; a run's directory; or what W&B, TensorBoard, MLflow, TRL or verl wrote"
+_CURVE_HELP = "CSV with columns compute,reward[,samples]; a run directory; or an export of W&B, TensorBoard, MLflow, TRL or verl"
 
 
 def add_curve_commands(commands: Commands) -> None:
-    """Add ``fit`` and ``plan``."""
+    """Add ``compare``, ``fit`` and ``plan``."""
+    _add_compare(commands)
     _add_fit(commands)
     _add_plan(commands)
+
+
+def _add_compare(commands: Commands) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="run recipes and compare their curves: A, B, reward at equal compute",
+        description="Run each spec, variant and seed sequentially, and compare all with the first one by the paper's rule. "
+        "Finished runs are reused; interrupted or failed runs are resumed. docs/forecast.md explains every number.",
+    )
+    compare.add_argument(
+        "what",
+        type=Path,
+        nargs="+",
+        metavar="SPEC|RUN",
+        help="run file (.yaml) to run; or a curve: a run directory, or a file as for `scalerl fit`",
+    )
+    compare.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="[LABEL:]FIELD=VALUE[;...]",
+        help="add a variant of each spec: 'dapo loss: recipe.loss={ppoClip: {clipHigh: 0.26}}'; repeatable",
+    )
+    compare.add_argument(
+        "--seeds",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="number of seeds of each: seed, seed + 1, ... (default: 1)",
+    )
+    compare.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("compare"),
+        metavar="DIR",
+        help="directory for the runs, comparison.md, .csv and .png (default: compare)",
+    )
+    _add_columns(compare)
 
 
 def _add_fit(commands: Commands) -> None:
     fit = commands.add_parser(
         "fit",
         help="fit a compute-reward curve and forecast it",
-        description="Fit R(C) = R0 + (A - R0) / (1 + (Cmid/C)^B) to a curve and say what lies ahead. "
+        description="Fit R(C) = R0 + (A - R0) / (1 + (Cmid/C)^B) to a curve and forecast it. "
         "docs/forecast.md explains every number.",
     )
     fit.add_argument("curve", type=Path, metavar="CURVE.csv", help=_CURVE_HELP)
     fit.add_argument(
-        "--compare", type=Path, metavar="OTHER.csv", help="which of two recipes is better, as the paper tells"
+        "--compare", type=Path, metavar="OTHER.csv", help="compare with this curve by the paper's rule"
     )
     fit.add_argument(
         "--at",
@@ -38,20 +77,20 @@ def _add_fit(commands: Commands) -> None:
         metavar="C",
         help="also forecast at this total compute",
     )
-    fit.add_argument("--target", type=float, metavar="T", help="compute at which this reward is reached")
-    fit.add_argument("--budget", type=_positive, metavar="C", help="total compute that may be used")
     fit.add_argument(
-        "--alternatives", action="store_true", help="show a power law and the last value beside the forecast"
+        "--target", type=float, metavar="T", help="forecast the compute at which this reward is reached"
     )
-    fit.add_argument("--log", action="store_true", help="draw compute on a logarithmic axis")
+    fit.add_argument("--budget", type=_positive, metavar="C", help="total compute available")
+    fit.add_argument("--alternatives", action="store_true", help="also show a power law and the last value")
+    fit.add_argument("--log", action="store_true", help="plot compute on a logarithmic axis")
     _add_common(fit)
 
 
 def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
-        help="what more compute would buy: reward, cost and date of each choice",
-        description="Stop now, go on to 2x or 4x the compute, or spend a budget: what each is expected to give. "
+        help="predict reward, cost and date for more compute",
+        description="Expected reward of each option: stop now, continue to 2x or 4x the compute, or spend a budget. "
         "docs/forecast.md explains every number.",
     )
     plan.add_argument("--from", dest="curve", type=Path, required=True, metavar="CURVE.csv", help=_CURVE_HELP)
@@ -61,27 +100,27 @@ def _add_plan(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="DEVICE_HOURS",
-        help="further device-hours, from now on",
+        help="additional device-hours",
     )
-    plan.add_argument("--price", type=_not_negative, metavar="P", help="of a device-hour")
+    plan.add_argument("--price", type=_not_negative, metavar="P", help="price of a device-hour")
     plan.add_argument(
         "--value-per-point",
         type=_not_negative,
         metavar="V",
-        help="what one more point of reward (.01, or a hundredth of --scale) is worth, in the currency of --price",
+        help="value of one point of reward (.01, or a hundredth of --scale), in the currency of --price",
     )
     plan.add_argument(
         "--devices",
         type=_positive,
         metavar="N",
-        help="devices that work now (default: measured, from device_seconds and wall_seconds)",
+        help="current number of devices (default: measured from device_seconds and wall_seconds)",
     )
     plan.add_argument(
         "--generators",
         type=_counts,
         default=[],
         metavar="N,N,...",
-        help="compare so many generators; the first is what the run has now",
+        help="numbers of generators to compare; the first is the current one",
     )
     plan.add_argument(
         "--elasticity",
@@ -93,7 +132,8 @@ def _add_plan(commands: Commands) -> None:
     _add_common(plan)
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
+def _add_columns(command: argparse.ArgumentParser) -> None:
+    """Which columns of a curve's file are read, and how."""
     command.add_argument("--x", metavar="COLUMN", help="column with the compute (default: compute)")
     command.add_argument(
         "--y",
@@ -103,9 +143,20 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--samples",
         metavar="COLUMN",
-        help="column with the samples behind each evaluation, or their number where it is always the same "
-        "(default: samples, if the file has it)",
+        help="column with the number of samples per evaluation, or a constant (default: samples, if the file has it)",
     )
+    command.add_argument(
+        "--scale",
+        type=_scale,
+        default=(0.0, 1.0),
+        metavar="LOW,HIGH",
+        help="lowest and highest possible reward in the file; write --scale=-1,1 for rewards of ±1",
+    )
+    command.add_argument("--unit", metavar="NAME", help="unit of compute, for tables and figures")
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    _add_columns(command)
     command.add_argument(
         "--prior",
         type=Path,
@@ -115,24 +166,14 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="earlier runs of the same task and model: directories (runs/*) or files with the same columns",
     )
-    command.add_argument("--plot", type=Path, metavar="OUT.png", help="draw a picture (.png, .pdf or .svg)")
+    command.add_argument("--plot", type=Path, metavar="OUT.png", help="write a figure (.png, .pdf or .svg)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    command.add_argument(
-        "--scale",
-        type=_scale,
-        default=(0.0, 1.0),
-        metavar="LOW,HIGH",
-        help="lowest and highest possible reward of the file; write --scale=-1,1 for rewards of -1 and 1",
-    )
-    command.add_argument("--unit", metavar="NAME", help="what compute is counted in, for tables and pictures")
     rate = command.add_mutually_exclusive_group()
-    rate.add_argument(
-        "--rate", type=_positive, metavar="C_PER_DEVICE_HOUR", help="compute that a device-hour does"
-    )
+    rate.add_argument("--rate", type=_positive, metavar="C_PER_DEVICE_HOUR", help="compute per device-hour")
     rate.add_argument(
         "--device-hours-column",
         metavar="COLUMN",
-        help="column with the device-hours used so far (default: device_seconds, if the file has it)",
+        help="column with cumulative device-hours (default: device_seconds, if the file has it)",
     )
 
 
@@ -166,8 +207,15 @@ def _scale(text: str) -> tuple[float, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH; for ±1 write --scale=-1,1")
     low, high = _number(parts[0]), _number(parts[1])
     if low >= high:
-        raise argparse.ArgumentTypeError(f"{text}: LOW has to be below HIGH")
+        raise argparse.ArgumentTypeError(f"{text}: LOW must be below HIGH")
     return low, high
+
+
+def _count(text: str) -> int:
+    counts = _counts(text)
+    if len(counts) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return counts[0]
 
 
 def _counts(text: str) -> list[int]:
@@ -176,5 +224,5 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4") from None
     if min(counts) < 1 or len(set(counts)) != len(counts):
-        raise argparse.ArgumentTypeError(f"{text!r}: counts are at least 1, and each stands once")
+        raise argparse.ArgumentTypeError(f"{text!r}: counts must be at least 1 and unique")
     return counts

@@ -22,6 +22,7 @@ RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "me
 """Columns by which a run's own file is known."""
 SECONDS_PER_HOUR: Final = 3600.0
 THOUSANDS: Final = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
+_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 STEPS: Final = re.compile(r"(^|[/_ ])step$", flags=re.IGNORECASE)
 
 
@@ -78,6 +79,9 @@ def read_curve(
     table, mixed = _whole(every)
     compute, reward = numbers(table, chosen.x), numbers(table, chosen.y)
     samples = _samples(table, columns.samples if columns else None)
+    pass_at = _PASS_AT.fullmatch(chosen.y)
+    if pass_at and samples is not None and not (columns and columns.samples):
+        samples = samples // int(pass_at[1])  # so many tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
 
     def head(n: int) -> Curve:

@@ -27,18 +27,18 @@ class Metrics:
         )
         self.refused = Counter(wire.REFUSED_METRIC, "Requests refused.", ["code"], registry=self.registry)
         self.pending = Gauge(
-            wire.PENDING_METRIC, "Requests being computed or waiting for it.", registry=self.registry
+            wire.PENDING_METRIC, "Requests being computed or queued.", registry=self.registry
         )
         self.seconds = Histogram(
             wire.SECONDS_METRIC,
-            "Seconds from the first byte read to the answer.",
+            "Seconds from the first byte received to the response.",
             ["path"],
             buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
             registry=self.registry,
         )
         self.points = Histogram(
             wire.POINTS_METRIC,
-            "Points a request.",
+            "Points per request.",
             buckets=(10, 30, 100, 300, 1_000, 10_000, 100_000),
             registry=self.registry,
         )

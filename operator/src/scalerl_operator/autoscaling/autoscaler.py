@@ -20,7 +20,7 @@ from scalerl_operator.autoscaling.forecast_request import Sidecar, question
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, Load, Observation
-from scalerl_operator.autoscaling.observation import Point, observe, point
+from scalerl_operator.autoscaling.observation import Point, limits, observe, point, recipe
 
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
@@ -48,9 +48,10 @@ class Step:
 class Autoscaler:
     """Decides for one run. Owns its record; carries nothing out.
 
-    spec: the run as it is now; assign a new one when its budget or autoscaling has changed.
+    spec: the run as it is now; assign a new one when it has changed.
     record: open; decisions continue from its history.
-    resumed: the user has resumed a run that the forecast had stopped.
+    resumed: the user has taken a stop back, and no decision has been recorded since that knows of it; it takes ``stopAfter``
+    new evaluations to stop again.
     earlier: reads the finished runs that are a prior of the forecast; None: no run is.
     unix: the machine's clock. monotonic: one that only goes forward, for retries.
     """
@@ -67,9 +68,9 @@ class Autoscaler:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
-        self._record = record
+        self.record = record
         self._sidecar = sidecar
-        self._resumed = resumed
+        self.resumed = resumed
         self._read_earlier = earlier
         self._earlier: Sequence[EarlierRun] | None = None
         self._unix = unix
@@ -78,15 +79,6 @@ class Autoscaler:
         # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
         self._asking = Backoff(monotonic)
         self._balancing = Backoff(monotonic)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether a stop was taken back and no decision has been recorded since that knows of it."""
-        return self._resumed
-
-    def resume(self) -> None:
-        """The user has taken a stop back: it takes ``stopAfter`` new evaluations to stop again."""
-        self._resumed = True
 
     async def step(self, status: Status, generators: Generators) -> Step | None:
         """Decide if there is something to decide on: a new evaluation, a retry, or a full window of load.
@@ -99,14 +91,14 @@ class Autoscaler:
             return None
         points = [point(evaluation) for evaluation in status.points]
         load = self._meter.measure(status, generators)
-        resumed = self._resumed
-        what = (status.points, self.spec.autoscaling, self.spec.budget, resumed)
+        resumed = self.resumed
+        what = (status.points, self._rules(), resumed)
         if points and (what != self._seen or self._asking.is_due):
             step = await self._autoscale(status, generators, points)
             if step is None:
                 return None
             # A resumption that this step has taken in is no news any more; one that came meanwhile is.
-            self._seen = (*what[:3], resumed and self._resumed)
+            self._seen = (*what[:2], resumed and self.resumed)
             return step
         if (
             load is not None
@@ -120,29 +112,33 @@ class Autoscaler:
             return step
         return None
 
+    def _rules(self) -> tuple[object, ...]:
+        """What of the spec a decision rests on."""
+        return self.spec.autoscaling, limits(self.spec), recipe(self.spec)
+
     def _may_balance(self, load: Load, generators: Generators) -> bool:
-        limits = self.spec.autoscaling.generators
-        if limits is None or self._balancing.waits:
+        allowed = self.spec.autoscaling.generators
+        if allowed is None or self._balancing.waits:
             return False
         # The window stays open until it holds enough steps, however long one takes; a limit needs none.
-        return load.steps >= LEAST_STEPS or not limits.min <= generators.wanted <= limits.max
+        return load.steps >= LEAST_STEPS or not allowed.min <= generators.wanted <= allowed.max
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
         """One decision; None where the rules changed while its forecast was awaited: the next step asks by the new ones."""
-        resumed, rules = self._resumed, (self.spec.autoscaling, self.spec.budget)
+        resumed, rules = self.resumed, self._rules()
         observation = replace(self._observe(status, generators, points), resumed=resumed)
-        asked = question(self.spec.autoscaling, points, observation, self._record.known.history)
+        asked = question(self.spec.autoscaling, points, observation, self.record.known.history)
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
             asked = replace(asked, earlier=list(await self._prior()))
             answer, trouble = await self._sidecar.forecast(asked)
-            if rules != (self.spec.autoscaling, self.spec.budget):
+            if rules != self._rules():
                 return None
         step = await self._finish("autoscale", points, replace(observation, forecast=answer, trouble=trouble))
         # Points that cannot be used are no failure: asking again would change nothing before there are others.
         self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
         if resumed and not step.trouble:
-            self._resumed = False
+            self.resumed = False
         return step
 
     async def _prior(self) -> Sequence[EarlierRun]:
@@ -163,11 +159,11 @@ class Autoscaler:
         return self._earlier
 
     async def _finish(self, policy: Policy, points: list[Point], observation: Observation) -> Step:
-        spec, before = self.spec.autoscaling, self._record.known.history
+        spec, before = self.spec.autoscaling, self.record.known.history
         decision = (decide if policy == "autoscale" else balance)(spec, observation, before)
         changed = decision.state is not before.state
         try:
-            await self._record.append(policy, spec, points, observation, decision)
+            await self.record.append(policy, spec, points, observation, decision)
         except RecordError as error:
             trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
             return Step(policy, decision, Action(), False, trouble)

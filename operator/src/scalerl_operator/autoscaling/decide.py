@@ -20,15 +20,7 @@ from msgspec.structs import replace
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.alarm import alarm, is_healthy
 from scalerl_operator.autoscaling.generator_history import remember, scaled, why_not
-from scalerl_operator.autoscaling.models import (
-    Action,
-    Alarm,
-    Decision,
-    History,
-    Observation,
-    Recipe,
-    State,
-)
+from scalerl_operator.autoscaling.models import Action, Alarm, Decision, History, Observation, Recipe, State
 from scalerl_operator.autoscaling.throughput import left, pace, pace_now, reach
 from scalerl_operator.autoscaling.vote import Side, Vote, doubts, flat_vote, if_wrong, vote, with_earlier
 

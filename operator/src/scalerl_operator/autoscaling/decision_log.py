@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,23 +150,9 @@ class DecisionRecord:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or begin a record in a file, before there is a loop to wait in; else as :meth:`load`."""
-        storage = FileStorage(path)
-        record = cls(storage)
-        try:
-            content, offset = _Reader(), 0
-            while not content.problem and (page := storage.page(offset)):
-                content.add(page)
-                offset += len(page)
-            if content.problem:
-                record._restart(content.problem, storage.move_aside())
-            else:
-                record._resume(content)
-            storage.write(b"", record._size)
-        except BaseException:
-            storage.close()
-            raise
-        return record
+        """As :meth:`load`, of a file; waits for it."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, cls.load(FileStorage(path))).result()
 
     @classmethod
     async def load(cls, storage: Storage) -> Self:
@@ -174,7 +162,11 @@ class DecisionRecord:
             RecordError: it cannot be read, a newer program wrote it, or its storage sets nothing aside.
         """
         record = cls(storage)
-        await record._load()
+        try:
+            await record._load()
+        except BaseException:
+            storage.close()
+            raise
         return record
 
     def close(self) -> None:
@@ -198,7 +190,19 @@ class DecisionRecord:
         if self._lost:
             await self._load()
             raise RecordLost(f"{self._storage.name}: read again; the decision has to be made again")
-        line = self._line(policy, spec, points, observation, decision)
+        kept = _common(self.known.points, points)
+        line = Line(
+            format=FORMAT,
+            sequence=self.known.sequence,
+            time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
+            policy=policy,
+            spec=as_recorded(spec),
+            kept=kept,
+            added=list(points[kept:]),
+            observation=observation,
+            before=self.known.history,
+            decision=decision,
+        )
         content = msgspec.json.encode(line) + b"\n"
         self._lost = True  # also for a caller that is cancelled meanwhile
         try:
@@ -223,49 +227,16 @@ class DecisionRecord:
                 await asyncio.to_thread(content.add, page)
                 if content.problem:
                     break
+        note = ""
         if content.problem:
-            self._restart(content.problem, await self._storage.set_aside(content.problem))
-        else:
-            if content.partial:
-                await self._storage.append(b"", content.size)
-            self._resume(content)
-        self._lost = False
-
-    def _resume(self, content: _Reader) -> None:
-        self._size, self.known = content.size, content.known
-        if content.partial:
-            cut = len(content.partial)
-            self.notes.append(f"{self._storage.name}: cut off {cut} bytes of an unfinished last line")
-
-    def _restart(self, problem: str, aside: str) -> None:
-        self._size, self.known = 0, Known()
-        self.notes.append(
-            f"{self._storage.name}: {problem}; moved to {aside}, and decisions restart: nothing that cannot be "
-            "trusted is acted on"
-        )
-
-    def _line(
-        self,
-        policy: Policy,
-        spec: AutoscalingSpec,
-        points: Sequence[Point],
-        observation: Observation,
-        decision: Decision,
-    ) -> Line:
-        known = self.known
-        kept = _common(known.points, points)
-        return Line(
-            format=FORMAT,
-            sequence=known.sequence,
-            time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
-            policy=policy,
-            spec=as_recorded(spec),
-            kept=kept,
-            added=list(points[kept:]),
-            observation=observation,
-            before=known.history,
-            decision=decision,
-        )
+            aside = await self._storage.set_aside(content.problem)
+            restart = "and decisions restart: nothing that cannot be trusted is acted on"
+            note, content = f"{content.problem}; moved to {aside}, {restart}", _Reader()
+        elif content.partial:
+            note = f"cut off {len(content.partial)} bytes of an unfinished last line"
+        await self._storage.append(b"", content.size)
+        self._size, self.known, self._lost = content.size, content.known, False
+        self.notes += [f"{self._storage.name}: {note}"] if note else []
 
 
 def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
@@ -311,9 +282,6 @@ class _Reader:
 
 
 def _common(before: Sequence[Point], now: Sequence[Point]) -> int:
-    count = 0
-    for a, b in zip(before, now, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    """How many points they begin with that are the same."""
+    pairs = zip(before, now, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

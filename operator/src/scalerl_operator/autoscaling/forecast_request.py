@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import UNSET
 
@@ -99,7 +99,7 @@ class Sidecar:
     """One curve-fit sidecar; any number of runs may ask.
 
     url: asked for each time, since a sidecar that was restarted may have moved.
-    timeout_seconds, attempts: of :class:`scalerl_operator.autoscaling.forecast_client.SidecarClient`.
+    The others: of :class:`scalerl_operator.autoscaling.forecast_client.SidecarClient`.
     """
 
     def __init__(
@@ -112,10 +112,12 @@ class Sidecar:
         backoff_seconds: float = 0.5,
     ) -> None:
         self._url = url
-        self._token = token
-        self._timeout_seconds = timeout_seconds
-        self._attempts = attempts
-        self._backoff_seconds = backoff_seconds
+        self._options: dict[str, Any] = {
+            "token": token,
+            "timeout_seconds": timeout_seconds,
+            "attempts": attempts,
+            "backoff_seconds": backoff_seconds,
+        }
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
@@ -127,13 +129,7 @@ class Sidecar:
             SidecarUnavailable,
         )
 
-        client = SidecarClient(
-            self._url(),
-            token=self._token,
-            timeout_seconds=self._timeout_seconds,
-            attempts=self._attempts,
-            backoff_seconds=self._backoff_seconds,
-        )
+        client = SidecarClient(self._url(), **self._options)
         try:
             async with self._gate, asyncio.timeout(BOUND_SECONDS), client:
                 answer = await client.forecast(request)

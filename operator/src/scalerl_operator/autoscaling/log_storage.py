@@ -24,9 +24,8 @@ class RecordLost(RecordError):
 class Storage(Protocol):
     """The content of one record. Every method raises :class:`RecordError`, and nothing else."""
 
-    @property
-    def name(self) -> str:
-        """For messages."""
+    name: str
+    """For messages."""
 
     def pages(self) -> AsyncGenerator[bytes, None]:
         """All of it, in pages of bounded size, which may end within a line; none where there is nothing yet."""
@@ -51,37 +50,30 @@ class Storage(Protocol):
 
 
 class FileStorage:
-    """A file. The methods without ``async`` block on the disk."""
+    """A file; see :class:`Storage` for the methods."""
 
     def __init__(self, path: Path) -> None:
+        self.name = path.name
         self._path = path
         self._fd: int | None = None
         self._closed = False
         # An append whose caller was cancelled continues in its thread; the file is not closed under it.
         self._lock = threading.Lock()
 
-    @property
-    def name(self) -> str:
-        """See :class:`Storage`."""
-        return self._path.name
-
     async def pages(self) -> AsyncGenerator[bytes, None]:
-        """See :class:`Storage`."""
         offset = 0
-        while page := await asyncio.to_thread(self.page, offset):
+        while page := await asyncio.to_thread(self._page, offset):
             yield page
             offset += len(page)
 
     async def append(self, content: bytes, at: int) -> None:
-        """See :class:`Storage`. It is on disk when this returns."""
-        await asyncio.to_thread(self.write, content, at)
+        # On disk when this returns.
+        await asyncio.to_thread(self._write, content, at)
 
     async def set_aside(self, problem: str) -> str:
-        """See :class:`Storage`."""
-        return await asyncio.to_thread(self.move_aside)
+        return await asyncio.to_thread(self._move_aside)
 
-    def page(self, offset: int) -> bytes:
-        """What the file holds from ``offset`` on, at most ``PAGE_BYTES``; empty at its end and without a file."""
+    def _page(self, offset: int) -> bytes:
         with self._used():
             if not self._path.exists():
                 return b""
@@ -89,10 +81,12 @@ class FileStorage:
                 file.seek(offset)
                 return file.read(PAGE_BYTES)
 
-    def write(self, content: bytes, at: int) -> None:
-        """See :meth:`append`. Makes the file if there is none."""
+    def _write(self, content: bytes, at: int) -> None:
         with self._used():
-            fd = self._open()
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                _sync_directory(self._path.parent)
+            fd = self._fd
             try:
                 # What an earlier failure may have left beyond the last whole line goes first.
                 os.ftruncate(fd, at)
@@ -106,8 +100,7 @@ class FileStorage:
                     os.ftruncate(fd, at)
                 raise
 
-    def move_aside(self) -> str:
-        """See :meth:`set_aside`."""
+    def _move_aside(self) -> str:
         with self._used():
             if self._fd is not None:
                 os.close(self._fd)
@@ -117,7 +110,6 @@ class FileStorage:
             return aside.name
 
     def close(self) -> None:
-        """See :class:`Storage`."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
@@ -132,12 +124,6 @@ class FileStorage:
                 yield
             except OSError as error:
                 raise RecordError(f"{self._path}: {error.strerror or error}") from error
-
-    def _open(self) -> int:
-        if self._fd is None:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _sync_directory(self._path.parent)
-        return self._fd
 
 
 def _free_name(path: Path) -> Path:

@@ -3,7 +3,7 @@
 Each call of :meth:`AutoscalerLoop.report` brings an observation, returns the latest report, and starts at most one step in the
 background. The report follows from the decision log, so that a process that starts later knows as much as the one before.
 A back end supplies the decision log and the finished runs, makes the observations and carries the reports out:
-:mod:`scalerl_operator.controller.autoscaler_report` at each reconcile, :mod:`scalerl_operator.local.local_autoscaler` each second.
+:mod:`scalerl_operator.controller.cluster_autoscaler` at each reconcile, :mod:`scalerl_operator.local.local_autoscaler` each second.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from scalerl_operator.autoscaling.forecast_request import NO_ANSWER, UNBELIEVABL
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Decision, Generators, State
+from scalerl_operator.autoscaling.observation import limits, recipe
 from scalerl_operator.autoscaling.vote import ENOUGH_POINTS
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ class AutoscalerLoop:
         self._earlier = earlier
         self._unix = unix
         self._monotonic = monotonic
-        self._record: DecisionRecord | None = None
         self._autoscaler: Autoscaler | None = None
+        """None until its decision log was read."""
         self._task: asyncio.Task[None] | None = None
         self._resumed = self._stop_cancelled = False
         self._problem: tuple[Reason, str] | None = None
@@ -120,12 +121,12 @@ class AutoscalerLoop:
         if resumed and not self._resumed:
             self._stop_cancelled = True
             if self._autoscaler is not None:
-                self._autoscaler.resume()
+                self._autoscaler.resumed = True
         self._resumed = resumed
         if self._autoscaler is not None:
             self._autoscaler.spec = spec
             self._stop_cancelled = self._autoscaler.resumed
-        report = self._report(spec.autoscaling)
+        report = self._report(spec)
         if spec.autoscaling.mode != "Off" and self._may_start(status, report):
             self._task = asyncio.create_task(
                 self._advance(spec, status, generators), name=f"autoscaler of {self._name}"
@@ -138,17 +139,17 @@ class AutoscalerLoop:
         self._wake = lambda: None
         if self._task is not None:
             self._task.cancel()
-        if self._record is not None:
-            self._record.close()
+        if self._autoscaler is not None:
+            self._autoscaler.record.close()
 
     def _may_start(self, status: Status, report: AutoscalerReport) -> bool:
         if self._task is not None or self._backoff.waits:
             return False
-        if self._record is None:
+        if self._autoscaler is None:
             return True
         if status.stop_reason or (report.stop and self._problem is None):
             return False  # a run that ends, or is about to, needs no further decision
-        newest = self._record.known.sequence
+        newest = self._autoscaler.record.known.sequence
         if report.generators is not None and newest != self._reported_sequence:
             # The number is applied first, so that the next step observes it.
             self._reported_sequence = newest
@@ -160,7 +161,16 @@ class AutoscalerLoop:
         changed, problem = True, None
         try:
             if self._autoscaler is None:
-                await self._open(spec)
+                self._autoscaler = Autoscaler(
+                    spec,
+                    await self._open_record(),
+                    self._sidecar,
+                    resumed=self._stop_cancelled,
+                    earlier=self._earlier,
+                    unix=self._unix,
+                    monotonic=self._monotonic,
+                )
+                self._problem = None
             else:
                 step = await self._autoscaler.step(status, generators)
                 changed = step is not None
@@ -178,19 +188,6 @@ class AutoscalerLoop:
         if changed:
             self._wake()
 
-    async def _open(self, spec: RunSpec) -> None:
-        record = await self._open_record()
-        self._autoscaler = Autoscaler(
-            spec,
-            record,
-            self._sidecar,
-            resumed=self._stop_cancelled,
-            earlier=self._earlier,
-            unix=self._unix,
-            monotonic=self._monotonic,
-        )
-        self._record, self._problem = record, None
-
     def _note(self, step: Step) -> None:
         self._problem = (Reason.NOT_RECORDED, step.trouble) if step.trouble else None
         decision = self.decision = step.decision
@@ -201,15 +198,15 @@ class AutoscalerLoop:
             self._events.append(decision.reasons[0])
         self._alarming = self._alarming or (step.changed and decision.state is State.BROKEN)
 
-    def _report(self, spec: AutoscalingSpec) -> AutoscalerReport:
+    def _report(self, spec: RunSpec) -> AutoscalerReport:
         event, self._events = "; ".join(self._events), []
         alarming, self._alarming = self._alarming, False
-        if spec.mode == "Off":
+        if spec.autoscaling.mode == "Off":
             return AutoscalerReport()
-        if self._record is None:
+        if self._autoscaler is None:
             reason, message = self._problem or (Reason.TOO_FEW_POINTS, "the decision log is being read")
             return AutoscalerReport(reason=reason, message=message)
-        known = self._record.known
+        known = self._autoscaler.record.known
         evaluated, last = known.last_evaluated, known.last
         ready, reason, message = _forecast_ready(evaluated)
         if self._problem is not None:
@@ -235,10 +232,14 @@ class AutoscalerLoop:
         )
 
 
-def _acted_on(spec: AutoscalingSpec, line: Line) -> bool:
-    """Whether a decision was made under the spec as it is, in mode Auto."""
+def _acted_on(spec: RunSpec, line: Line) -> bool:
+    """Whether a decision was made under the spec as it is, in mode Auto: the autoscaling, the budget and the recipe."""
+    found = line.observation
+    if (found.limits, found.recipe) != (limits(spec), recipe(spec)):
+        return False
     # A field that the release which made it did not have: it decided as the default says.
-    return spec.mode == "Auto" and as_recorded(AutoscalingSpec()) | line.spec == as_recorded(spec)
+    rules = as_recorded(AutoscalingSpec()) | line.spec
+    return spec.autoscaling.mode == "Auto" and rules == as_recorded(spec.autoscaling)
 
 
 def _forecast(evaluated: Line | None) -> str | None:
@@ -253,11 +254,7 @@ def _forecast_ready(evaluated: Line | None) -> tuple[bool, Reason, str]:
     """Status, reason and message of the condition ForecastReady."""
     if evaluated is None:
         return False, Reason.TOO_FEW_POINTS, "no evaluation yet"
-    observation, state, why = (
-        evaluated.observation,
-        evaluated.decision.state,
-        evaluated.decision.reasons[0],
-    )
+    observation, state, why = evaluated.observation, evaluated.decision.state, evaluated.decision.reasons[0]
     answer = observation.forecast
     if state is State.BROKEN:
         return False, Reason.BROKEN, why

@@ -29,9 +29,9 @@ class State(enum.StrEnum):
     """No believable forecast: the run continues."""
     CONTINUE = "CONTINUE"
     STOP = "STOP"
-    """Going on does not pay."""
+    """Continuing does not pay."""
     GROW = "GROW"
-    """Going on pays, and time runs out before it has paid off."""
+    """Continuing pays, and time runs out before it has paid off."""
     BROKEN = "BROKEN"
     """The curve, the truncation or the numbers went bad: an alarm, never a stop by forecast; one that stays holds
     the run."""
@@ -46,6 +46,8 @@ class Spent(Recorded, frozen=True, kw_only=True):
     seconds: float
     device_seconds: float
     steps: int
+    tokens: float | msgspec.UnsetType = msgspec.UNSET
+    """Of :attr:`Limits.tokens`; left out without that limit, and in records of the release before."""
 
 
 class Limits(Recorded, frozen=True, kw_only=True):
@@ -54,6 +56,9 @@ class Limits(Recorded, frozen=True, kw_only=True):
     steps: int | None = None
     seconds: float | None = None
     device_hours: float | None = None
+    tokens: float | msgspec.UnsetType = msgspec.UNSET
+    """``budget.maxComputeTokens`` in completion tokens of RL, at what one costs by the recipe (:mod:`scalerl_api.compute`);
+    left out where it is no limit, and in records of the release before."""
 
 
 class Progress(Recorded, frozen=True, kw_only=True):

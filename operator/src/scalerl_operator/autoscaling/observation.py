@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from scalerl_api.compute import rl_token_cost
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import EvaluationPoint, Status
 from scalerl_operator.autoscaling.models import (
@@ -15,7 +16,6 @@ from scalerl_operator.autoscaling.models import (
     Generators,
     Latest,
     Limits,
-    Load,
     Observation,
     PointSet,
     Progress,
@@ -74,27 +74,43 @@ def point_set(points: Sequence[Point]) -> PointSet:
     )
 
 
+def limits(spec: RunSpec) -> Limits:
+    """The run's budget as it is recorded."""
+    seconds, hours = spec.budget.max_seconds, spec.budget.max_device_hours
+    tokens = spec.budget.max_compute_tokens
+    return Limits(
+        steps=spec.budget.max_steps,
+        seconds=None if seconds is None else float(seconds),
+        device_hours=None if hours is None else float(hours),
+        tokens=msgspec.UNSET if tokens is None else float(tokens / rl_token_cost(spec.recipe)),
+    )
+
+
+def recipe(spec: RunSpec) -> Recipe:
+    """The part of the recipe that is recorded."""
+    return Recipe(
+        batch_completions=spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt,
+        context_tokens=spec.model.context_tokens,
+        fp32_head=spec.recipe.fp32_logits == "Both",
+        loss=spec.recipe.loss.name,
+    )
+
+
 def observe(
-    spec: RunSpec,
-    status: Status,
-    points: Sequence[Point],
-    generators: Generators,
-    *,
-    unix_seconds: float,
-    load: Load | None = None,
-    resumed: bool = False,
+    spec: RunSpec, status: Status, points: Sequence[Point], generators: Generators, *, unix_seconds: float
 ) -> Observation:
     """The observation of the run, without a forecast."""
-    hours = spec.budget.max_device_hours
-    recipe = spec.recipe
     return Observation(
         unix_seconds=unix_seconds,
-        spent=Spent(seconds=status.wall_seconds, device_seconds=status.device_seconds, steps=status.step),
-        limits=Limits(
-            steps=spec.budget.max_steps,
-            seconds=None if spec.budget.max_seconds is None else float(spec.budget.max_seconds),
-            device_hours=None if hours is None else float(hours),
+        spent=Spent(
+            seconds=status.wall_seconds,
+            device_seconds=status.device_seconds,
+            steps=status.step,
+            tokens=msgspec.UNSET
+            if spec.budget.max_compute_tokens is None
+            else status.compute_tokens / float(rl_token_cost(spec.recipe)),
         ),
+        limits=limits(spec),
         recent=[
             Progress(version=p.version, tokens=p.tokens, seconds=p.seconds, device_seconds=p.device_seconds)
             for p in points[-RECENT:]
@@ -104,15 +120,8 @@ def observe(
         else None,
         points=point_set(points),
         generators=generators,
-        staleness=Staleness(allowed=recipe.max_staleness_steps, most=status.max_staleness_steps),
-        recipe=Recipe(
-            batch_completions=recipe.prompts_per_step * recipe.completions_per_prompt,
-            context_tokens=spec.model.context_tokens,
-            fp32_head=recipe.fp32_logits == "Both",
-            loss=recipe.loss.name,
-        ),
-        load=load,
-        resumed=resumed,
+        staleness=Staleness(allowed=spec.recipe.max_staleness_steps, most=status.max_staleness_steps),
+        recipe=recipe(spec),
     )
 
 

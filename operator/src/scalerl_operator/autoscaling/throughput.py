@@ -14,6 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from msgspec import UNSET
+
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.models import History, Observation, Pace, Progress
 
@@ -74,6 +76,7 @@ class Left:
     seconds: float | None
     device_seconds: float | None
     doubt: str = ""
+    tokens: float | None = None
 
 
 def left(spec: AutoscalingSpec, observation: Observation, history: History) -> Left:
@@ -86,12 +89,15 @@ def left(spec: AutoscalingSpec, observation: Observation, history: History) -> L
             doubt = "the clock went back, so the deadline does not count this time"
         else:
             seconds.append(datetime.fromisoformat(spec.deadline).timestamp() - observation.unix_seconds)
-    hours = [h for h in (limits.device_hours, _number(spec.max_device_hours)) if h is not None]
+    hours = [float(h) for h in (limits.device_hours, spec.max_device_hours) if h is not None]
     return Left(
         steps=None if limits.steps is None else max(0.0, float(limits.steps - spent.steps)),
         seconds=max(0.0, min(seconds)) if seconds else None,
         device_seconds=max(0.0, 3600 * min(hours) - spent.device_seconds) if hours else None,
         doubt=doubt,
+        tokens=None
+        if limits.tokens is UNSET or spent.tokens is UNSET
+        else max(0.0, limits.tokens - spent.tokens),
     )
 
 
@@ -103,7 +109,7 @@ def reach(now: Pace, rest: Left, more_devices: float = 0.0, elastic: float = 1.0
     """
     factor = (now.devices + more_devices) / now.devices
     speed = now.tokens_per_second * factor**elastic
-    within = []
+    within = [] if rest.tokens is None else [rest.tokens]
     if rest.steps is not None:
         within.append(rest.steps * now.tokens_per_step)
     if rest.seconds is not None:
@@ -111,7 +117,3 @@ def reach(now: Pace, rest: Left, more_devices: float = 0.0, elastic: float = 1.0
     if rest.device_seconds is not None:
         within.append(rest.device_seconds * speed / (now.devices + more_devices))
     return min(within) if within else None
-
-
-def _number(value: str | None) -> float | None:
-    return None if value is None else float(value)

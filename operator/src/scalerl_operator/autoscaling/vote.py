@@ -38,7 +38,7 @@ FIT_EXPECTS_GAIN: Final = 0.7
 """P(gain at the horizon > minGain) of a fit from where the run is not flat, however uncertain its asymptote is: a rise
 that gains speed has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
-"""P(gain at the horizon > minGain), or P(A > target), from which going on is worth more devices."""
+"""P(gain at the horizon > minGain), or P(A > target), from which continuing is worth more devices."""
 EARLIER_COUNT: Final = 0.1
 """Weight in all from which on the method uses earlier runs; one of its own is named from there on, or where none has so much."""
 MOST_NAMES: Final = 5
@@ -59,7 +59,7 @@ class Side(enum.IntEnum):
 class Vote:
     """One evaluation's say.
 
-    valuable: going on is worth more devices. pays: further compute that would pay, in tokens.
+    valuable: continuing is worth more devices. pays: further compute that would pay, in tokens.
     """
 
     side: Side

@@ -9,16 +9,11 @@ Never lives here: the decision whether an object is to exist, or I/O.
 from __future__ import annotations
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.names import Names
-from scalerl_operator.build import coordinator
-from scalerl_operator.build import generator
-from scalerl_operator.build import network
-from scalerl_operator.build import prepare
-from scalerl_operator.build import storage
-from scalerl_operator.build import trainer
-from scalerl_operator.build.scope import Scope, finished, raw_hash, spec_hash
-from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.build import coordinator, generator, network, prepare, storage, trainer
+from scalerl_operator.build.scope import Desired, Images, Scope, finished, raw_hash, spec_hash
+from scalerl_operator.build.storage import secret
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import Names
 
 
 def render(
@@ -65,15 +60,6 @@ def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
         *(("PodDisruptionBudget", names.generator), ("Deployment", names.generator)),
         *(("Service", names.trainer), ("Job", names.trainer_job(1))),
     ]
-
-
-def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
-    """The run's bearer token: created once, never applied over an existing one.
-
-    Raises:
-        ValueError: the run has no namespace.
-    """
-    return storage.token_secret(Scope(run, uid, Images("", "", ""), ""), token)
 
 
 __all__ = ["names_of", "raw_hash", "render", "secret", "spec_hash"]

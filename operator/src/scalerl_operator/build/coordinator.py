@@ -21,7 +21,6 @@ GRACE_SECONDS: Final = 30
 def stateful_set(scope: Scope) -> Object:
     settings = PodSettings(
         role=Role.COORDINATOR,
-        image=scope.spec.images.coordinator or scope.images.coordinator,
         grace_seconds=GRACE_SECONDS,
         name=scope.workload(Role.COORDINATOR).replica_name(0),
         metrics_port="http",
@@ -30,9 +29,7 @@ def stateful_set(scope: Scope) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": scope.workload_metadata(
-            scope.names.coordinator, Role.COORDINATOR, scope.images.coordinator
-        ),
+        "metadata": scope.workload_metadata(scope.names.coordinator, Role.COORDINATOR),
         "spec": {
             "replicas": 1,
             "serviceName": scope.names.coordinator,

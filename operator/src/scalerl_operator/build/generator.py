@@ -23,7 +23,6 @@ def deployment(scope: Scope, replicas: int) -> Object:
     in_place = bool(scope.spec.generator.devices or scope.queue_labels)
     settings = PodSettings(
         role=Role.GENERATOR,
-        image=scope.spec.images.generator or scope.images.generator,
         grace_seconds=GRACE_SECONDS,
         # Otherwise vLLM derives its address from the route to the internet.
         extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"}},
@@ -32,7 +31,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": scope.workload_metadata(scope.names.generator, Role.GENERATOR, scope.images.generator),
+        "metadata": scope.workload_metadata(scope.names.generator, Role.GENERATOR),
         "spec": {
             "replicas": replicas,
             "strategy": {

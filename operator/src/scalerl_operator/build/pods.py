@@ -2,7 +2,7 @@
 
 Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a read-only root file system, no
 token of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory: an
-actor grades untrusted text, within :data:`TMP_SIZES`) and ``/dev/shm``.
+actor grades untrusted text, within :data:`TMP_LIMITS`) and ``/dev/shm``.
 
 ``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles
 (the coordinator, the actor and the preparation read the task; the preparation reads the model). The preparation reports
@@ -22,10 +22,10 @@ from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
-from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
 from scalerl_operator.build.resources import canonical, native, resources
 from scalerl_operator.build.scope import Scope, pod_template_of
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
 from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
 
 USER_ID: Final = 10001
@@ -34,7 +34,7 @@ SHM_GIB_PER_PROCESS: Final = 1
 LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")
 """Before the command of a pod with several ranks: starts it once per rank."""
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
-TMP_SIZES: Final = {"actor": "1Gi"}
+TMP_LIMITS: Final = {"actor": {"sizeLimit": "1Gi"}}
 """Of ``/tmp``, by container: a completion that fills it evicts its pod and does not fill the node's disk. The caches of other
 containers' libraries have no common bound."""
 
@@ -57,7 +57,6 @@ class PodSettings:
     """
 
     role: Role
-    image: str
     grace_seconds: int
     name: str | None = None
     variables: Sequence[Object] = ()
@@ -133,7 +132,7 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
     policy = scope.spec.images.pull_policy or scope.images.pull_policy
     rendered: Object = {
         "name": container.name,
-        "image": settings.image,
+        "image": scope.image(settings.role),
         "imagePullPolicy": policy,
         "command": [*(LAUNCHER if shared else ()), *container.argv],
         "env": _environment(scope, settings, given, container),
@@ -283,13 +282,11 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
-        *({"name": _tmp(container), "emptyDir": _bounded(container)} for container in workload.containers),
+        *(
+            {"name": _tmp(container), "emptyDir": TMP_LIMITS.get(container.name, {})}
+            for container in workload.containers
+        ),
     ]
-
-
-def _bounded(container: Container) -> Object:
-    size = TMP_SIZES.get(container.name)
-    return {} if size is None else {"sizeLimit": size}
 
 
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:

@@ -7,10 +7,10 @@ from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_operator import names
-from scalerl_operator.names import RUN_DIR
 from scalerl_operator.build.pods import PodSettings, pod_template
 from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import RUN_DIR
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
@@ -26,13 +26,12 @@ def job(scope: Scope) -> Object:
     extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
     settings = PodSettings(
         role=Role.PREPARE,
-        image=scope.spec.images.trainer or scope.images.trainer,
         grace_seconds=GRACE_SECONDS,
         name=scope.workload(Role.PREPARE).replica_name(0),
         extra={"prepare": extra},
         pod={"restartPolicy": "Never"},
     )
-    metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE, scope.images.trainer)
+    metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE)
     metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.PREPARE)
     return {
         "apiVersion": "batch/v1",

@@ -16,14 +16,20 @@ from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
-from scalerl_operator.names import Names
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import Names
 from scalerl_operator.plan import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
 SPEC_HASH_VERSION: Final = "4"
 """Of :func:`spec_hash`: raised with every change of its input, so that hashes of two releases are never compared."""
-_PODS: Final = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
+SECTION: Final = {
+    Role.PREPARE: "trainer",
+    Role.COORDINATOR: "coordinator",
+    Role.GENERATOR: "generator",
+    Role.TRAINER: "trainer",
+}
+"""The part of the spec with each role's podTemplate, and the name of its image in ``spec.images`` and :class:`Images`."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,7 @@ class Scope:
 
     @property
     def namespace(self) -> str:
-        """Raises ValueError: the run was not read from an API server."""
-        if self.run.metadata.namespace is None:
-            raise ValueError(
-                f"run {self.run.metadata.name} has no namespace; only what a cluster holds is rendered"
-            )
-        return self.run.metadata.namespace
+        return namespace_of(self.run)
 
     @cached_property
     def names(self) -> Names:
@@ -104,42 +105,54 @@ class Scope:
         return {name: text for name, text in self.run.metadata.labels.items() if name in names.QUEUE_LABELS}
 
     def metadata(self, name: str, component: str = "run", *, owned: bool = True) -> Object:
-        """Metadata of an object. owned: the garbage collector deletes it with the run."""
-        metadata: Object = {
-            "name": name,
-            "namespace": self.namespace,
-            "labels": self.labels(component),
-            "annotations": {},
-        }
-        if owned:
-            metadata["ownerReferences"] = [
-                {
-                    "apiVersion": API_VERSION,
-                    "kind": KIND,
-                    "name": self.run.metadata.name,
-                    "uid": self.uid,
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ]
-        return metadata
+        return metadata_of(self.run, self.uid, name, component, owned=owned)
 
-    def workload_metadata(self, name: str, role: Role, image: str) -> Object:
-        """Metadata of a workload. image: the operator's own, which an upgrade does not replace during the run."""
+    def workload_metadata(self, name: str, role: Role) -> Object:
+        """Metadata of a workload, with the operator's own image, which an upgrade does not replace during the run."""
         metadata = self.metadata(name, role)
         metadata["labels"] |= self.queue_labels
-        metadata["annotations"][names.IMAGE] = image
+        metadata["annotations"][names.IMAGE] = getattr(self.images, SECTION[role])
         return metadata
+
+    def image(self, role: Role) -> str:
+        """Of the role's containers."""
+        return str(getattr(self.spec.images, SECTION[role]) or getattr(self.images, SECTION[role]))
+
+
+def namespace_of(run: ScaleRLRun) -> str:
+    """Raises ValueError: the run was not read from an API server."""
+    if run.metadata.namespace is None:
+        raise ValueError(f"run {run.metadata.name} has no namespace; only what a cluster holds is rendered")
+    return run.metadata.namespace
+
+
+def metadata_of(
+    run: ScaleRLRun, uid: str, name: str, component: str = "run", *, owned: bool = True
+) -> Object:
+    """Metadata of an object of the run. owned: the garbage collector deletes it with the run."""
+    metadata: Object = {
+        "name": name,
+        "namespace": namespace_of(run),
+        "labels": names.labels(run.metadata.name, uid, component),
+        "annotations": {},
+    }
+    if owned:
+        metadata["ownerReferences"] = [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": run.metadata.name,
+                "uid": uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ]
+    return metadata
 
 
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
     """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's."""
-    own = {
-        Role.COORDINATOR: spec.coordinator.pod_template,
-        Role.GENERATOR: spec.generator.pod_template,
-        Role.TRAINER: spec.trainer.pod_template,
-        Role.PREPARE: spec.trainer.pod_template,
-    }[role]
+    own: PodTemplate | None = getattr(spec, SECTION[role]).pod_template
     return (own or PodTemplate()).over(spec.pod_template)
 
 
@@ -152,10 +165,7 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """
     spec = run.spec
     read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
-    image = {
-        Role.COORDINATOR: spec.images.coordinator,
-        Role.GENERATOR: spec.images.generator,
-    }.get(role, spec.images.trainer)
+    image = getattr(spec.images, SECTION[role])
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
     digest = _digest([run.metadata.name, read, pods, image, spec.device_resource, spec.storage.claim_name])
     return f"{SPEC_HASH_VERSION}-{digest}"
@@ -198,7 +208,9 @@ def raw_hash(run: ScaleRLRun) -> str:
     other recipes may have the same hash.
     """
     spec = run.spec
-    templates = [pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in _PODS]
+    templates = [
+        pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in SECTION
+    ]
     amounts = [[c.name, asdict(c.resources)] for work in plan(run).workloads for c in work.containers]
     queue = {name: text for name, text in run.metadata.labels.items() if name in names.QUEUE_LABELS}
     return _digest([templates, amounts, spec.device_resource, spec.images.model_dump(mode="json"), queue])

@@ -11,12 +11,13 @@ import yaml
 
 from scalerl_api.curve import curve_csv
 from scalerl_api.paths import TRAINED_FILE
+from scalerl_api.recipe.earlier import with_earlier_names
 from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.names import SPEC_KEY, TOKEN_KEY
 from scalerl_operator.build.resources import canonical
-from scalerl_operator.build.scope import Images, Scope
+from scalerl_operator.build.scope import Scope, metadata_of
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import SPEC_KEY, TOKEN_KEY, Names
 
 CURVE_KEY: Final = "curve.csv"
 CURVE_DIGEST: Final = f"{GROUP}/curve-digest"
@@ -54,6 +55,7 @@ def spec_map(scope: Scope, *, trained: bool) -> Object:
     """The run file that all roles read: name and spec with every default. Labels and annotations are left out, since no role
     reads them. trained: adds the file that marks a run with steps."""
     manifest = scope.run.to_manifest()
+    manifest["spec"]["recipe"] = with_earlier_names(manifest["spec"]["recipe"])
     manifest["metadata"] = {"name": scope.run.metadata.name, "namespace": scope.namespace}
     # Each reconcile renders this: PyYAML's own writer would take most of its time.
     text = yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
@@ -65,19 +67,23 @@ def spec_map(scope: Scope, *, trained: bool) -> Object:
     }
 
 
-def token_secret(scope: Scope, token: str) -> Object:
-    """The run's bearer token."""
+def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
+    """The run's bearer token: created once, never applied over an existing one.
+
+    Raises:
+        ValueError: the run has no namespace.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": scope.metadata(scope.names.token),
+        "metadata": metadata_of(run, uid, Names(run.metadata.name).token),
         "type": "Opaque",
         "data": {TOKEN_KEY: base64.b64encode(token.encode()).decode()},
     }
 
 
 def curve_config_map(run: ScaleRLRun, uid: str, points: Sequence[EvaluationPoint]) -> Object:
-    """The ConfigMap ``<run>-curve``: the table of ``curve.csv``. :func:`curve_digest` tells whether an existing one differs.
+    """The ConfigMap ``<run>-curve``: the table of ``curve.csv``.
 
     A curve that is too long is thinned out evenly, without its first and last point; :data:`CURVE_LEFT_OUT` has the number
     of points left out.
@@ -89,15 +95,8 @@ def curve_config_map(run: ScaleRLRun, uid: str, points: Sequence[EvaluationPoint
     while len(table) > MAX_CURVE_BYTES:
         kept = int(kept * 0.9 * MAX_CURVE_BYTES / len(table))
         table = curve_csv(points[round(i * (len(points) - 1) / (kept - 1))] for i in range(kept))
-    scope = Scope(run, uid, Images("", "", ""), "")
-    metadata = scope.metadata(scope.names.curve)
+    metadata = metadata_of(run, uid, Names(run.metadata.name).curve)
     metadata["annotations"] = {CURVE_DIGEST: hashlib.sha256(table.encode()).hexdigest()[:32]}
     if kept < len(points):
         metadata["annotations"][CURVE_LEFT_OUT] = str(len(points) - kept)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {CURVE_KEY: table}}
-
-
-def curve_digest(config_map: Object | None) -> str:
-    """Digest of the table in the ConfigMap; empty without one."""
-    annotations = {} if config_map is None else config_map["metadata"].get("annotations") or {}
-    return str(annotations.get(CURVE_DIGEST, ""))

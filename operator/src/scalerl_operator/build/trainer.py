@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_operator import names
-from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
 from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.workloads import Role, Workload
 
 GRACE_SECONDS: Final = 300
@@ -36,7 +36,6 @@ def job(scope: Scope, attempt: int) -> Object:
     label = {names.ATTEMPT: str(attempt)}
     settings = PodSettings(
         role=Role.TRAINER,
-        image=scope.spec.images.trainer or scope.images.trainer,
         grace_seconds=GRACE_SECONDS,
         # The launcher names each of its ranks.
         name="trainer-$(RANK)" if workload.per_node == 1 else None,
@@ -50,7 +49,7 @@ def job(scope: Scope, attempt: int) -> Object:
         annotations=NEVER_EVICT,
         pod={"restartPolicy": "Never", "subdomain": scope.names.trainer},
     )
-    metadata = scope.workload_metadata(scope.names.trainer_job(attempt), Role.TRAINER, scope.images.trainer)
+    metadata = scope.workload_metadata(scope.names.trainer_job(attempt), Role.TRAINER)
     metadata["labels"] |= label
     metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.TRAINER)
     return {

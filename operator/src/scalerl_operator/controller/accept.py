@@ -93,10 +93,7 @@ async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> 
             continue
         except (errors.Forbidden, errors.Invalid) as error:
             log.warning("%s/%s: Job %s: %s", context.namespace, context.name, metadata["name"], error)
-            job = {
-                **job,
-                "metadata": {**metadata, "annotations": {**metadata["annotations"], **annotations}},
-            }
+            job = {**job, "metadata": {**metadata, "annotations": {**metadata["annotations"], **annotations}}}
         else:
             cache.remember(job)
         context.objects[key] = job

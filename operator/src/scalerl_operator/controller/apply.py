@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build import render
-from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.build.scope import SECTION, Desired, Images
 from scalerl_operator.build.storage import curve_config_map
-from scalerl_operator.controller.coordinator_access import ensure_token
+from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
 from scalerl_operator.controller.refusals import Preflight, name_taken, refused
-from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
-from scalerl_operator.controller.run_state import Settled
+from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, Settled, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import (
-    applied,
-    content_hash,
-    first_difference,
-    is_untouched,
-    rendered_hash,
-)
+from scalerl_operator.kube.objects import applied, content_hash, first_difference, is_untouched, rendered_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
@@ -101,10 +95,11 @@ class Applier:
             blocked = await self._apply_all(context, [*wanted, *curve])
             found = fingerprint(context, desired, images)
             settled = not state.repaired_lately(context.unix_seconds) and state.size_refused is None
-            if blocked is None and found is not None and settled:
+            if blocked is None and not state.refused and found is not None and settled:
                 state.fingerprint = found
         if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in context.observed.pods):
             await self._replace_unlabelled_coordinator(context)
+        blocked = blocked or next(iter(state.refused.values()), None)
         state.blocked = blocked or await diagnose(self._api, context)
         if state.blocked is not None:
             self._preflight.forget_namespace(context.namespace)
@@ -122,7 +117,8 @@ class Applier:
                     await self._adopt(live, context, _labels_of(name, context), at_once=True)
 
     async def _apply_all(self, context: RunContext, wanted: Sequence[Object]) -> Problem | None:
-        """Creates, applies and removes objects until the run has those of ``wanted``. Returns what the cluster refused.
+        """Creates, applies and removes objects until the run has those of ``wanted``. Returns what the cluster refused; a
+        refused repair keeps no other object from being applied, and is noted in the run's state.
 
         Where the decision is frozen, existing objects are left as they are, and nothing is created for a run that is being
         deleted: a deletion in the foreground removes what a run owns before the run.
@@ -144,6 +140,8 @@ class Applier:
         if frozen:
             present = names if context.deleted else context.objects.keys()
             wanted = [obj for obj in wanted if _key(obj) not in present]
+            names = {_key(obj) for obj in wanted}
+        context.state.refused = {key: why for key, why in context.state.refused.items() if key in names}
         problem = await ensure_token(self._api, context)
         for obj in wanted:
             if problem is None and frozen:
@@ -161,7 +159,8 @@ class Applier:
         if (problem := name_taken(live, context)) is not None or is_deleted(live):
             return problem
         if kind == "Job":  # immutable: another spec is another attempt
-            return await self._adopt(live, context, _labels_of(name, context))
+            await self._adopt(live, context, _labels_of(name, context))
+            return None
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
             if was_refused(context, wanted, live):
@@ -170,6 +169,7 @@ class Applier:
         if key not in state.settled and rendered_hash(live) == now.rendered and is_untouched(wanted, live):
             state.settled[key] = now  # the first reconcile of this process finds what an earlier one applied
         if state.settled.get(key) == now:
+            state.refused.pop(key, None)
             return None
         if rendered_hash(live) != now.rendered:
             return (await self._change(wanted, live, context))[1]
@@ -177,6 +177,8 @@ class Applier:
         if not state.may_repair(key, context.unix_seconds):
             return None
         made, problem = await self._change(wanted, live, context)
+        if problem is not None:
+            state.refused[key] = problem
         changed = None if made is None else first_difference(live, made)
         if changed is not None:
             path, was, restored = changed
@@ -188,7 +190,7 @@ class Applier:
         elif made is not None:  # others changed only what is theirs: no repair, so it does not count as one
             state.repairs.pop(key)
             state.repairs |= {} if before is None else {key: before}
-        return problem
+        return None
 
     async def _replace_unlabelled_coordinator(self, context: RunContext) -> None:
         """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
@@ -235,8 +237,8 @@ class Applier:
             if (problem := name_taken(live, context)) is not None:
                 return problem
             ours = _labels_of(name, context) if kind == "Job" else obj["metadata"]["labels"]
-            problem = await self._adopt(live, context, ours)
-            return problem if frozen or problem is not None else await self.apply_one(obj, context)
+            await self._adopt(live, context, ours)
+            return None if frozen else await self.apply_one(obj, context)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
         self._settle(obj, made, context)
@@ -244,29 +246,27 @@ class Applier:
 
     async def _adopt(
         self, live: Object, context: RunContext, labels: dict[str, str], *, at_once: bool = False
-    ) -> Problem | None:
+    ) -> None:
         """Restores the labels of an object: without them the cache does not get its events.
 
         labels: those to restore; of a Job only ours, since Kueue lets nobody write its own on a Job that it has admitted.
-        at_once: without back-off. Returns why the API server refused.
+        at_once: without back-off.
         """
         key = kind, name = _key(live)
         missing = {label_name: text for label_name, text in labels.items() if label(live, label_name) != text}
-        if (
-            missing
-            and not is_deleted(live)
-            and (at_once or context.state.may_repair(key, context.unix_seconds))
-        ):
+        if not missing:
+            context.state.refused.pop(key, None)
+        elif not is_deleted(live) and (at_once or context.state.may_repair(key, context.unix_seconds)):
             patch = {"metadata": {"uid": live["metadata"]["uid"], "labels": missing}}
             try:
                 live = await self._api.patch(kind, context.namespace, name, patch)
             except (errors.Invalid, errors.Forbidden) as error:
-                self._remember(live, context)
-                return refused(error, live, context)
-            text = f"{kind} {name}: labels were removed, and are restored: {', '.join(sorted(missing))}"
-            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
+                context.state.refused[key] = refused(error, live, context)
+            else:
+                context.state.refused.pop(key, None)
+                text = f"{kind} {name}: labels were removed, and are restored: {', '.join(sorted(missing))}"
+                await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
         self._remember(live, context)
-        return None
 
     async def _change(
         self, wanted: Object, live: Object, context: RunContext
@@ -274,16 +274,16 @@ class Applier:
         """Applies an object that exists. Returns it as it is now, None where it was not applied, and what was refused."""
         kind, name = _key(wanted)
         uid = live["metadata"]["uid"]
-        if uid not in context.state.applied:
-            there = await self._own_fields(kind, name, context)
-            if there is None:
-                # A claim that is gone may have held steps: the next reconcile decides.
-                return None, await self._create(wanted, context) if kind != CLAIM else None
-            if (problem := name_taken(there, context)) is not None:
-                return None, problem
-            uid = there["metadata"]["uid"]
-            context.state.applied.add(uid)
         try:
+            if uid not in context.state.applied:
+                there = await self._own_fields(kind, name, context)
+                if there is None:
+                    # A claim that is gone may have held steps: the next reconcile decides.
+                    return None, await self._create(wanted, context) if kind != CLAIM else None
+                if (problem := name_taken(there, context)) is not None:
+                    return None, problem
+                uid = there["metadata"]["uid"]
+                context.state.applied.add(uid)
             # By uid: another object may have the name by now.
             made = await self._api.apply(wanted, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
@@ -319,6 +319,7 @@ class Applier:
         return live
 
     def _settle(self, wanted: Object, made: Object, context: RunContext) -> None:
+        context.state.refused.pop(_key(made), None)
         context.state.settled[_key(made)] = Settled(rendered_hash(wanted), content_hash(made))
         self._remember(made, context)
 
@@ -377,26 +378,21 @@ def pinned(context: RunContext, named: ImagesSpec, images: Images) -> Images:
     named: the run's own images, which win. The annotation of each workload has the image that it would have without them:
     a role whose image is no longer named goes back to that one.
     """
-    given: dict[str, str | None] = {
-        Role.PREPARE: named.trainer,
-        Role.TRAINER: named.trainer,
-        Role.GENERATOR: named.generator,
-        Role.COORDINATOR: named.coordinator,
-    }
     live: dict[str, str] = {}
     for (kind, _), obj in context.objects.items():
         if kind in WORKLOADS and context.owns(obj) and not is_deleted(obj):
             role = label(obj, COMPONENT)
             own = (obj["metadata"].get("annotations") or {}).get(IMAGE)
-            if own is None and given.get(role) is None:  # made by a release that had no such annotation
+            if own is None and not (role in SECTION and getattr(named, SECTION[Role(role)])):
+                # made by a release that had no such annotation
                 own = obj["spec"]["template"]["spec"]["containers"][0]["image"]
             if own is not None:
                 live[role] = own
-    return Images(
+    return replace(
+        images,
         trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),
         generator=live.get(Role.GENERATOR, images.generator),
         coordinator=live.get(Role.COORDINATOR, images.coordinator),
-        pull_policy=images.pull_policy,
     )
 
 

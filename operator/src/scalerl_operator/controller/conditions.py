@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
@@ -192,8 +193,10 @@ def _degraded(context: RunContext) -> Value:
     if problem is None and context.decision.phase in _TRAINING:
         problem = _unwritable(context) or _role_problem(context)
     if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
-        problem = _fault(context.before.trouble, context.unix_seconds) or _not_saved_elsewhere(
-            context.coordinator
+        problem = (
+            _no_teacher(context.coordinator)
+            or _fault(context.before.trouble, context.unix_seconds)
+            or _not_saved_elsewhere(context.coordinator)
         )
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
@@ -208,15 +211,7 @@ def _suspended(context: RunContext) -> Value:
     return True, Problem(by, "")
 
 
-def _completed(context: RunContext) -> Value:
-    return _ended(context, End.COMPLETED)
-
-
-def _failed(context: RunContext) -> Value:
-    return _ended(context, End.FAILED)
-
-
-def _ended(context: RunContext, end: End) -> Value:
+def _ended(end: End, context: RunContext) -> Value:
     outcome = context.decision.memory.outcome
     if outcome is None:
         return False, Problem(Reason.NOT_FINISHED, "")
@@ -236,8 +231,8 @@ CONDITIONS: Final[Mapping[ConditionType, Callable[[RunContext], Value]]] = {
     ConditionType.FORECAST_READY: _forecast_ready,
     ConditionType.DEGRADED: _degraded,
     ConditionType.SUSPENDED: _suspended,
-    ConditionType.COMPLETED: _completed,
-    ConditionType.FAILED: _failed,
+    ConditionType.COMPLETED: partial(_ended, End.COMPLETED),
+    ConditionType.FAILED: partial(_ended, End.FAILED),
 }
 _ALWAYS: Final = frozenset(
     {ConditionType.ACCEPTED, ConditionType.SUSPENDED, ConditionType.COMPLETED, ConditionType.FAILED}
@@ -270,7 +265,7 @@ def _source(model: ModelSpec) -> str:
         return f"the model {model.hub.name} is downloaded to the run's volume"
     if model.path is not None:
         return f"the model is taken from {model.path}"
-    return "the model is made from scratch"
+    return "the model is initialized randomly"
 
 
 def _next_attempt(context: RunContext) -> str:
@@ -291,7 +286,7 @@ def _unheard(context: RunContext, note: str) -> Problem:
 
 def _unwritable(context: RunContext) -> Problem | None:
     error = "" if context.coordinator is None else context.coordinator.journal_error
-    text = f"the disk of the run's volume takes nothing more: {error}"
+    text = f"the run's volume cannot be written: {error}"
     return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
 
 
@@ -307,6 +302,11 @@ def _role_problem(context: RunContext) -> Problem | None:
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
             return replace(problem, message=f"{role}: {problem.message}")
     return None
+
+
+def _no_teacher(coordinator: Status | None) -> Problem | None:
+    problem = "" if coordinator is None else coordinator.teacher_problem
+    return Problem(Reason.TEACHER_UNAVAILABLE, problem) if problem else None
 
 
 def _not_saved_elsewhere(coordinator: Status | None) -> Problem | None:

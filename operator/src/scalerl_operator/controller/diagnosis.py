@@ -25,7 +25,9 @@ START_CHECK_SECONDS: Final = (15.0, 300.0)
 ASK_QUEUE_SECONDS: Final = 30.0
 """Between two requests for the queue of one run."""
 RECENT_SECONDS: Final = 300.0
-"""An older Event may be out of date: controllers repeat the Event while the cause lasts."""
+"""An older Event may be out of date: the kubelet and the volume controllers repeat the Event while the cause lasts."""
+RECENT_CREATION_SECONDS: Final = 1200.0
+"""The same, of a controller that cannot create a pod: it tries again after 1,000 s at most, and that long nothing changes."""
 _MAKING: Final = ("FailedCreate",)
 _BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 _BINDING: Final = ("ProvisioningFailed", "FailedBinding")
@@ -95,13 +97,13 @@ async def _last_event(api: KubeApi, context: RunContext, uid: str, reasons: Sequ
         events = await api.list("Event", context.namespace, field_selector=f"involvedObject.uid={uid}")
     except errors.Forbidden:
         return ""
-    found = [e for e in events if e.get("reason") in reasons and _is_recent(e, context.unix_seconds)]
-    found.sort(key=lambda e: seconds(e.get("lastTimestamp") or e.get("eventTime")))
-    return str(found[-1].get("message", "")) if found else ""
+    oldest = context.unix_seconds - (RECENT_CREATION_SECONDS if reasons == _MAKING else RECENT_SECONDS)
+    found = [e for e in events if e.get("reason") in reasons and _time(e) > oldest]
+    return str(max(found, key=_time).get("message", "")) if found else ""
 
 
-def _is_recent(event: Object, now: float) -> bool:
-    return now - seconds(event.get("lastTimestamp") or event.get("eventTime")) < RECENT_SECONDS
+def _time(event: Object) -> float:
+    return seconds(event.get("lastTimestamp") or event.get("eventTime"))
 
 
 async def queue_problem(api: KubeApi, context: RunContext) -> str:

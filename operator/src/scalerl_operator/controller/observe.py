@@ -214,7 +214,15 @@ def pod_view(pod: Object) -> PodView:
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(status, conditions, containers),
         ends=ends,
-        bad_input=next((e for c in containers for e in _bad_inputs(c)), None),
+        bad_input=next(
+            (
+                Ended(BAD_INPUT_EXIT_CODE, _last_log_line(over))
+                for c in containers
+                for over in _ends(c)
+                if over.get("exitCode") == BAD_INPUT_EXIT_CODE
+            ),
+            None,
+        ),
         disrupted=_is_disrupted(status, conditions),
         started=bool(containers) and all(c.get("started") is True for c in containers),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
@@ -281,19 +289,15 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
     return count if quick or LONGEST_BACK_OFF in waiting.get("message", "") else 0
 
 
+def _ends(container: Object) -> list[Object]:
+    """How the container ended, now and the time before."""
+    states = (container.get("state") or {}, container.get("lastState") or {})
+    return [over for state in states if (over := state.get("terminated")) is not None]
+
+
 def _last_end(container: Object) -> int | None:
     """The exit code with which the container ended last; None if it never has."""
-    for state in (container.get("state") or {}, container.get("lastState") or {}):
-        if (over := state.get("terminated")) is not None:
-            return int(over.get("exitCode", 1))
-    return None
-
-
-def _bad_inputs(container: Object) -> Iterable[Ended]:
-    for state in (container.get("state") or {}, container.get("lastState") or {}):
-        over = state.get("terminated")
-        if over is not None and over.get("exitCode") == BAD_INPUT_EXIT_CODE:
-            yield Ended(BAD_INPUT_EXIT_CODE, _last_log_line(over))
+    return next((int(over.get("exitCode", 1)) for over in _ends(container)), None)
 
 
 def _last_log_line(over: Object) -> str:
@@ -312,8 +316,7 @@ def _last_log_line(over: Object) -> str:
 
 def is_settled(job: Object) -> bool:
     """Whether a Job has failed. At FailureTarget it has, though pods may take long to end."""
-    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
-    return "True" in (conditions.get("Failed"), conditions.get("FailureTarget"))
+    return bool(true_condition(job, "Failed") or true_condition(job, "FailureTarget"))
 
 
 def _job_state(job: Object) -> JobState:
@@ -321,8 +324,7 @@ def _job_state(job: Object) -> JobState:
         return JobState.LEAVING
     if is_settled(job):
         return JobState.FAILED
-    conditions = {c["type"]: c["status"] for c in (job.get("status") or {}).get("conditions") or ()}
-    return JobState.COMPLETE if conditions.get("Complete") == "True" else JobState.ACTIVE
+    return JobState.COMPLETE if true_condition(job, "Complete") else JobState.ACTIVE
 
 
 def _attempt(job: Object) -> int:
@@ -338,7 +340,7 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
     # Its pods get their deletion shortly after it is requeued, and a reconcile may come in between.
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
-    failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    failed = true_condition(job, "Failed") or true_condition(job, "FailureTarget")
     return Job(
         state=state,
         attempt=_attempt(job),
@@ -371,7 +373,7 @@ def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *,
     return by_rule or silent or any(pod.disrupted for pod in pods)
 
 
-def _condition(obj: Object, type_: str) -> Object:
+def true_condition(obj: Object, type_: str) -> Object:
     """The condition where it is true; empty else."""
     for condition in (obj.get("status") or {}).get("conditions") or ():
         if condition["type"] == type_ and condition["status"] == "True":
@@ -381,9 +383,5 @@ def _condition(obj: Object, type_: str) -> Object:
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:
     """By role: why a Deployment cannot make its pods."""
-    found: dict[str, str] = {}
-    for obj in objects:
-        for condition in (obj.get("status") or {}).get("conditions") or ():
-            if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-                found[label(obj, COMPONENT)] = condition.get("message", "")
-    return found
+    found = ((label(obj, COMPONENT), true_condition(obj, "ReplicaFailure")) for obj in objects)
+    return {role: condition.get("message", "") for role, condition in found if condition}

@@ -20,16 +20,13 @@ from scalerl_operator.autoscaling.loop import AutoscalerLoop
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
-from scalerl_operator.controller.autoscaler_report import autoscaler_report, wanted_generators
-from scalerl_operator.controller.coordinator_access import ask_coordinator, request_stop
+from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
+from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator, request_stop
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
 from scalerl_operator.controller.observe import observe, patient
-from scalerl_operator.controller.run_context import RunContext, decide
-from scalerl_operator.controller.run_object import RunObject
-from scalerl_operator.controller.run_state import KnownRuns
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
+from scalerl_operator.controller.status import RunObject, remembered, report
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
-from scalerl_operator.coordinator_poller import CoordinatorPollers
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key

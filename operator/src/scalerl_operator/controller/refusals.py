@@ -6,13 +6,14 @@ The API server refuses ``spec.template.spec.volumes[5]``; what the user can chan
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.build import names_of, raw_hash
+from scalerl_operator.build.scope import SECTION
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
@@ -20,7 +21,6 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT
 from scalerl_operator.policy.problems import Problem, creation_problem
-from scalerl_operator.workloads import Role
 
 TRIED_SECONDS: Final = 60.0
 """For so long a dry run that succeeded stands for other runs with the same pods."""
@@ -28,13 +28,6 @@ TRIED_SECONDS: Final = 60.0
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
 _ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
-_MEMBER: Final[Mapping[str, str]] = {
-    Role.COORDINATOR: "coordinator",
-    Role.GENERATOR: "generator",
-    Role.TRAINER: "trainer",
-    Role.PREPARE: "trainer",
-}
-"""The part of the spec with the podTemplate and the image of each role."""
 _KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 """What tells the entries of a list apart; those of other lists are compared whole."""
 _VALUES: Final = (
@@ -129,12 +122,7 @@ class Preflight:
 
 def _has_raw_parts(run: ScaleRLRun) -> bool:
     spec = run.spec
-    templates = (
-        spec.pod_template,
-        spec.coordinator.pod_template,
-        spec.generator.pod_template,
-        spec.trainer.pod_template,
-    )
+    templates = [part.pod_template for part in (spec, spec.coordinator, spec.generator, spec.trainer)]
     return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
 
 
@@ -182,9 +170,10 @@ def in_terms_of_the_spec(error: errors.ApiError, obj: Object, run: Object) -> st
 
 def spec_field(path: str, obj: Object, run: Object) -> str:
     """The path in ``run`` of what stands at ``path`` in ``obj``; ``path`` where the run does not have it."""
-    member = _MEMBER.get(obj["metadata"].get("labels", {}).get(COMPONENT, ""))
-    if member is None or not path.startswith(_TEMPLATE):
+    role = obj["metadata"].get("labels", {}).get(COMPONENT)
+    if role not in SECTION or not path.startswith(_TEMPLATE):
         return path
+    member = SECTION[role]
     below = path.removeprefix(_TEMPLATE).removeprefix("metadata.").removeprefix("spec.")
     part: Any = obj["spec"]["template"]["spec"]
     found = _ENTRY.match(below)

@@ -1,20 +1,20 @@
-"""One run at one reconcile: what the steps of the reconcile find and decide. Pure."""
+"""One run at one reconcile: what its steps find and decide (:class:`RunContext`), and what is remembered of the run between two
+reconciles (:class:`RunState`). All of that memory can be lost: it saves calls, and keeps them rare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.loop import AutoscalerReport
+from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.observe import RunObservation, belongs, label
-from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.kube.types import Object
+from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.budget import Usage
@@ -29,6 +29,129 @@ from scalerl_operator.workloads import Role
 
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
 CLAIM: Final = "PersistentVolumeClaim"
+REPAIR_SECONDS: Final = 2.0
+"""The first repair of an object comes at once, the next after this pause, each further one after twice the pause before."""
+LONGEST_REPAIR_SECONDS: Final = 300.0
+
+ObjectName = tuple[str, str]
+"""(kind, name)."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """count: repairs in a row. last: when the latest was made, Unix seconds. due: when a withheld one may be made."""
+
+    count: int
+    last: float
+    due: float = 0.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """An object after our last write. rendered: hash of what was applied. content: hash of what the object then held."""
+
+    rendered: str
+    content: int
+
+
+@dataclass
+class RunState:
+    """The memory of one run, by uid in the reconciler; dropped when the run is gone or another process leads."""
+
+    status_written: float = 0.0
+    """When the status was written last, Unix seconds, as all times here."""
+    pruned: tuple[Object, Object] | None = None
+    """That status and what was kept of it, where the installed CRD is older and drops fields."""
+    fingerprint: int | None = None
+    """Of the run's objects, when all were as rendered."""
+    spec_hashes: tuple[int, dict[Role, str]] | None = None
+    """metadata.generation, and by role the hash that the Jobs of that spec carry."""
+    blocked: Problem | None = None
+    """Why an object of the run could not be made at the last reconcile."""
+
+    token: str = ""
+    token_checked: float = 0.0
+    token_doubted: bool = False
+    """A pod did not find the Secret, which cannot be watched."""
+    pod_searched: float = 0.0
+    """When the coordinator's pod was looked for by name."""
+
+    settled: dict[ObjectName, Settled] = field(default_factory=dict)
+    applied: set[str] = field(default_factory=set)
+    """uids of objects whose fields we hold by apply, not by having created them."""
+    repairs: dict[ObjectName, Repair] = field(default_factory=dict)
+    refused: dict[ObjectName, Problem] = field(default_factory=dict)
+    """Why the API server refused the last repair of an object, until one succeeds or the object needs none."""
+    size_refused: tuple[Any, float, Problem] | None = None
+    """Size of the claim that the API server refused, when, and why."""
+
+    claim_asked: tuple[float, Object | None] = (0.0, None)
+    events_asked: tuple[float, Problem | None] = (0.0, None)
+    queue_asked: tuple[float, str] = (0.0, "")
+
+    autoscaler: AutoscalerLoop | None = None
+
+    def may_repair(self, what: ObjectName, now: float) -> bool:
+        """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""
+        before = self.repairs.get(what)
+        if before is None or not _is_recent(before, now):
+            self.repairs[what] = Repair(1, now)
+            return True
+        pause = min(REPAIR_SECONDS * 2.0 ** min(before.count - 1, 16), LONGEST_REPAIR_SECONDS)
+        if 0 <= now - before.last < pause:
+            self.repairs[what] = Repair(before.count, before.last, before.last + pause)
+            return False
+        self.repairs[what] = Repair(before.count + 1, now)
+        return True
+
+    def next_repair_seconds(self, now: float) -> float | None:
+        """In how many seconds a withheld repair is due; None: none is withheld."""
+        waits = (repair.due - now for repair in self.repairs.values())
+        return min((wait for wait in waits if 0 < wait <= LONGEST_REPAIR_SECONDS), default=None)
+
+    def repaired_lately(self, now: float) -> bool:
+        """Whether somebody else changed an object of the run a short while ago."""
+        return any(_is_recent(repair, now) for repair in self.repairs.values())
+
+
+def _is_recent(repair: Repair, now: float) -> bool:
+    return now - repair.last <= 2 * LONGEST_REPAIR_SECONDS
+
+
+class KnownRuns:
+    """The uid and the state of each run by its name. forget: called with the uid of a run that is gone."""
+
+    def __init__(self, forget: Callable[[str], Awaitable[None]]) -> None:
+        self._forget = forget
+        self._runs: dict[Key, tuple[str, RunState]] = {}
+        self._keys: dict[str, Key] = {}
+
+    def key(self, uid: str) -> Key | None:
+        """The run with that uid."""
+        return self._keys.get(uid)
+
+    async def state(self, key: Key, uid: str | None) -> RunState | None:
+        """The state of the run that has the name now; None where there is none. One that had it before is forgotten."""
+        known = self._runs.get(key)
+        if known is not None and known[0] != uid:
+            await self.forget(known[0])
+        if uid is None:
+            return None
+        self._keys[uid] = key
+        return self._runs.setdefault(key, (uid, RunState()))[1]
+
+    async def forget(self, uid: str) -> None:
+        """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
+        key = self._keys.pop(uid, None)
+        if key is not None:
+            _, state = self._runs.pop(key)
+            if state.autoscaler is not None:
+                state.autoscaler.close()
+        await self._forget(uid)
+
+    async def forget_all(self) -> None:
+        for uid in list(self._keys):
+            await self.forget(uid)
 
 
 @dataclass

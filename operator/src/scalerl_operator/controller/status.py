@@ -1,13 +1,20 @@
-"""Report: from what was observed and decided to the run's status, and back to what the next reconcile remembers. Pure."""
+"""Report: from what was observed and decided to the run's status, and back to what the next reconcile remembers; and all that
+the operator writes of the run's own object: status and its Events, finalizer, ``spec.suspend``, and its end.
+
+Each write is against the version that was read: what another writer has written since is reconciled first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
 
-from scalerl_api.conditions import ConditionType, Reason
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.recipe import resolve
+from scalerl_api.spec import KIND
 from scalerl_api.status import (
     ExportsStatus,
     ExportStatus,
@@ -21,15 +28,47 @@ from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import conditions
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
-from scalerl_operator.names import selector
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.lifecycle_types import End, Memory, Outcome, Suspension
 from scalerl_operator.workloads import Role
+
+log = logging.getLogger(__name__)
 
 PROGRESS: Final = frozenset(
     {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
 )
 """Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
+PROGRESS_SECONDS: Final = 15.0
+"""Between two writes of a status in which only what moves all the time is new."""
+_LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
+    (ConditionType.ACCEPTED, "False"): "Warning",
+    (ConditionType.FAILED, "True"): "Warning",
+    (ConditionType.DEGRADED, "True"): "Warning",
+    (ConditionType.ACCEPTED, "True"): "Normal",
+    (ConditionType.ADMITTED, "False"): "Normal",
+    (ConditionType.PREPARED, "True"): "Normal",
+    (ConditionType.COMPLETED, "True"): "Normal",
+    (ConditionType.SUSPENDED, "True"): "Normal",
+}
+"""Transitions that are worth an event; the others show in the conditions."""
+_TROUBLE: Final = frozenset(
+    {
+        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
+        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
+        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
+        *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
+    }
+)
+"""Problems that a person has to solve, of whichever role: these get an Event too."""
+
+Path = tuple[str, ...]
+"""Of a field; ``[]`` stands for the items of a list."""
+_ITEM: Final = "[]"
 
 
 def report(context: RunContext) -> RunStatus:
@@ -64,10 +103,7 @@ def report(context: RunContext) -> RunStatus:
         ]
         pods = [pod for pod in context.observed.of(Role.GENERATOR) if not pod.over]
         ready = sum(pod.ready for pod in pods)
-        update |= {
-            "replicas": len(pods),
-            "generators": GeneratorsStatus(replicas=len(pods), ready=ready),
-        }
+        update |= {"replicas": len(pods), "generators": GeneratorsStatus(replicas=len(pods), ready=ready)}
     if context.coordinator is not None:
         update |= _progress(context.coordinator, before, now)
     return before.model_copy(update=update)
@@ -180,10 +216,132 @@ def _exports(found: Exports) -> ExportsStatus:
 def _export(model: ExportedModel | None) -> ExportStatus | None:
     if model is None:
         return None
-    return ExportStatus(
-        version=model.version,
-        reward=f"{model.reward:.4f}",
-        path=model.path,
-        uri=model.uri,
-        time=model.time,
-    )
+    reward = f"{model.reward:.4f}"
+    return ExportStatus(version=model.version, reward=reward, path=model.path, uri=model.uri, time=model.time)
+
+
+# --- written ------------------------------------------------------------------------------------
+
+
+class RunObject:
+    """Writes the objects of all runs."""
+
+    def __init__(self, api: KubeApi, cache: Cache) -> None:
+        self._api = api
+        self._cache = cache
+        self._dropped: set[Path] = set()
+        """Fields of a status that the installed CRD, which is older than this process, does not keep."""
+
+    async def write(self, context: RunContext, status: RunStatus, *, at_once: bool = False) -> float | None:
+        """Writes the status, if it has changed, and the events of the change. Returns the seconds until a postponed write is
+        due. ``at_once``: without postponing."""
+        new, old = status.to_object(), context.obj.get("status") or {}
+        if new == old or (new, old) == context.state.pruned:
+            return None
+        if not at_once and context.before.conditions and waits_for_progress_only(context.before, status):
+            due = context.state.status_written + PROGRESS_SECONDS - context.unix_seconds
+            if 0 < due <= PROGRESS_SECONDS:
+                return due
+        context.state.status_written = context.unix_seconds
+        await self._patch(context, {"status": merge_patch(old, new)}, "status")
+        dropped = set(_missing(new, context.obj["status"]))
+        context.state.pruned = (new, context.obj["status"]) if dropped else None
+        if dropped := dropped - self._dropped:
+            self._dropped |= dropped
+            log.warning(
+                "the CRD %s is of an older release and does not keep %s: update the CRDs, then restart the operator",
+                KIND,
+                ", ".join(
+                    sorted(".".join(("status", *path)).replace(f".{_ITEM}", _ITEM) for path in dropped)
+                ),
+            )
+        await _write_events(self._api, context.obj, context.before, status)
+        return None
+
+    async def hold(self, context: RunContext) -> None:
+        """Adds the finalizer: the run is not to be removed before it is drained."""
+        await self._set_finalizers(context, [*context.finalizers, FINALIZER])
+
+    async def release(self, context: RunContext) -> None:
+        """Removes the finalizer after the drain; the garbage collector then removes what the run owns."""
+        await self._set_finalizers(context, [f for f in context.finalizers if f != FINALIZER])
+
+    async def suspend(self, context: RunContext) -> None:
+        """Sets ``spec.suspend``, as Kueue does: a person resumes the run where they see that it is suspended."""
+        await self._patch(context, {"spec": {"suspend": True}, "metadata": {"uid": context.uid}})
+
+    async def scale(self, context: RunContext, generators: int, decision: int) -> None:
+        """Sets ``spec.generator.replicas``, as an HPA does, and notes the decision's number: each is carried out once, and a
+        number that somebody else sets afterwards stays until the next one."""
+        metadata = {"uid": context.uid, "annotations": {SCALED_BY: str(decision)}}
+        patch = {"spec": {"generator": {"replicas": generators}}, "metadata": metadata}
+        await self._patch(context, patch, manager=AUTOSCALER)
+
+    async def expire(self, context: RunContext) -> float | None:
+        """Deletes a run ``ttlSecondsAfterFinished`` after its end. Returns the seconds until then."""
+        ttl = context.run.spec.ttl_seconds_after_finished
+        if ttl is None or context.deleted:
+            return None
+        if context.before.completion_time is None:
+            return 0.0  # written just now: our own writes wake nobody
+        left = seconds(context.before.completion_time) + ttl - context.unix_seconds
+        if left > 0:
+            return left
+        await self._api.delete(KIND, context.namespace, context.name, uid=context.uid)
+        return None
+
+    async def _set_finalizers(self, context: RunContext, finalizers: list[str]) -> None:
+        with contextlib.suppress(errors.NotFound):
+            await self._patch(context, {"metadata": {"finalizers": finalizers, "uid": context.uid}})
+
+    async def _patch(
+        self, context: RunContext, patch: Object, subresource: str | None = None, manager: str = FIELD_OWNER
+    ) -> None:
+        """Patches the run as it was read. The answer goes into ``context`` and the cache."""
+        version = context.obj["metadata"]["resourceVersion"]
+        at = (KIND, context.namespace, context.name)
+        made = await self._api.patch(*at, patch, subresource, resource_version=version, manager=manager)
+        self._cache.remember(made)
+        context.obj.update({part: made[part] for part in ("metadata", "status") if part in made})
+
+
+def _missing(sent: Any, returned: Any) -> Iterator[Path]:
+    """The fields of what was sent that did not come back, the outermost of each.
+
+    >>> sent = {"a": 1, "b": {"c": 2, "d": 3}, "conditions": [{"type": "Ready", "reason": "So"}]}
+    >>> list(_missing(sent, {"b": {"d": 3}, "conditions": [{"type": "Old"}, {"type": "Ready"}]}))
+    [('a',), ('b', 'c'), ('conditions', '[]', 'reason')]
+    """
+    if isinstance(sent, dict) and isinstance(returned, dict):
+        for name, value in sent.items():
+            if name not in returned:
+                yield (name,)
+            else:
+                yield from ((name, *path) for path in _missing(value, returned[name]))
+    elif isinstance(sent, list) and isinstance(returned, list):
+        for item, other in zip(sent, _matched(sent, returned), strict=False):
+            yield from ((_ITEM, *path) for path in _missing(item, other))
+
+
+def _matched(sent: list[Any], returned: list[Any]) -> list[Any]:
+    """For each item the one of what came back: of conditions that of the type, else the one at its place."""
+    by_type = {item["type"]: item for item in returned if isinstance(item, dict) and "type" in item}
+    return [by_type.get(item.get("type")) for item in sent] if by_type else returned
+
+
+async def _write_events(api: KubeApi, run: Object, was: RunStatus, status: RunStatus) -> None:
+    """One event a transition, from what was said to what is."""
+    if status.phase is not was.phase:
+        await api.event(run, "Normal", status.phase, Phase(status.phase).text)
+    for condition in status.conditions:
+        before = was.condition(condition.type)
+        loudness = _LOUD.get((condition.type, condition.status))
+        if condition.status == "False" and condition.reason in _TROUBLE:
+            loudness = "Warning"
+        if condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
+            loudness = "Warning"
+        if loudness is None or (
+            before is not None and (before.status, before.reason) == (condition.status, condition.reason)
+        ):
+            continue
+        await api.event(run, loudness, condition.reason, f"{condition.type}: {condition.message}")

@@ -1,6 +1,6 @@
 """The run's claim: its size, and whether it is being deleted, or is gone with the steps that the run has trained.
 
-A claim cannot be un-deleted, and one that the operator made anew would be empty. So the operator makes a claim only for a
+A claim cannot be un-deleted, and one that the operator made again would be empty. So the operator makes a claim only for a
 run without steps; another that has lost its claim is held until somebody restores the claim or gives the steps up.
 
 The size grows with ``spec.storage.size``, or by hand, and never shrinks. Whether it can grow is for the StorageClass to
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
 from scalerl_operator.build.resources import value
-from scalerl_operator.controller.observe import RunObservation
+from scalerl_operator.controller.observe import RunObservation, true_condition
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError
@@ -26,7 +26,7 @@ from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 if TYPE_CHECKING:
-    from scalerl_operator.controller.run_object import RunObject
+    from scalerl_operator.controller.status import RunObject
 
 ASK_SECONDS: Final = 30.0
 """Between two questions for a claim that the run only names: it has no label by which it would be watched."""
@@ -40,7 +40,9 @@ async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> No
     """Notes in ``context`` what is wrong with the claim, and whether pods may start on it. The steps that somebody has given
     up are removed from the run's status."""
     context.trained = context.steps > 0
-    empty, mounted = _found_empty(context), may_have_mounted(context.observed)
+    mounted = may_have_mounted(context.observed)
+    # Whether the coordinator found none of the run's steps on the volume.
+    empty = any(pod.steps_lost for pod in context.observed.of(Role.COORDINATOR))
     # That its trainer gives up on an empty volume is no end of a run.
     outcome = context.memory.outcome if empty else context.decision.memory.outcome
     if context.deleted or outcome is not None:
@@ -66,11 +68,6 @@ def may_have_mounted(observed: RunObservation) -> bool:
     trainer = observed.trainer
     in_queue = trainer.held and not trainer.ending
     return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
-
-
-def _found_empty(context: RunContext) -> bool:
-    """Whether the coordinator found none of the run's steps on the volume."""
-    return any(pod.steps_lost for pod in context.observed.of(Role.COORDINATOR))
 
 
 async def _claim_problem(
@@ -146,9 +143,9 @@ def size_problem(context: RunContext) -> Problem | None:
     if context.state.size_refused is not None:
         return context.state.size_refused[2]
     claim = context.objects.get((CLAIM, Names(context.name).claim)) or {}
-    for condition in (claim.get("status") or {}).get("conditions") or ():
-        if condition["type"] in _RESIZE_FAILED and condition["status"] == "True":
-            name, why = claim["metadata"]["name"], condition.get("message") or condition["type"]
+    for type_ in _RESIZE_FAILED:
+        if condition := true_condition(claim, type_):
+            name, why = claim["metadata"]["name"], condition.get("message") or type_
             return Problem(Reason.CLAIM_NOT_ENLARGED, f"PersistentVolumeClaim {name}: {why}")
     return None
 

@@ -42,17 +42,8 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import (
-    JsonlSource,
-    ModelSpec,
-    parameter_value,
-)
-from scalerl_api.spec import (
-    SERVER_OPTIONS,
-    SHORTEST_ABBREVIATION,
-    RunSpec,
-    free_option,
-)
+from scalerl_api.source import JsonlSource, ModelSpec, parameter_value
+from scalerl_api.spec import SERVER_OPTIONS, SHORTEST_ABBREVIATION, RunSpec, free_option
 
 
 class NotExpressible(Exception):
@@ -60,8 +51,7 @@ class NotExpressible(Exception):
 
 
 _ABSOLUTE: Final = Rule(
-    "self.startsWith('/')",
-    "must be absolute on a cluster: a pod has no folder that it could be relative to",
+    "self.startsWith('/')", "must be absolute on a cluster: a pod has no folder that it could be relative to"
 )
 
 OF_THE_OBJECT: Final = (
@@ -80,7 +70,7 @@ OF_THE_OBJECT: Final = (
         "quantity(string(self.spec.storage.size)).compareTo(quantity(string(oldSelf.spec.storage.size))) >= 0 || "
         "(has(self.status) && has(self.status.conditions) && "
         f"self.status.conditions.exists(c, c.type == 'Degraded' && c.reason == '{Reason.CLAIM_NOT_ENLARGED}'))",
-        "storage.size can only be raised: Kubernetes shrinks no claim. Create another run, on another claim",
+        "storage.size can only be raised: Kubernetes does not shrink claims. Create another run with another claim",
         field="spec.storage.size",
         changes=True,
     ),
@@ -235,8 +225,7 @@ _MOUNT: Final[dict[str, Any]] = {
             Rule("self.startsWith('/')", "must be absolute").as_validation(),
             # What is not absolute is refused for that.
             Rule(
-                f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')",
-                PLAIN_PATH_WORDS,
+                f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')", PLAIN_PATH_WORDS
             ).as_validation(),
             Rule(
                 f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/') || "

@@ -31,7 +31,8 @@ from pydantic_core import core_schema
 
 from scalerl_api.edits import nested_model
 from scalerl_api.load import to_yaml
-from scalerl_api.recipe import RecipeSpec
+from scalerl_api.recipe import LossSpec, RecipeSpec
+from scalerl_api.recipe.earlier import EarlierLoss, EarlierRecipe
 from scalerl_api.recipe.presets import set_by_others
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
@@ -54,6 +55,8 @@ _COLUMNS: Final = (
 )
 """Of ``kubectl get``: title, type, path, priority (1: only with ``-o wide``)."""
 
+_EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
+"""Names of the release before, by the model that had them."""
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
 _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 """Bounds that the format ``int64`` has already."""
@@ -218,11 +221,13 @@ class _Structural(GenerateJsonSchema):
                 )
             written = fields["properties"][field.alias]
             note = written.pop("description", "") if "x-kubernetes-int-or-string" in written else ""
-            if (model, name) in OF_PRESETS:
+            if (model, name) in OF_PRESETS and "default" in written:
                 note = f"Left out: the preset's value, else {json.dumps(written.pop('default'))}. {note}"
             written = {"description": ""} | written | {"description": _plain(f"{docstrings[name]} {note}")}
             fields["properties"][field.alias] = written
             cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))
+        if model in _EARLIER:  # what an API server has by these names would be pruned
+            fields["properties"] |= schema_of(_EARLIER[model])["properties"]
         # A rule across the sections of a spec is checked again at every edit, also one of `suspend`.
         cel_rules.add(fields, (replace(rule, kept=model is RunSpec) for rule in model.rules))
         for (owner, name), edit in cel_rules.REFUSED_EDITS.items():

@@ -83,12 +83,7 @@ class Cache:
     ``wake(key)`` is called whenever something of that run changed. All methods belong to the event loop's thread.
     """
 
-    def __init__(
-        self,
-        wake: Callable[[Key], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, wake: Callable[[Key], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
         self._clock = clock
         self._entries: dict[tuple[str, str, str], _Entry] = {}

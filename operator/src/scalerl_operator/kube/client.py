@@ -21,7 +21,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import Kind, kind_of
-from scalerl_operator.kube.transport import JSON, ApiObserver, Call, Transport, decode, translated
+from scalerl_operator.kube.transport import JSON, Call, OnCall, Transport, decode, translated
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
 
@@ -75,10 +75,10 @@ class KubeApi:
         *,
         timeout: float = 15.0,
         fence: Callable[[], bool] | None = None,
-        observer: ApiObserver | None = None,
+        on_call: OnCall = lambda verb, kind, code, seconds: None,
         instance: str = FIELD_OWNER,
     ) -> None:
-        self._transport = Transport(configuration, timeout=timeout, fence=fence, observer=observer)
+        self._transport = Transport(configuration, timeout=timeout, fence=fence, on_call=on_call)
         self._instance = instance
 
     async def __aenter__(self) -> Self:
@@ -108,25 +108,10 @@ class KubeApi:
         return None
 
     async def list(
-        self,
-        kind: str,
-        namespace: str | None = None,
-        *,
-        label_selector: str | None = None,
-        field_selector: str | None = None,
-        metadata_only: bool = False,
-        limit: int = 250,
+        self, kind: str, namespace: str | None = None, *, field_selector: str | None = None
     ) -> Objects:
-        """All objects of a kind, in one namespace or (None) in all, fetched in pages of ``limit``."""
-        found, _ = await self.list_at(
-            kind,
-            namespace,
-            label_selector=label_selector,
-            field_selector=field_selector,
-            metadata_only=metadata_only,
-            limit=limit,
-        )
-        return found
+        """All objects of a kind, in one namespace or (None) in all."""
+        return (await self.list_at(kind, namespace, field_selector=field_selector))[0]
 
     async def list_at(
         self,
@@ -138,24 +123,43 @@ class KubeApi:
         metadata_only: bool = False,
         limit: int = 250,
     ) -> tuple[Objects, str]:
-        """As :meth:`list`, with the version the list is of.
+        """As :meth:`list`, fetched in pages of ``limit``, with the version the list is of.
 
         The event loop breathes between pages. When the server has forgotten the version of the first page before
         the last is read, the list starts over, once.
         """
-        query = {"limit": str(limit)}
-        if label_selector:
-            query["labelSelector"] = label_selector
-        if field_selector:
-            query["fieldSelector"] = field_selector
-        accept = _METADATA_LIST if metadata_only else JSON
-        try:
-            return await self._list(kind_of(kind), namespace, query, accept)
-        except errors.Expired:
-            return await self._list(kind_of(kind), namespace, query, accept)
+        served = kind_of(kind)
+        # A list says kind and version once; an object of ours always carries its own.
+        every = {"kind": served.name, "apiVersion": served.api_version}
+        for last_try in (False, True):
+            found: Objects = []
+            version = ""
+            try:
+                async for page, version in self.pages(  # noqa: B007 the last page's is wanted
+                    kind,
+                    namespace,
+                    label_selector=label_selector,
+                    field_selector=field_selector,
+                    limit=limit,
+                    accept=_METADATA_LIST if metadata_only else JSON,
+                ):
+                    found += [msgspec.json.decode(raw) | every for raw in page]
+                    await asyncio.sleep(0)
+                return found, version
+            except errors.Expired:
+                if last_try:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     async def pages(
-        self, kind: str, namespace: str | None = None, *, label_selector: str | None = None, limit: int = 250
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+        limit: int = 250,
+        accept: str = JSON,
     ) -> AsyncIterator[tuple[Raws, str]]:
         """All objects of a kind as JSON, page by page, each with the version the list is of.
 
@@ -163,8 +167,9 @@ class KubeApi:
         version of the first page; the caller starts over.
         """
         query = {"limit": str(limit)} | ({"labelSelector": label_selector} if label_selector else {})
+        query |= {"fieldSelector": field_selector} if field_selector else {}
         while True:
-            call = Call("list", kind_of(kind), namespace, query=query)
+            call = Call("list", kind_of(kind), namespace, query=query, accept=accept)
             data = await self._transport.ask(call)
             with translated(call, ""):
                 page = _PAGE.decode(data)
@@ -205,21 +210,16 @@ class KubeApi:
         finally:
             response.close()
 
-    async def apply(
-        self, obj: Object, *, uid: str | None = None, force: bool = True, dry_run: bool = False
-    ) -> Object:
-        """Server-side apply as ``scalerl-operator``; returns the object as it now is.
+    async def apply(self, obj: Object, *, uid: str | None = None) -> Object:
+        """Server-side apply as ``scalerl-operator``, by force; returns the object as it now is.
 
-        An unknown field is an error (:class:`~.errors.Invalid`), never dropped. Without ``force`` a field that another
-        manager set to another value raises :class:`~.errors.Conflict`. With ``uid``: only to that object, else (it is
-        gone, or another has its name) Conflict too.
+        An unknown field is an error (:class:`~.errors.Invalid`), never dropped. With ``uid``: only to that object, else
+        (it is gone, or another has its name) :class:`~.errors.Conflict`.
         """
         kind, namespace, name = _address(obj)
         if uid is not None:
             obj = {**obj, "metadata": {**obj["metadata"], "uid": uid}}
-        query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": str(force).lower()}
-        if dry_run:
-            query["dryRun"] = "All"
+        query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": "true"}
         try:
             return await self._ask(Call("apply", kind, namespace, name, body=obj, query=query))
         except errors.Invalid as error:
@@ -338,23 +338,6 @@ class KubeApi:
             for first in await self.list("Event", namespace, field_selector=f"metadata.name={name}"):
                 again = {"count": int(first.get("count") or 1) + 1, "lastTimestamp": now}
                 await self.patch("Event", namespace, name, again)
-
-    async def _list(
-        self, kind: Kind, namespace: str | None, query: Mapping[str, str], accept: str
-    ) -> tuple[Objects, str]:
-        found: Objects = []
-        token: dict[str, str] = {}
-        while True:
-            page = await self._ask(Call("list", kind, namespace, query={**query, **token}, accept=accept))
-            for item in page.get("items") or ():
-                # A list says kind and version once; an object of ours always carries its own.
-                item["kind"], item["apiVersion"] = kind.name, kind.api_version
-                found.append(item)
-            more = page["metadata"].get("continue")
-            if not more:
-                return found, page["metadata"].get("resourceVersion", "")
-            token = {"continue": more}
-            await asyncio.sleep(0)
 
     async def _ask(self, call: Call) -> Object:
         return decode(await self._transport.ask(call))

@@ -4,7 +4,7 @@
 
     ApiError                 anything the API server or the way to it answers instead of a result
     ├── NotFound             404: the object, its namespace or its kind is not there
-    ├── Conflict             409: somebody else wrote first, or owns a field (server-side apply without force)
+    ├── Conflict             409: somebody else wrote first
     ├── AlreadyExists        409 on create
     ├── Invalid              400/413/422: the server will never take this; the message names the fields
     ├── Forbidden            403: RBAC, admission
@@ -72,7 +72,7 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """Somebody else wrote first (version or uid precondition), or owns a field we did not force."""
+    """Somebody else wrote first (version or uid precondition)."""
 
 
 class AlreadyExists(ApiError):

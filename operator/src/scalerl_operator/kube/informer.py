@@ -15,6 +15,7 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -64,32 +65,24 @@ async def listed(api: KubeApi, cache: Cache, kind: Kind, namespace: str | None) 
     return version
 
 
+@dataclass
 class Informer:
     """One kind, in one namespace or (None) in all. ``synced`` is set once the first list is complete.
 
     ``on_event(kind)`` is called for every watch event.
     """
 
-    def __init__(
-        self,
-        api: KubeApi,
-        cache: Cache,
-        kind: Kind,
-        namespace: str | None,
-        *,
-        on_event: Callable[[str], None] = lambda kind: None,
-    ) -> None:
-        self._api = api
-        self._cache = cache
-        self._kind = kind
-        self._namespace = namespace
-        self._on_event = on_event
-        self.synced = asyncio.Event()
+    api: KubeApi
+    cache: Cache
+    kind: Kind
+    namespace: str | None
+    on_event: Callable[[str], None] = lambda kind: None
+    synced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def what(self) -> str:
         """What it lists, for messages."""
-        return self._kind.name if self._namespace is None else f"{self._kind.name} in {self._namespace}"
+        return self.kind.name if self.namespace is None else f"{self.kind.name} in {self.namespace}"
 
     async def run(self) -> None:
         """Until cancelled. Errors of the API server are waited out."""
@@ -98,7 +91,7 @@ class Informer:
         while True:
             try:
                 if version is None:
-                    version = await listed(self._api, self._cache, self._kind, self._namespace)
+                    version = await listed(self.api, self.cache, self.kind, self.namespace)
                     self.synced.set()
                 async for newest in self._versions(version):
                     version, pause = newest, 0.0
@@ -113,11 +106,11 @@ class Informer:
 
     async def _versions(self, since: str) -> AsyncIterator[str]:
         """Take in what a watch brings; gives the version after each piece of news."""
-        watch = self._api.watch(
-            self._kind.name,
-            self._namespace,
+        watch = self.api.watch(
+            self.kind.name,
+            self.namespace,
             since=since,
-            label_selector=selector(self._kind),
+            label_selector=selector(self.kind),
             seconds=random.randint(*WATCH_SECONDS),
         )
         async with contextlib.aclosing(watch):
@@ -125,5 +118,5 @@ class Informer:
                 if event.type == "BOOKMARK":
                     yield _BOOKMARK.decode(event.object).metadata.resourceVersion
                     continue
-                self._on_event(self._kind.name)
-                yield self._cache.observe_raw(event.type, self._kind, event.object)[1]
+                self.on_event(self.kind.name)
+                yield self.cache.observe_raw(event.type, self.kind, event.object)[1]

@@ -20,9 +20,10 @@ import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final, Protocol
+from typing import Final
 
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 
 LEASE_NAME: Final = "scalerl-operator"
@@ -33,21 +34,8 @@ _GIVEN_UP_SECONDS: Final = 1
 """The duration that a Lease says which its holder has given up: it may be taken at once."""
 
 
-class LeaseApi(Protocol):
-    """What a leader needs of the API server (:class:`~.client.KubeApi` has it)."""
-
-    async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
-        """The Lease, or None."""
-
-    async def create(self, obj: Object) -> Object:
-        """AlreadyExists when another was quicker."""
-
-    async def replace(self, obj: Object) -> Object:
-        """Conflict when another wrote since it was read."""
-
-
 def steady_clock() -> float:
-    """Seconds that go on while the machine sleeps, unlike ``time.monotonic`` on Linux: a lease runs out then too."""
+    """Seconds that continue while the machine sleeps, unlike ``time.monotonic`` on Linux: a lease runs out then too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -64,7 +52,7 @@ class Leader:
 
     def __init__(
         self,
-        api: LeaseApi,
+        api: KubeApi,
         *,
         namespace: str,
         identity: str,

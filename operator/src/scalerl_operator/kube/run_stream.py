@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import kopf
@@ -42,28 +43,20 @@ STOP_SECONDS: Final = 10.0
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Resync:
     """Compares the runs of the cache with what the API server lists (names and versions only), and mends the cache.
 
     A deletion that kopf missed, or a stream that has stopped without an error, must not leave a run out of date for ever.
-    ``on_repair(number)`` is called with the number of objects corrected.
+    every: seconds. ``on_repair(number)`` is called with the number of objects corrected.
     """
 
-    def __init__(
-        self,
-        api: KubeApi,
-        cache: Cache,
-        namespaces: Sequence[str | None],
-        *,
-        every: float,
-        on_repair: Callable[[int], None] = lambda number: None,
-    ) -> None:
-        self._api = api
-        self._cache = cache
-        self._namespaces = namespaces
-        self._every = every
-        self._on_repair = on_repair
-        self._asked = asyncio.Event()
+    api: KubeApi
+    cache: Cache
+    namespaces: Sequence[str | None]
+    every: float
+    on_repair: Callable[[int], None] = lambda number: None
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def soon(self) -> None:
         """Compare in a short while: kopf has been started."""
@@ -73,11 +66,11 @@ class Resync:
         """Compare every so often, and soon after :meth:`soon`, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._every):
+                async with asyncio.timeout(self.every):
                     await self._asked.wait()
                 self._asked.clear()
                 await asyncio.sleep(SOON_SECONDS)
-            for namespace in self._namespaces:
+            for namespace in self.namespaces:
                 try:
                     await self.compare(namespace)
                 except ApiError as error:
@@ -85,25 +78,25 @@ class Resync:
 
     async def compare(self, namespace: str | None) -> int:
         """One namespace, or all; returns how many runs had to be mended."""
-        found, version = await self._api.list_at(RUN, namespace, metadata_only=True)
+        found, version = await self.api.list_at(RUN, namespace, metadata_only=True)
         versions = {
             (m["namespace"], m["name"]): int(m["resourceVersion"]) for m in (o["metadata"] for o in found)
         }
-        mended = self._cache.forget_missing(RUN, versions, version, namespace=namespace)
+        mended = self.cache.forget_missing(RUN, versions, version, namespace=namespace)
         if self._behind(versions):
             await asyncio.sleep(SETTLED_SECONDS)
             for at in self._behind(versions):
-                fresh = await self._api.get(RUN, *at)
+                fresh = await self.api.get(RUN, *at)
                 if fresh is not None:
-                    self._cache.observe("MODIFIED", fresh)
+                    self.cache.observe("MODIFIED", fresh)
                     mended += 1
         if mended:
             log.warning("%d runs were not as the API server has them, and are mended", mended)
-            self._on_repair(mended)
+            self.on_repair(mended)
         return mended
 
     def _behind(self, versions: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
-        return [at for at, version in versions.items() if self._cache.version(RUN, *at) < version]
+        return [at for at, version in versions.items() if self.cache.version(RUN, *at) < version]
 
 
 class Watches:
@@ -226,58 +219,23 @@ def _settings() -> kopf.OperatorSettings:
     # No right to look at CRDs and namespaces is needed: what is served is known.
     settings.scanning.disabled = True
     settings.persistence.finalizer = f"{GROUP}/kopf"
-    settings.persistence.progress_storage = _NoProgress()
     settings.persistence.diffbase_storage = _NoDiffBase()
     settings.watching.chunk_size = PAGE
     settings.watching.connect_timeout = 10.0
     settings.networking.connect_timeout = 10.0
     settings.networking.request_timeout = 30.0
-    # An API server that is away for long is not a reason to end.
-    settings.networking.error_backoffs = _Patience()
+    # 84 minutes without an API server end the stream, and Watches starts it again.
+    settings.networking.error_backoffs = (1.0, 1.0, 2.0, 3.0, *[5.0] * 1000)
     # A task for an object lives as long as its news come; thousands of idle ones are memory for nothing.
     settings.queueing.idle_timeout = 0.2
     return settings
 
 
-class _Patience:
-    """Seconds between tries of one request, without an end."""
-
-    def __iter__(self) -> Iterator[float]:
-        yield from (1.0, 1.0, 2.0, 3.0)
-        while True:
-            yield 5.0
-
-
-class _NoProgress(kopf.ProgressStorage):
-    """Event handlers have no progress; nothing is written on any object."""
-
-    def fetch(self, **_: Any) -> None:
-        return None
-
-    def store(self, **_: Any) -> None:
-        return None
-
-    def purge(self, **_: Any) -> None:
-        return None
-
-    def touch(self, **_: Any) -> None:
-        return None
-
-    def clear(self, *, essence: Any) -> Any:
-        return essence
-
-
-class _NoDiffBase(kopf.DiffBaseStorage):
+class _NoDiffBase(kopf.AnnotationsDiffBaseStorage):
     """No handler uses the difference; kopf would copy every object of every event to compute it."""
 
     def build(self, **_: Any) -> Any:
         return {}
-
-    def fetch(self, **_: Any) -> None:
-        return None
-
-    def store(self, **_: Any) -> None:
-        return None
 
 
 async def _stop(tasks: Collection[asyncio.Task[Any]]) -> None:

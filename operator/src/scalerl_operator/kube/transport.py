@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import urlencode
 
 import aiohttp
@@ -39,11 +39,8 @@ _METHODS: Final = {
 }
 
 
-class ApiObserver(Protocol):
-    """Receives what the client measures."""
-
-    def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
-        """One request was answered with HTTP ``code`` (0: not at all), the head of the answer after ``seconds``."""
+OnCall = Callable[[str, str, int, float], None]
+"""Called with verb, kind, HTTP code (0: no answer) and the seconds to the answer's head of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +78,13 @@ class Transport:
         *,
         timeout: float,
         fence: Callable[[], bool] | None = None,
-        observer: ApiObserver | None = None,
+        on_call: OnCall = lambda verb, kind, code, seconds: None,
     ) -> None:
         self._client = ApiClient(configuration)
         self._host = configuration.host.rstrip("/")
         self.timeout = timeout
         self._fence = fence
-        self._observer = observer
+        self._on_call = on_call
 
     def must_lead(self, what: str) -> None:
         """:class:`~.errors.Fenced` where this process may not do ``what`` now."""
@@ -140,8 +137,7 @@ class Transport:
                 code = response.status
                 refused = await response.read() if code >= 400 else b""
         finally:
-            if self._observer is not None:
-                self._observer.called(call.verb, call.kind.name, code, time.monotonic() - began)
+            self._on_call(call.verb, call.kind.name, code, time.monotonic() - began)
         if code >= 400:
             after = _retry_after(response.headers)
             raise errors.from_status(code, decode(refused), what=call.what, retry_after=after)

@@ -15,7 +15,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from scalerl_operator.kube.types import Key
 
@@ -25,13 +25,6 @@ SHORTEST_DELAY_SECONDS: Final = 0.1
 """A handler cannot ask for less: a mistake in it must not become a busy loop."""
 
 log = logging.getLogger(__name__)
-
-
-class QueueObserver(Protocol):
-    """Receives what a queue measures."""
-
-    def finished(self, key: Key, result: str, seconds: float) -> None:
-        """One pass over ``key`` ended: ``result`` is ``ok``, ``error`` or ``cancelled``."""
 
 
 @dataclass(slots=True)
@@ -60,6 +53,8 @@ class WorkQueue:
     quarter by chance; an exception's ``retry_after`` lengthens that wait, its ``longest_wait`` is a lower ceiling.
     A pass that takes longer than ``limit`` seconds is a failure.
 
+    ``on_pass(key, result, seconds)`` is called at the end of each pass; the result is ``ok``, ``error`` or ``cancelled``.
+
     The queue starts held: keys gather, nothing runs until :meth:`release` (a standby's queue stays held). All methods
     belong to the event loop's thread.
     """
@@ -72,7 +67,7 @@ class WorkQueue:
         base: float = 1.0,
         ceiling: float = 60.0,
         limit: float = 120.0,
-        observer: QueueObserver | None = None,
+        on_pass: Callable[[Key, str, float], None] = lambda key, result, seconds: None,
         rng: random.Random | None = None,
     ) -> None:
         if workers < 1:
@@ -82,7 +77,7 @@ class WorkQueue:
         self._base = base
         self._ceiling = ceiling
         self._limit = limit
-        self._observer = observer
+        self._on_pass = on_pass
         self._rng = rng or random.Random()
         self._held = True
         self._due: dict[Key, None] = {}
@@ -207,8 +202,7 @@ class WorkQueue:
             self._schedule(key, again, floor)
         if over.woken_at is not None and key not in self._due and not (over.patient and result == "error"):
             self._schedule(key, max(over.woken_at, floor), floor)
-        if self._observer is not None:
-            self._observer.finished(key, result, now - over.began)
+        self._on_pass(key, result, now - over.began)
         self._pump()
 
     def _log(self, key: Key, error: BaseException, wait: float) -> None:

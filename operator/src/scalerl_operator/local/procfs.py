@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from pathlib import Path
 
-from scalerl_operator.local.subreaper import descendants
+from scalerl_operator.local.subreaper import descendants, kill_all
 
 _SWEEP_SECONDS = 10.0
 
@@ -52,22 +50,13 @@ def kill_marked(variable: str, value: str, log: Path | None = None) -> None:
     Raises:
         TimeoutError: some are still there after 10 s (stuck in the kernel).
     """
-    deadline = time.monotonic() + _SWEEP_SECONDS
-    pause = 0.002
-    while True:
+
+    def remaining() -> list[int]:
         found = {*marked(variable, value), *(writing_to(log) if log is not None else ())}
-        left = [pid for pid in found if _stat(pid)[0] != b"Z"]
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {left} survive SIGKILL; they hold {value}")
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        return [pid for pid in found if _stat(pid)[0] != b"Z"]
+
+    if left := kill_all(remaining, _SWEEP_SECONDS):
+        raise TimeoutError(f"processes {left} survive SIGKILL; they hold {value}")
 
 
 def tree_memory_bytes(root: int) -> int:

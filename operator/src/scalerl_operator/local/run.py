@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
@@ -27,19 +28,19 @@ from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seco
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
 from scalerl_operator.plan import forecaster
-from scalerl_operator.policy import budget
-from scalerl_operator.policy.stop_requests import REVOCABLE, must_notify
+from scalerl_operator.policy.budget import REVOCABLE, Usage, limit_reached, must_notify
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 _WARNINGS: Final = {
     "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
     "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
     "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
-    "given_up": (
+    "counts.given_up": (
         2,
         "{count} rollouts are given up so far: too long, or failed; the coordinator's log says which",
     ),
-    "timed_out_leases": (
+    "counts.timed_out_leases": (
         2,
         "{count} leases timed out so far: their generators made no progress for leaseSeconds",
     ),
@@ -91,7 +92,6 @@ class LocalRun:
     """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is interrupted.
 
     started: ``time.monotonic()`` at the start of the command.
-    drain_seconds: how long an interrupted run may take to finish its step and checkpoint.
 
     Raises:
         RecordError: the record of decisions cannot be opened.
@@ -107,14 +107,12 @@ class LocalRun:
         on_event: Callable[[Event], None] = lambda event: None,
         on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
         started: float | None = None,
-        drain_seconds: float = 1800.0,
     ) -> None:
         self._run = run
         self._token = directory.token
         self._on_event = on_event
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
-        self._drain_seconds = drain_seconds
         record = None
         if run.spec.autoscaling.mode != "Off":
             record = DecisionRecord.open(directory.paths.decisions)
@@ -196,7 +194,7 @@ class LocalRun:
         """The first call drains the run (checkpoint, end), the second kills it."""
         self._interrupts += 1
         if self._interrupts == 1:
-            self._drain_until = time.monotonic() + self._drain_seconds
+            self._drain_until = time.monotonic() + DRAIN_SECONDS
             self._wake.set()
         else:
             self._runtime.kill()
@@ -227,18 +225,12 @@ class LocalRun:
         return True
 
     def _report_warnings(self, status: Status) -> None:
-        counts = {
-            "checkpoint_failures": status.checkpoint_failures,
-            "skipped_steps": status.skipped_steps,
-            "grading_errors": status.grading_errors,
-            "given_up": status.counts.given_up,
-            "timed_out_leases": status.counts.timed_out_leases,
-        }
         for name, (growth, text) in _WARNINGS.items():
-            if counts[name] > growth * self._reported[name]:
-                text = text.format(count=counts[name], reason=status.last_skip_reason)
+            count = attrgetter(name)(status)
+            if count > growth * self._reported[name]:
+                text = text.format(count=count, reason=status.last_skip_reason)
                 self._on_event(Event("run", text, is_problem=True))
-                self._reported[name] = counts[name]
+                self._reported[name] = count
 
     async def _apply(self) -> None:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
@@ -257,14 +249,14 @@ class LocalRun:
         """Why the run is to end now; empty while it is not."""
         if self._interrupts:
             return INTERRUPTED
-        limit = budget.decide(self._run.spec.budget, budget.Usage(status.wall_seconds, status.device_seconds))
-        if limit is not None:
-            return limit.reason
+        limit = limit_reached(self._run.spec.budget, Usage(status.wall_seconds, status.device_seconds))
+        if limit:
+            return limit
         return "" if self._autoscaler is None else self._autoscaler.stop
 
     def _nothing_to_drain(self) -> bool:
-        """True before the first lease: nothing was trained since the last checkpoint."""
-        waiting = self._status is None or self._status.phase is Phase.WAITING
+        """True before the first lease: a trainer in mid-training saves its state when it is stopped."""
+        waiting = self._status is None or _waits_for_lease(self._status)
         return waiting and self._startup.first_lease_seconds is None
 
     async def _may_exit(self, lifetime: Lifetime) -> bool:
@@ -276,8 +268,12 @@ class LocalRun:
                 return False
             await asyncio.sleep(pause)
             pause = min(pause * 2, _MAX_BACK_OFF_SECONDS)
-        phase = self._status.phase if self._status is not None else Phase.WAITING
-        return phase is Phase.FINISHED or (lifetime is Lifetime.SERVICE and phase is Phase.FINISHING)
+        assert self._status is not None
+        phase = self._status.phase
+        if lifetime is Lifetime.SERVICE:
+            return phase in (Phase.FINISHING, Phase.FINISHED)
+        # A trainer that is interrupted in mid-training exits without the end of the run.
+        return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
 
     async def _coordinator(self) -> CoordinatorClient:
         if self._client is None:
@@ -310,13 +306,15 @@ class LocalRun:
         status = self._status
         if status is not None and self._is_resumed is None:
             self._is_resumed = status.wall_seconds > 0 and status.step > 0
-        if status is not None and (status.phase is not Phase.WAITING or status.wall_seconds > 0):
-            # The coordinator's clock starts at the run's first lease, and continues in a resumed run: there the first
-            # lease of this command is when it no longer waits.
-            if not self._is_resumed:
+        if status is not None:
+            # The coordinator's clock starts at the run's first lease. It continues in a resumed run, and mid-training adds
+            # to it: there the first lease of this command is when it no longer waits.
+            waits = _waits_for_lease(status)
+            if self._is_resumed or status.supervised_steps:
+                if not waits:
+                    self._startup.first_lease_seconds = now - self._started
+            elif not waits or status.wall_seconds > 0:
                 self._startup.first_lease_seconds = max(0.0, now - self._started - status.wall_seconds)
-            elif status.phase is not Phase.WAITING:
-                self._startup.first_lease_seconds = now - self._started
             if self._startup.first_lease_seconds is not None:
                 return
         what = self._waiting_for()
@@ -336,3 +334,9 @@ class LocalRun:
         if self._status is None:
             return "the coordinator to start"
         return self._status.waiting_for or "the first lease"
+
+
+def _waits_for_lease(status: Status) -> bool:
+    """Whether no lease can have been issued: also in a mid-training that a stop is ending."""
+    in_mid_training = status.supervised_steps > 0 and status.checkpoint_version < 0
+    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and in_mid_training)

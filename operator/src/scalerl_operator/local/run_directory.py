@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -18,6 +19,7 @@ from scalerl_api import process as api
 from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
+from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.history import select
 from scalerl_operator.local.procfs import kill_marked
@@ -71,7 +73,7 @@ class RunDirectory:
             DirectoryProblem: no run there, in use, or the spec differs in what a run cannot change.
         """
         before = stored_manifest(root)
-        changes = forbidden_changes(before, run.to_manifest())
+        changes = _of_the_release_before(before, run) + forbidden_changes(before, run.to_manifest())
         if changes:
             raise DirectoryProblem(
                 f"{root}: cannot resume with a changed spec:\n  "
@@ -101,6 +103,20 @@ class RunDirectory:
     @property
     def token(self) -> str:
         return self.paths.token.read_text().strip()
+
+
+def _of_the_release_before(manifest: dict[str, Any], run: ScaleRLRun) -> list[str]:
+    """Give ``manifest`` present names; what new defaults would change of the run, although nobody edited it."""
+    recipe = (manifest.get("spec") or {}).get("recipe") or {}
+    present, names = translated(recipe)
+    manifest["spec"] = (manifest.get("spec") or {}) | {"recipe": present}
+    now = run.to_manifest()["spec"]["recipe"]
+    return [
+        f"spec.recipe.{name.name}: was {present[name.name]} → {now[name.name]}, a default of this release (give the former "
+        "in the spec to continue as before)"
+        for name in names
+        if name.value is None and now[name.name] != present[name.name]
+    ]
 
 
 def stored_manifest(root: Path) -> dict[str, Any]:
@@ -203,6 +219,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
     os.replace(staging, path)
 
 
+@dataclass(frozen=True)
 class DirectoryRuns:
     """Reads the finished runs in the parent of ``root``, the directory of the run that asks, as a prior of its forecast.
 
@@ -210,26 +227,25 @@ class DirectoryRuns:
     on_read: called with a summary of what was found.
     """
 
-    def __init__(self, root: Path, on_read: Callable[[str], None]) -> None:
-        self._root = root
-        self._on_read = on_read
+    root: Path
+    on_read: Callable[[str], None]
 
     async def __call__(self, spec: RunSpec) -> list[EarlierRun]:
         """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
         roots = await asyncio.to_thread(lambda: sorted(self._finished(), reverse=True))
         runs = ((root.name, functools.partial(_load_finished, root)) for _, root in roots)
-        return await select(runs, spec, self._on_read)
+        return await select(runs, spec, self.on_read)
 
     def _finished(self) -> Iterator[tuple[float, Path]]:
         """When they ended, and where they are."""
-        for root in self._root.parent.iterdir():
+        for root in self.root.parent.iterdir():
             if root.is_symlink():  # such as runs/latest: the run would count twice
                 continue
             try:
                 ended = RunPaths(root).summary.stat().st_mtime
             except OSError:
                 continue
-            if root != self._root and not in_use(root):
+            if root != self.root and not in_use(root):
                 yield ended, root
 
 

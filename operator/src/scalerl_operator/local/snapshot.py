@@ -21,6 +21,8 @@ class Rates:
     generated_tokens_per_second: float | None = None
     trained_tokens_per_second: float | None = None
     seconds_per_step: float | None = None
+    compute_tokens_per_second: float | None = None
+    """Of ``budget.maxComputeTokens``; None where it did not rise."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class RateMeter:
         if seconds <= 0:
             return Rates()
         steps = status.step - first.step
+        compute = status.compute_tokens - first.compute_tokens
         return Rates(
             (status.tokens_generated - first.tokens_generated) / seconds,
             (status.tokens_trained - first.tokens_trained) / seconds,
             seconds / steps if steps > 0 else None,
+            compute / seconds if compute > 0 else None,
         )
 
 
@@ -81,7 +85,11 @@ def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | Non
     if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
         devices = status.device_seconds / status.wall_seconds
         left.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
-    # While the steps' rate is unknown, the step limit may be the first.
+    if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is not None:
+        left.append((budget.max_compute_tokens - status.compute_tokens) / rates.compute_tokens_per_second)
+    # While the rate of a limit is unknown, that limit may be the first.
     if budget.max_steps is not None and rates.seconds_per_step is None:
+        return None
+    if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is None:
         return None
     return max(0.0, min(left)) if left else None

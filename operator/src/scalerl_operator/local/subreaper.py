@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -91,27 +92,34 @@ def _reap(child: int) -> int | None:
             status = state
 
 
-def _kill_tree(child: int) -> int | None:
-    """SIGKILL all descendants until there are none; the child's wait status if it died here."""
-    status = None
-    deadline = time.monotonic() + _SWEEP_SECONDS
+def kill_all(find: Callable[[], list[int]], limit_seconds: float) -> list[int]:
+    """SIGKILL all that ``find()`` gives until it gives none; those that are left after the limit."""
+    deadline = time.monotonic() + limit_seconds
     pause = 0.002
-    while True:
-        left = descendants(os.getpid())
+    while (left := find()) and time.monotonic() <= deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        reaped = _reap(child)
-        status = status if reaped is None else reaped
-        if not left:
-            return status
-        if time.monotonic() > deadline:
-            os.write(2, f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}\n".encode())
-            return status
         time.sleep(pause)
         pause = min(pause * 2, 0.25)
+    return left
+
+
+def _kill_tree(child: int) -> int | None:
+    """SIGKILL all descendants until there are none; the child's wait status if it died here."""
+    status = None
+
+    def remaining() -> list[int]:
+        nonlocal status
+        reaped = _reap(child)
+        status = status if reaped is None else reaped
+        return descendants(os.getpid())
+
+    if left := kill_all(remaining, _SWEEP_SECONDS):
+        os.write(2, f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}\n".encode())
+    return status
 
 
 def _end_like(status: int) -> None:

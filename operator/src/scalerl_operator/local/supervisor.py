@@ -109,10 +109,10 @@ class LocalRuntime:
             await self._tear_down()
             self._ports.close()
 
-    def url(self, role: Role, port: str = "http") -> str:
+    def url(self, role: Role) -> str:
         """Where the first replica of a role listens."""
         unit = next(u for u in self.units if u.status.role is role and u.index == 0)
-        return f"http://{HOST}:{unit.ports[port]}"
+        return f"http://{HOST}:{unit.ports['http']}"
 
     def replicas(self, role: Role) -> int:
         """The number of replicas requested last."""

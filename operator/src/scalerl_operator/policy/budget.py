@@ -1,44 +1,60 @@
-"""Budget: end the run when it has used what its spec allows.
+"""Budget: when a run has used what its spec allows, and when its coordinator is sent a stop request. Pure.
 
 ``maxSteps`` is not here: the coordinator stops issuing slots there, exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 from scalerl_api.spec import BudgetSpec
+from scalerl_api.wire import INTERRUPTED
 
 MAX_SECONDS: Final = "maxSeconds"
 MAX_DEVICE_HOURS: Final = "maxDeviceHours"
-REASONS: Final = (MAX_SECONDS, MAX_DEVICE_HOURS)
-"""What :func:`decide` may give as a reason: field names of the spec's budget."""
+REVOCABLE: Final = (INTERRUPTED, MAX_SECONDS, MAX_DEVICE_HOURS)
+"""Reasons that are cancelled when the operator no longer wants them."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run has used, over all its incarnations, since its first lease."""
+    """What a run has used, over all its incarnations, since its first lease, and in mid-training."""
 
     wall_seconds: float
     device_seconds: float
 
 
-@dataclass(frozen=True)
-class Stop:
-    """End the run in order; ``reason`` goes into its summary."""
+def limit_reached(budget: BudgetSpec, usage: Usage) -> str:
+    """The field of the first limit that is reached; empty while none is.
 
-    reason: str
-
-
-def decide(budget: BudgetSpec, usage: Usage) -> Stop | None:
-    """Stop at the first limit reached, else None.
-
-    >>> decide(BudgetSpec(max_seconds=60), Usage(60.0, 120.0))
-    Stop(reason='maxSeconds')
+    >>> limit_reached(BudgetSpec(max_seconds=60), Usage(60.0, 120.0))
+    'maxSeconds'
     """
     if budget.max_seconds is not None and usage.wall_seconds >= budget.max_seconds:
-        return Stop(MAX_SECONDS)
+        return MAX_SECONDS
     if budget.max_device_hours is not None and usage.device_seconds >= float(budget.max_device_hours) * 3600:
-        return Stop(MAX_DEVICE_HOURS)
-    return None
+        return MAX_DEVICE_HOURS
+    return ""
+
+
+def must_notify(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
+    """Whether the coordinator, which stops for the reason ``given``, is to be sent the reason ``wanted``.
+
+    A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
+    what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
+    last evaluation.
+
+    revocable: reasons that can be cancelled.
+
+    >>> must_notify("maxSeconds", ""), must_notify("", "maxSeconds"), must_notify("", "maxSteps")
+    (True, True, False)
+    >>> must_notify(INTERRUPTED, "maxSteps"), must_notify("maxSeconds", "maxSteps")
+    (True, False)
+    >>> must_notify("", "forecast"), must_notify("", "forecast", ("forecast",))  # completed, suspended
+    (False, True)
+    """
+    if wanted == given:
+        return False
+    return wanted == INTERRUPTED or not given or (not wanted and given in revocable)

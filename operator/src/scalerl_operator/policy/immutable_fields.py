@@ -8,15 +8,9 @@ from typing import Any
 from scalerl_api.edits import Effect, edit_of
 
 OF_A_CLUSTER = (
-    *(
-        "spec.storage",
-        "spec.images",
-        "spec.podTemplate",
-        "spec.deviceResource",
-        "spec.ttlSecondsAfterFinished",
-    ),
-    *("spec.coordinator", "spec.generator.podTemplate", "spec.generator.maxRestarts"),
-    *("spec.trainer.podTemplate", "spec.trainer.maxRestarts"),
+    *("spec.storage", "spec.images", "spec.podTemplate", "spec.deviceResource", "spec.coordinator"),
+    *("spec.generator.podTemplate", "spec.generator.maxRestarts", "spec.trainer.podTemplate"),
+    *("spec.trainer.maxRestarts", "spec.ttlSecondsAfterFinished"),
 )
 """Fields that a run on one machine does not read: another value, or a release that knew none, changes nothing."""
 
@@ -25,7 +19,7 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     """``field: old → new (why)`` of each change that a started run cannot take; both as ``to_manifest`` gives them.
 
     >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
-    ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it is done before the first step. Create another run)']
+    ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it runs before the first step. Create another run)']
     """
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [

@@ -30,7 +30,7 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.policy import budget, restarts, stop_requests
+from scalerl_operator.policy import budget, restarts
 from scalerl_operator.policy.lifecycle_types import (
     CoordinatorReport,
     End,
@@ -234,16 +234,14 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     put_back = observed.trainer.held and not observed.trainer.ending
     left = put_back or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and coordinator_report is not None:
-        by_forecast = coordinator_report.stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
-        if by_forecast or coordinator_report.stop_reason == BROKEN:
+        stop_reason = coordinator_report.stop_reason
+        by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
+        if by_forecast or stop_reason == BROKEN:
             return LifecycleDecision(
                 Phase.SUSPENDED, replace(memory, rest=Suspension.ASKED, drain_since=None), set_suspend=True
             )
-        return _end(
-            observed,
-            memory,
-            Outcome(End.COMPLETED, _reason(coordinator_report.stop_reason), coordinator_report.stop_reason),
-        )
+        reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED
+        return _end(observed, memory, Outcome(End.COMPLETED, reason, stop_reason))
     held = observed.trainer.held
     memory = replace(memory, held_since=_since(memory.held_since, observed.unix_seconds) if held else None)
     if put_back:
@@ -292,9 +290,9 @@ def _wanted(spec: RunSpec, observed: LifecycleInput, *, resumed: bool) -> str:
     """Why the run is to end now; empty while it is not."""
     if observed.coordinator_report is None:
         return ""
-    limit = budget.decide(spec.budget, observed.coordinator_report.usage)
-    if limit is not None:
-        return limit.reason
+    limit = budget.limit_reached(spec.budget, observed.coordinator_report.usage)
+    if limit:
+        return limit
     # What the autoscaler has stopped stays stopped until a person resumes it, whatever it thinks now.
     if observed.coordinator_report.stop_reason in (FORECAST, BROKEN) and not resumed:
         return observed.coordinator_report.stop_reason
@@ -305,10 +303,8 @@ def _stop_request(wanted: str, coordinator_report: CoordinatorReport | None, *, 
     """The stop request to send to the coordinator; None if it has it, or does not answer."""
     if coordinator_report is None:
         return None
-    revocable = (
-        (INTERRUPTED, FORECAST, BROKEN, *budget.REASONS) if resumed else (INTERRUPTED, *budget.REASONS)
-    )
-    return wanted if stop_requests.must_notify(wanted, coordinator_report.stop_reason, revocable) else None
+    revocable = (*budget.REVOCABLE, FORECAST, BROKEN) if resumed else budget.REVOCABLE
+    return wanted if budget.must_notify(wanted, coordinator_report.stop_reason, revocable) else None
 
 
 def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memory:
@@ -417,17 +413,8 @@ def _end(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> Lifecycl
     return replace(_ended(observed, replace(memory, outcome=outcome), outcome), again_seconds=0.0)
 
 
-def _reason(stop_reason: str) -> Reason:
-    if stop_reason == FORECAST:
-        return Reason.STOPPED_BY_FORECAST
-    return Reason.BUDGET_REACHED
-
-
 def _worst(ends: tuple[Ended, ...]) -> Ended:
     """The end that says most: wrong input, then an update refused, then whatever came first. The other ranks of a gang
     only say that they lost one of them."""
-    for code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE):
-        for end in ends:
-            if end.exit_code == code:
-                return end
-    return ends[0] if ends else Ended(1)
+    order = {BAD_INPUT_EXIT_CODE: 0, DIVERGED_EXIT_CODE: 1}
+    return min(ends, key=lambda end: order.get(end.exit_code, 2), default=Ended(1))

@@ -126,7 +126,8 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
     if record.failed_starts > policy.max_failed_starts and not record.has_been_ready:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")
     if record.consecutive_failures > policy.max_restarts:
-        return GiveUp(f"it was restarted {policy.max_restarts} times without {_duration(policy)} of quiet")
+        quiet = f"{policy.reset_after_seconds / 60:g} minutes of quiet"
+        return GiveUp(f"it was restarted {policy.max_restarts} times without {quiet}")
     patient = record.has_been_ready and end.ready_seconds is None
     return Restart(_delay(policy, record.consecutive_failures, patient=patient), record)
 
@@ -161,10 +162,6 @@ def _delay(policy: RestartPolicy, count: int, *, patient: bool) -> float:
         longest = max(longest, policy.max_start_delay_seconds)
     # The exponent is bounded so that a long record cannot overflow a float.
     return min(policy.first_delay_seconds * 2.0 ** min(count - 1, 64), longest)
-
-
-def _duration(policy: RestartPolicy) -> str:
-    return f"{policy.reset_after_seconds / 60:g} minutes"
 
 
 def _signal_name(number: int) -> str:

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 
@@ -32,7 +33,8 @@ class Grader(asyncio.Protocol):
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.results: list[tuple[float, str | None]] = []
+        self.results: list[tuple[float, tuple[float, ...], str | None]] = []
+        """Score, parts and error of each completion."""
         self.ended = False
         """No more records will arrive: the grader retired or died."""
         self.retired = False
@@ -72,15 +74,17 @@ class Grader(asyncio.Protocol):
         buffer += data
         at = 0
         while at + RECORD.size <= len(buffer):
-            kind, score, length = RECORD.unpack_from(buffer, at)
-            end = at + RECORD.size + length
+            kind, score, count, length = RECORD.unpack_from(buffer, at)
+            start = at + RECORD.size + 8 * count
+            end = start + length
             if end > len(buffer):
                 break
             if kind == protocol.RETIRED:
                 self.retired = self.ended = True
             else:
-                text = buffer[at + RECORD.size : end].decode("utf-8", "replace")
-                self.results.append((score, text if kind == protocol.FAILED else None))
+                parts = struct.unpack_from(f"<{count}d", buffer, at + RECORD.size)
+                text = buffer[start:end].decode("utf-8", "replace")
+                self.results.append((score, parts, text if kind == protocol.FAILED else None))
             at = end
         if at:
             del buffer[:at]
@@ -101,6 +105,8 @@ class ForkServer:
         self._replies: dict[int, asyncio.Future[int]] = {}
         self._reader: asyncio.Task[None] | None = None
         self.dead = False
+        self.part_names: tuple[str, ...] = ()
+        """Declared by the verifier."""
 
     @classmethod
     async def start(cls, setup: Setup, timeout_seconds: float) -> ForkServer:
@@ -207,8 +213,10 @@ class ForkServer:
         if not packet:
             raise GradingError("the grading process died while starting; its stderr says why")
         kind, _ = CONTROL.unpack_from(packet)
+        text = packet[CONTROL.size :].decode("utf-8", "replace")
         if kind != protocol.READY:
-            raise VerifierError(packet[CONTROL.size :].decode("utf-8", "replace"))
+            raise VerifierError(text)
+        self.part_names = tuple(text.split(",")) if text else ()
 
     async def _read_replies(self) -> None:
         loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ import traceback
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
+from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier, open_verifier
 
 _PARENT_CHECK_SECONDS = 1.0
@@ -32,13 +33,14 @@ def main(descriptor: int, parent: int) -> int:
         setup: Setup = pickle.loads(packet)  # noqa: S301 - from the pool, our parent
         try:
             verifier = _open(setup)
+            part_names = declared_parts(verifier)
         except Exception as error:
             text = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
             control.send(CONTROL.pack(protocol.BROKEN, 0) + text.encode("utf-8", "backslashreplace")[:4096])
             return 1
         gc.collect()
         gc.freeze()  # existing objects stay shared with the graders
-        control.send(CONTROL.pack(protocol.READY, 0))
+        control.send(CONTROL.pack(protocol.READY, 0) + ",".join(part_names).encode())
         _ForkServer(control, verifier, setup, parent).run()
     return 0
 
@@ -52,7 +54,7 @@ def _open(setup: Setup) -> Verifier:
     for prompt, completion in verifier.samples():
         try:
             with audit_guard.guarded(prompt):
-                verifier.score(prompt, completion)
+                as_verdict(verifier.score(prompt, completion), declared_parts(verifier))
         except audit_guard.RefusedError as error:
             raise VerifierError(
                 f"{name} evaluates answers as Python code, which is not allowed with a model's text ({error}); "

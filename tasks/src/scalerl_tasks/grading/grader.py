@@ -8,11 +8,13 @@ import pickle
 import resource
 import signal
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, Limits, Request
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
 
 _PR_SET_PDEATHSIG = 1
@@ -23,6 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> None:
     """Serve one pool over ``connection``; returns when the grader should exit."""
+    part_names = declared_parts(verifier)
     _confine(limits, parent)
     _redirect_output()
     retire_above = _address_space_bytes() + limits.memory_bytes // 2
@@ -37,7 +40,7 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
             return
         _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
         for completion in request.completions:
-            answer, reusable = _grade(verifier, request.prompt, completion, limits)
+            answer, reusable = _grade(verifier, part_names, request.prompt, completion, limits)
             connection.sendall(answer)
             if not reusable:
                 connection.sendall(protocol.record(RETIRED))
@@ -48,20 +51,24 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
             return
 
 
-def _grade(verifier: Verifier, prompt: Prompt, completion: str, limits: Limits) -> tuple[bytes, bool]:
+def _grade(
+    verifier: Verifier, part_names: Sequence[str], prompt: Prompt, completion: str, limits: Limits
+) -> tuple[bytes, bool]:
     """The record of one completion, and whether this process may grade another."""
     try:
         with audit_guard.guarded(prompt):
-            score = verifier.score(prompt, completion)
+            found = verifier.score(prompt, completion)
     except MemoryError:
         return _out_of_memory(limits), False
     except audit_guard.RefusedError as error:
         return _failed(str(error)), True
     except BaseException as error:  # SystemExit included: no text can make a grader exit
         return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
-    if not 0.0 <= score <= 1.0:
-        return _failed(f"the verifier gave {score}, which is not in [0, 1]"), True
-    return protocol.record(SCORED, score), True
+    try:
+        verdict = as_verdict(found, part_names)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        return _failed(str(error)), True
+    return protocol.record(SCORED, verdict.score, list(verdict.parts.values())), True
 
 
 def _failed(error: str) -> bytes:

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from scalerl_tasks.answer_extraction import THOUGHT
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import Limits, Request, Setup
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.verdict import Verdict
 from scalerl_tasks.verifiers import VerifierConfig
 
 MAX_COMPLETION_CHARACTERS = 16 << 20
-"""A longer completion is not graded: score 0 with an error."""
+"""A longer completion is not graded: no verdict, with an error."""
 
 MIN_MEMORY_BYTES = 64 << 20
 """A grader with less memory could not hold its requests."""
@@ -31,10 +32,15 @@ _FIRST_BACK_OFF_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A completion's score in [0, 1]; ``error`` is set, and the score 0, if grading failed."""
+    """A completion's verdict; or, if grading failed, none, and why."""
 
-    score: float
+    verdict: Verdict | None
     error: str | None = None
+
+    @property
+    def score(self) -> float:
+        """0 without a verdict."""
+        return 0.0 if self.verdict is None else self.verdict.score
 
 
 @dataclass(slots=True)
@@ -91,6 +97,8 @@ class GradingPool:
         if memory_bytes < MIN_MEMORY_BYTES:
             raise ValueError(f"memory_bytes is {memory_bytes}, must be at least {MIN_MEMORY_BYTES} (64 MiB)")
         self.counts = PoolCounts()
+        self.part_names: tuple[str, ...] = ()
+        """Parts of every verdict, as the verifier declares them; known once the pool has started."""
         self._setup = Setup(verifier, Limits(timeout_seconds, memory_bytes))
         self._workers = workers
         self._start_timeout_seconds = start_timeout_seconds
@@ -120,6 +128,7 @@ class GradingPool:
         if self._slots or self._closed:
             raise GradingError("a grading pool is started once; make a new one")
         self._server = await ForkServer.start(self._setup, self._start_timeout_seconds)
+        self.part_names = self._server.part_names
         self._slots = [
             asyncio.create_task(self._run_slot(), name=f"grading-slot-{slot}")
             for slot in range(self._workers)
@@ -148,7 +157,7 @@ class GradingPool:
         ``in_thought``: the prompt opened a thought, so the completions begin inside it. ``on_graded`` is called for each graded
         completion, and must not raise.
 
-        A completion whose grading fails has score 0 and an error. Cancelling the call is safe.
+        A completion whose grading fails has no verdict and an error. Cancelling the call is safe.
 
         Raises:
             GradingError: the pool is closed, or its processes cannot be kept running. Nothing was graded.
@@ -223,13 +232,13 @@ class GradingPool:
         if not in_time:
             self.counts.timeouts += 1
             seconds = self._setup.limits.timeout_seconds
-            self._record(job, Graded(0.0, f"grading took longer than {seconds:g} s and was killed"))
+            self._record(job, Graded(None, f"grading took longer than {seconds:g} s and was killed"))
             return False
         if len(job.results) < before + len(request.completions) and not grader.retired:
             self.counts.deaths += 1
             job.deaths += 1
             if job.deaths >= _MAX_DEATHS:
-                self._record(job, Graded(0.0, f"the grader died {job.deaths} times on this completion"))
+                self._record(job, Graded(None, f"the grader died {job.deaths} times on this completion"))
                 job.deaths = 0
         return not grader.ended
 
@@ -237,8 +246,9 @@ class GradingPool:
         """Collect records until there are ``count`` or the grader ends; False when one is overdue."""
         taken = 0
         while True:
-            for score, error in grader.results[taken:]:
-                self._record(job, Graded(score, error))
+            for score, parts, error in grader.results[taken:]:
+                verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)))
+                self._record(job, Graded(verdict if error is None else None, error))
                 taken += 1
             if taken >= count or grader.ended:
                 return True
@@ -306,6 +316,6 @@ def _next_request(job: _Job) -> Request:
 
 def _too_long(completion: str) -> Graded:
     return Graded(
-        0.0,
+        None,
         f"a completion of {len(completion):,} characters is over the limit of {MAX_COMPLETION_CHARACTERS:,}",
     )

@@ -4,8 +4,8 @@ Only the pool pickles, and only its own objects (a prompt may contain any Python
 processed hostile text, so its answers are records of a fixed layout.
 
 Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request`.
-Grader → pool, a stream: one record per completion, in order, sent immediately: :data:`RECORD`, then the error text
-(empty for a score). A record of kind :data:`RETIRED` says that the grader exits and needs a replacement.
+Grader → pool, a stream: one record per completion, in order, sent immediately: :data:`RECORD`, then the verdict's parts
+as ``<d`` in the order declared, then the error text (empty for a verdict). A record of kind :data:`RETIRED` says that the grader exits and needs a replacement.
 
 Pool ↔ fork server, packets (SOCK_SEQPACKET): a one-byte kind, ``<Q`` token or pid, then text.
 """
@@ -13,14 +13,15 @@ Pool ↔ fork server, packets (SOCK_SEQPACKET): a one-byte kind, ``<Q`` token or
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verifiers import VerifierConfig
 
 LENGTH = struct.Struct("<Q")
-RECORD = struct.Struct("<BdH")
-"""Kind, score, length of the error text that follows, in bytes."""
+RECORD = struct.Struct("<BdHH")
+"""Kind, score, number of parts that follow, length of the error text that follows, in bytes."""
 
 SCORED = 0
 FAILED = 1
@@ -32,7 +33,7 @@ FORK = b"F"
 KILL = b"K"
 """Pool: kill the grader with this pid, if it still exists."""
 READY = b"R"
-"""Fork server: the verifier is open."""
+"""Fork server: the verifier is open; the text has the names of its verdicts' parts, with commas."""
 BROKEN = b"B"
 """Fork server: the verifier cannot be opened; the text says why. It exits."""
 FORKED = b"P"
@@ -68,7 +69,7 @@ class Request:
     completions: list[str]
 
 
-def record(kind: int, score: float = 0.0, error: str = "") -> bytes:
+def record(kind: int, score: float = 0.0, parts: Sequence[float] = (), error: str = "") -> bytes:
     """A record as bytes; the error is truncated to :data:`MAX_ERROR_BYTES`."""
     text = error.encode("utf-8", "backslashreplace")[:MAX_ERROR_BYTES]
-    return RECORD.pack(kind, score, len(text)) + text
+    return RECORD.pack(kind, score, len(parts), len(text)) + struct.pack(f"<{len(parts)}d", *parts) + text

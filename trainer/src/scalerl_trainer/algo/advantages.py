@@ -54,6 +54,7 @@ def advantages(
     group_s: torch.Tensor,
     normalization: Normalization = "Batch",
     baseline: Baseline = "GroupMean",
+    dropped: int = 0,
 ) -> torch.Tensor:
     """Group-centred advantages, float32 ``[S]``. ``baseline``: what a reward is compared with.
 
@@ -68,8 +69,8 @@ def advantages(
     ``Batch``
         divided by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have
         mean zero, so this is their root mean square; whether the paper divides by S or S - 1 is not known [?].
-        Pass the effective batch, without the groups that the zero-variance filter drops, or the whole one: their
-        centred rewards are 0, so they only lower the deviation. Which of the two the paper means is not known [?].
+        ``dropped`` sequences, of groups that the zero-variance filter left out, count in it as well: their centred
+        rewards are 0, so they only lower it. Whether the paper counts them is not known [?].
         Magistral's form, (Â - mean) / std over the minibatch, is this one: the mean of centred rewards is 0.
     ``Group``
         divided by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
@@ -91,7 +92,8 @@ def advantages(
     if normalization == "None" or centred_s.numel() == 0:
         return centred_s.float()
     if normalization == "Batch":
-        return (centred_s / (centred_s.square().mean().sqrt() + EPSILON)).float()
+        variance = centred_s.square().sum() / (centred_s.numel() + dropped)
+        return (centred_s / (variance.sqrt() + EPSILON)).float()
     if normalization == "Group":
         index_s, groups = group_indices(group_s)
         zeros_g = torch.zeros(groups, dtype=torch.float64)

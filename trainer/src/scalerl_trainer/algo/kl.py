@@ -19,27 +19,28 @@ k3    (1 - exp(-d)) ∇log π      ∇KL(π_ref ‖ π), the other direction: bi
 
 All of this is about one token after its prefix: what a token does to the divergence of later tokens is left out. Tokens
 of an older policy bias value and gradient alike; ``Corrected(WithKl(…))`` weights the penalty as it does the loss.
-
-No field of the spec selects the penalty yet: the engine loads no reference model.
+``recipe.kl`` selects it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
+from scalerl_api.recipe import KlEstimator
 from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, weighted
 from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 from scalerl_trainer.errors import BadBatchError
 
-Estimator = Literal["k1", "k2", "k3"]
+REFERENCE_KL = "reference_kl"
+"""Name of the sum of the estimates."""
 
 
 def kl_terms(
-    logprobs_n: torch.Tensor, reference_logprobs_n: torch.Tensor, estimator: Estimator
+    logprobs_n: torch.Tensor, reference_logprobs_n: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
     """The estimate of KL(π ‖ π_ref) of each token, nats, ``[N]``, with the gradient of the table above.
 
@@ -62,11 +63,11 @@ class WithKl:
     """``loss`` + ``coefficient`` (β) times the penalty. ``estimator``: k1, k2 or k3."""
 
     loss: Loss
-    estimator: Estimator
+    estimator: KlEstimator
     coefficient: float
 
     def __post_init__(self) -> None:
-        if self.estimator not in get_args(Estimator):
+        if self.estimator not in get_args(KlEstimator):
             raise ValueError(f"the KL estimator {self.estimator!r} is unknown: choose k1, k2 or k3")
         if not (self.coefficient > 0 and math.isfinite(self.coefficient)):
             raise ValueError(
@@ -93,4 +94,4 @@ class WithKl:
         kl_n = kl_terms(tokens.logprobs_n, tokens.reference_logprobs_n, self.estimator)
         output = self.loss(tokens)
         penalty = weighted(-self.coefficient * kl_n, tokens)
-        return LossOutput(output.loss + penalty, {**output.sums, "reference_kl": kl_n.detach().sum()})
+        return LossOutput(output.loss + penalty, {**output.sums, REFERENCE_KL: kl_n.detach().sum()})

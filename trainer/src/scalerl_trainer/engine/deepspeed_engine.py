@@ -235,6 +235,35 @@ class DeepSpeedEngine:
         self.engine.destroy()
 
 
+class FrozenModule:
+    """A module without gradients or optimizer; under ZeRO-3 partitioned over the ranks, as the policy is.
+
+    Calls are collectives under ZeRO-3.
+    """
+
+    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+        module.requires_grad_(False)
+        self._engine: Any = None
+        if settings.zero_stage == 3:
+            parameters = sum(p.numel() for p in module.parameters())
+            config = _config(settings, torch.distributed.get_world_size(), parameters)
+            # Parameter by parameter: the policy's state leaves no room for the whole module on the device.
+            deepspeed.zero.Init(module=module, config_dict_or_path=config)
+            self._engine, *_ = deepspeed.initialize(
+                model=module.to(device), config=config, dist_init_required=False
+            )
+        self._module: Any = self._engine or module.to(device)
+
+    @torch.no_grad()
+    def __call__(self, *arguments: Any) -> Any:
+        return self._module(*arguments)
+
+    def close(self) -> None:
+        """Drop hooks and references."""
+        if self._engine is not None:
+            self._engine.destroy()
+
+
 def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
     # Buckets are allocated whole, so no larger than the model; DeepSpeed wants an even number.

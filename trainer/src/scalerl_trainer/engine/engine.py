@@ -32,7 +32,7 @@ from scalerl_trainer.algo.mismatch import (
     position_buckets,
     ratio_table,
 )
-from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
+from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import pack_shard
@@ -67,9 +67,23 @@ class Engine:
         cast_parameters(causal_lm, getattr(torch, settings.dtype))
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
         self._policy = policy
+        self._reference: FrozenModule | None = None
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
         check_buffer_dtypes(causal_lm, buffers)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    def set_reference(self, causal_lm: Any) -> None:
+        """Compute the log-probabilities of ``causal_lm`` for each token of every later step; frozen, in the policy's dtype.
+
+        Its activations are freed before the policy's exist, so it costs its parameters' memory.
+        """
+        buffers = buffer_dtypes(causal_lm)
+        cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
+        policy = Policy(
+            causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
+        )
+        self._reference = FrozenModule(policy.eval(), self.settings, self.device)
+        check_buffer_dtypes(causal_lm, buffers)
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -223,6 +237,8 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks; the process group stays open."""
         self._deepspeed.close()
+        if self._reference is not None:
+            self._reference.close()
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -269,12 +285,22 @@ class Engine:
     def _forward(
         self, micro: MicroBatch, temperature: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
-        moved = (tensor.to(self.device, non_blocking=True) for tensor in inputs)
         result: tuple[torch.Tensor, torch.Tensor] = self._deepspeed(
-            *moved, temperature or self.settings.temperature, True
+            *self._inputs(micro), temperature or self.settings.temperature, True
         )
         return result
+
+    def _inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+        inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in inputs)
+
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
+        """Of each token, ``[M]``; None without a reference. A collective under ZeRO-3, so also of empty micro-batches."""
+        if self._reference is None:
+            return None
+        logprobs_m: torch.Tensor
+        logprobs_m, _ = self._reference(*self._inputs(micro), self.settings.temperature, False)
+        return logprobs_m
 
     def _accumulate(
         self, packed: PackedBatch, batch: TrainBatch, loss: Loss, count: int
@@ -290,8 +316,9 @@ class Engine:
         names: list[str] = []
         beyond: list[tuple[torch.Tensor, torch.Tensor]] = []
         for micro, real in self._micro_batches(packed, count):
+            reference_m = self._reference_logprobs(micro)
             logprobs_m, entropies_m = self._forward(micro)
-            tokens = self._token_batch(micro, real, batch, logprobs_m)
+            tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m)
             output = loss(tokens)
             self._deepspeed.backward(output.loss * self._world)
             names = sorted(output.sums)
@@ -311,17 +338,23 @@ class Engine:
         return sums, names, beyond
 
     def _token_batch(
-        self, micro: MicroBatch, real: bool, batch: TrainBatch, logprobs_m: torch.Tensor
+        self,
+        micro: MicroBatch,
+        real: bool,
+        batch: TrainBatch,
+        logprobs_m: torch.Tensor,
+        reference_m: torch.Tensor | None,
     ) -> TokenBatch:
         own_m = logprobs_m.detach()
         if not real:
             zeros_m = torch.zeros_like(own_m)
-            return TokenBatch(logprobs_m, own_m, zeros_m, zeros_m, micro.sequence_m.to(self.device))
+            sequence_m = micro.sequence_m.to(self.device)
+            return TokenBatch(logprobs_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, torch.float32, non_blocking=True)
 
-        generator = batch.generator_logprobs_n
+        generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
         _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
         return TokenBatch(
             logprobs_m,
@@ -329,6 +362,8 @@ class Engine:
             move(batch.advantages_s[micro.sequence_m]),
             move(batch.weights_s[micro.sequence_m]),
             sequence_m.to(self.device),
+            reference_m,
+            None if teacher is None else move(teacher[micro.flat_m]),
         )
 
     def _tables(

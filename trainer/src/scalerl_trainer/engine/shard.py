@@ -85,6 +85,7 @@ def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:
         ("weights_s", batch.weights_s, sequences),
         ("advantages_s", batch.advantages_s, sequences),
         ("generator_logprobs_n", batch.generator_logprobs_n, trainable),
+        ("teacher_logprobs_n", batch.teacher_logprobs_n, trainable),
         ("fresh_n", batch.fresh_n, trainable),
     ):
         if tensor is not None and tuple(tensor.shape) != (expected,):

@@ -18,6 +18,7 @@ class TrainBatch:
     ``weights_s``             of ``algo.aggregation.sequence_weights`` over the whole batch
     ``advantages_s``          of ``algo.advantages.advantages`` over the whole batch
     ``generator_logprobs_n``  None: sampled from the present weights, ratio 1
+    ``teacher_logprobs_n``    None: no teacher
     ``fresh_n``               bool, True where the present weights sampled the token and all earlier ones of its
                               completion; None: unknown
     """
@@ -27,6 +28,7 @@ class TrainBatch:
     advantages_s: torch.Tensor
     generator_logprobs_n: torch.Tensor | None = None
     fresh_n: torch.Tensor | None = None
+    teacher_logprobs_n: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The policy: loading (``load``), small models from scratch (``scratch``), log-probabilities from hidden states (``head``),
-the module that the engine trains (``policy``), unsupported logits (``logits``), dtypes (``precision``), prompt lengths in
-tokens (``tokens``). No ranks, optimizers, DeepSpeed, rewards or losses.
+the module that the engine trains (``policy``), unsupported logits (``logits``), dtypes (``precision``). No
+ranks, optimizers, DeepSpeed, rewards or losses.
 
 torch and transformers take seconds to import; ``prepare`` does not need them, so modules are imported on first use.
 """
@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scalerl_trainer.models.head import LogprobHead
-    from scalerl_trainer.models.load import check_tokenizer, load_model, load_tokenizer
+    from scalerl_trainer.models.load import load_model
     from scalerl_trainer.models.policy import Policy
     from scalerl_trainer.models.scratch import write_scratch
 
 _HOME = {
     "LogprobHead": "head",
-    "check_tokenizer": "load",
     "load_model": "load",
-    "load_tokenizer": "load",
     "Policy": "policy",
     "write_scratch": "scratch",
 }
@@ -28,9 +26,7 @@ _HOME = {
 __all__ = [
     "LogprobHead",
     "Policy",
-    "check_tokenizer",
     "load_model",
-    "load_tokenizer",
     "write_scratch",
 ]
 

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer from a folder or from the hub.
+"""Loads a model from a folder or from the hub.
 
 With ``HF_HUB_OFFLINE=1`` the hub client reads its cache only, and ``ModelNotFoundError`` says so.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory import Dtype
-from scalerl_trainer.errors import ModelError, ModelNotFoundError, TokenizerError, first_line
+from scalerl_trainer.errors import ModelError, ModelNotFoundError, first_line
 
 
 def load_model(
@@ -41,7 +41,7 @@ def load_model(
             f"{first_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_advice("model", name_or_path, revision, error)) from error
+        raise ModelNotFoundError(_advice(name_or_path, revision, error)) from error
     check_weights_are_parameters(model, name_or_path)
     model.config.use_cache = False
     return model.train()
@@ -59,33 +59,6 @@ def check_weights_are_parameters(model: Any, name: str) -> None:
         )
 
 
-def load_tokenizer(name_or_path: str, *, revision: str | None = None, chat: bool = False) -> Any:
-    """The tokenizer, checked by ``check_tokenizer``. Raises ``ModelNotFoundError`` or ``TokenizerError``."""
-    from transformers import AutoTokenizer
-
-    _check_source(name_or_path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(_advice("tokenizer", name_or_path, revision, error)) from error
-    check_tokenizer(tokenizer, name_or_path, chat=chat)
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: Any, name: str, *, chat: bool = False) -> None:
-    """Raise ``TokenizerError`` without an end token (completions could not end) or, with ``chat``, a chat template. A
-    padding token is not needed: padded positions are masked."""
-    if tokenizer.eos_token_id is None:
-        raise TokenizerError(
-            f"the tokenizer of {name} has no end-of-sequence token, so no completion could end: set eos_token in "
-            "its tokenizer_config.json"
-        )
-    if chat and not tokenizer.chat_template:
-        raise TokenizerError(
-            f"the tokenizer of {name} has no chat template: use prompt format Raw, or add chat_template.jinja"
-        )
-
-
 def _check_source(name_or_path: str) -> None:
     path = Path(name_or_path)
     looks_like_path = path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1
@@ -95,7 +68,7 @@ def _check_source(name_or_path: str) -> None:
         raise ModelNotFoundError(f"{name_or_path} holds no config.json: is it a model folder?")
 
 
-def _advice(what: str, name: str, revision: str | None, error: Exception) -> str:
+def _advice(name: str, revision: str | None, error: Exception) -> str:
     place = name if Path(name).is_dir() else f"{name} at revision {revision or 'main'}"
     if Path(name).is_dir():
         hint = "check the folder's files"
@@ -103,4 +76,4 @@ def _advice(what: str, name: str, revision: str | None, error: Exception) -> str
         hint = "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
     else:
         hint = "check name, revision, network and access token"
-    return f"cannot load the {what} of {place}: {first_line(error)}; {hint}"
+    return f"cannot load the model of {place}: {first_line(error)}; {hint}"

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scalerl_api.memory import BYTES, Dtype
 from scalerl_api.spec import ScratchModel
-from scalerl_trainer.errors import TokenizerError
+from scalerl_trainer.errors import ModelError
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -37,7 +37,7 @@ def write_scratch(
     """Write config, tokenizer and weights into an existing ``directory``. Deterministic.
 
     Raises:
-        TokenizerError: the vocabulary is smaller than the alphabet of ``texts``.
+        ModelError: the vocabulary is smaller than the alphabet of ``texts``.
     """
     tokenizer = train_tokenizer(texts, model.vocabulary_size)
     vocabulary = tokenizer.get_vocab_size()
@@ -66,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     and anything else as the unknown token.
 
     Raises:
-        TokenizerError: the alphabet does not fit.
+        ModelError: the alphabet does not fit.
     """
     texts = list(texts)
     split = pre_tokenizers.Sequence(
@@ -79,7 +79,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
             *(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
         )
     if len(special) + len(alphabet) > vocabulary_size:
-        raise TokenizerError(
+        raise ModelError(
             f"the task's texts use {len(alphabet)} different bytes: a vocabulary of {vocabulary_size} is too small, "
             f"take at least {len(special) + len(alphabet)}"
         )

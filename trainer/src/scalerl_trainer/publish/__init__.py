@@ -2,7 +2,7 @@
 
     ``publisher``      the protocol: join, receive, retry
     ``rounds``         its state machine
-    ``buckets``        tensors into the buffers of :mod:`scalerl_api.weights`, with their checksum
+    ``buckets``        tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
     ``sender_group``   the sender's side of a process group besides the default one
     ``actor_control``  concurrent requests to actors, each with a deadline
     ``probe``          the mismatch between trainer and generator at one version

@@ -1,4 +1,4 @@
-"""Fills the flat buffers that :mod:`scalerl_api.weights` lays out."""
+"""Fills the flat buffers that :mod:`scalerl_api.weight_layout` lays out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from scalerl_api.weights import Bucket, tensor_bytes, trailer
+from scalerl_api.weight_layout import Bucket, tensor_bytes, trailer
 from scalerl_api.wire import TensorSpec
 from scalerl_trainer.publish.errors import SourceError
 
@@ -22,7 +22,7 @@ def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def checksum_u8(payload_u8: torch.Tensor) -> int:
-    """:func:`scalerl_api.weights.checksum` of a flat uint8 tensor, on its own device.
+    """:func:`scalerl_api.weight_layout.checksum` of a flat uint8 tensor, on its own device.
 
     ``Σ (2i + 1) x_i mod 2^64`` (torch's int64 arithmetic wraps). With the words as rows of C, i = rC + c, that is
     ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc`` plus the rest of the last row: sums, which read the buffer twice and write

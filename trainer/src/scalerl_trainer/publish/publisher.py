@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from scalerl_api import endpoints, wire
-from scalerl_api.weights import Bucket, lay_out
+from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.buckets import NamedTensors, fill
 from scalerl_trainer.publish.errors import GroupError

@@ -14,10 +14,11 @@ class TokenBatch:
 
     ``logprobs_n``            log π_train of each token, with gradient
     ``generator_logprobs_n``  log π_gen of each token as it was sampled; finite (checked by the engine)
-    ``advantages_n``          Â of the token's sequence
+    ``advantages_n``          Â of the token's sequence; with a teacher, of the token
     ``weights_n``             from ``aggregation``, with the normalisation of the whole batch
     ``sequence_n``            int64, sequence of the token: 0, 1, … within these tokens
     ``reference_logprobs_n``  log π_ref of each token, finite; None without a reference (see ``algo.kl``)
+    ``teacher_logprobs_n``    log π_teacher of each token, finite; None without a teacher (see ``algo.distillation``)
     """
 
     logprobs_n: torch.Tensor
@@ -26,6 +27,7 @@ class TokenBatch:
     weights_n: torch.Tensor
     sequence_n: torch.Tensor
     reference_logprobs_n: torch.Tensor | None = None
+    teacher_logprobs_n: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

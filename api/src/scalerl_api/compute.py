@@ -1,0 +1,53 @@
+"""A run's compute, in tokens of supervised training, so that both stages are on one meter.
+
+Interplay (arXiv 2512.07783 [P]): training costs 6 P FLOP a token, with P parameters. A token of RL is sampled too, and scored
+by the reference policy where there is one, each at 2 P: T_RL = (4/3 + γ/3) · N · r · L, with γ = 1 with a reference, N
+prompts, r completions of each and L tokens of a completion. The budget T is split into T_mid = (1 − β) T and T_RL = β T.
+
+Prompts are left out on both sides: a sequence of either stage has one, so they change the unit more than the shares.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from scalerl_api.recipe import RecipeSpec
+from scalerl_api.spec import BudgetSpec
+
+TOKEN_COST = Fraction(4, 3)
+"""Of a completion token of RL without a reference policy."""
+REFERENCE_COST = Fraction(1, 3)
+"""Of scoring a completion token by the reference policy, added to :data:`TOKEN_COST`."""
+
+
+def rl_token_cost(recipe: RecipeSpec) -> Fraction:
+    """Cost of a completion token of RL, in tokens of supervised training.
+
+    >>> rl_token_cost(RecipeSpec())
+    Fraction(4, 3)
+    """
+    return TOKEN_COST if recipe.kl.penalty is None else TOKEN_COST + REFERENCE_COST
+
+
+def supervised_tokens(budget: BudgetSpec) -> int | None:
+    """Solution tokens at which mid-training ends; None without a split.
+
+    >>> supervised_tokens(BudgetSpec.model_validate({"maxComputeTokens": 1000, "split": {"beta": "0.2"}}))
+    800
+    """
+    if budget.max_compute_tokens is None or budget.split is None:
+        return None
+    return max(1, int((1 - Fraction(budget.split.beta)) * budget.max_compute_tokens))
+
+
+def rl_tokens(budget: BudgetSpec, recipe: RecipeSpec) -> Fraction | None:
+    """Completion tokens that remain for RL after mid-training; None without a split.
+
+    >>> budget = BudgetSpec.model_validate({"maxComputeTokens": 1000, "split": {"beta": "0.2"}})
+    >>> rl_tokens(budget, RecipeSpec())
+    Fraction(150, 1)
+    """
+    first = supervised_tokens(budget)
+    if first is None or budget.max_compute_tokens is None:
+        return None
+    return (budget.max_compute_tokens - first) / rl_token_cost(recipe)

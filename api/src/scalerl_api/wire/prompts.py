@@ -1,0 +1,32 @@
+"""What names a prompt, the same in requests, journal and snapshots."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from scalerl_api.wire.base import Struct
+
+MAIN_TASK: Final = "main"
+"""Name of the task of a run that has one."""
+
+
+HELD_OUT_SET: Final = "held-out"
+"""Name of the evaluation set of the task's held-out prompts."""
+
+
+class Split(enum.StrEnum):
+    """A sequence of prompts of a task; an evaluation set is a task with held-out prompts alone."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+class PromptRef(Struct, frozen=True, array_like=True):
+    """One prompt of a run. Its text and answer are in the task's data, which every process reads for itself."""
+
+    task: int
+    """Of training prompts, 0; of held-out ones, the evaluation set: 0 for ``task.heldOut``."""
+    split: Split
+    index: int
+    """Position in the split: of training prompts in the task's source, of the others in the evaluation set."""

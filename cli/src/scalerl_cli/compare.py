@@ -1,0 +1,280 @@
+"""``scalerl compare``: runs what is not run yet, and puts all recipes into one table and one picture."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec_warnings import warnings_of
+from scalerl_api.wire import BROKEN, INTERRUPTED
+from scalerl_cli import exits
+from scalerl_cli.curves import formatting
+from scalerl_cli.output import replace_text, say
+from scalerl_cli.run import Refused, read_spec, run_spec
+from scalerl_cli.variants import (
+    Planned,
+    Variant,
+    VariantProblem,
+    changed_defaults,
+    earlier_spec,
+    parse_variant,
+    planned,
+)
+from scalerl_operator.local.run_directory import DirectoryProblem
+from scalerl_operator.workloads import Plan
+
+if TYPE_CHECKING:
+    from scalerl_cli.curves.recipes import Recipe
+
+SPECS: Final = (".yaml", ".yml")
+"""Names of spec files end so; every other argument is a curve that is there already."""
+FAILED: Final = "failed: "
+"""How ``stop_reason`` begins of a run that failed."""
+
+Runner = Callable[[Planned, Path, bool], int]
+"""Sees a run through in a directory, resumed or not; its exit code."""
+
+
+@dataclass
+class Member:
+    """A recipe of the comparison: runs to make, or a curve that is there."""
+
+    label: str
+    runs: list[Planned] = field(default_factory=list)
+    curve: Path | None = None
+
+
+def run_compare(
+    arguments: argparse.Namespace,
+    planner: Callable[[ScaleRLRun], Plan],
+    runner: Runner | None = None,
+) -> int:
+    """Run what is missing, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
+
+    runner: in place of ``scalerl run``, for tests.
+    """
+    from scalerl_cli.curves.problem import CurveProblem
+
+    def see_through(plan: Planned, directory: Path, resume: bool) -> int:
+        started = time.monotonic()
+        return run_spec(plan.run, directory, resume=resume, pins=(), planner=planner, started=started)
+
+    try:
+        members = _members(arguments)
+        directories = _run_all(members, arguments.dir, runner or see_through)
+        return _report(members, directories, arguments)
+    except Refused as refused:
+        for line in refused.args:
+            say(line, error=True)
+        return exits.BAD_INPUT
+    except CurveProblem as problem:
+        say(str(problem), error=True)
+        return exits.BAD_INPUT
+    except _Interrupted:
+        say("the comparison is interrupted; the same command resumes it", error=True)
+        return exits.INTERRUPTED
+
+
+class _Interrupted(Exception):
+    """A run was interrupted: the user wants the whole comparison to end."""
+
+
+def _members(arguments: argparse.Namespace) -> list[Member]:
+    """The recipes, in order; every spec is checked before any is run."""
+    problems: list[str] = []
+    variants: list[Variant | None] = [None]
+    for text in arguments.vary:
+        try:
+            variants.append(parse_variant(text))
+        except VariantProblem as problem:
+            problems.append(str(problem))
+    specs = [path for path in arguments.what if path.suffix in SPECS and not path.is_dir()]
+    if not specs and (arguments.vary or arguments.seeds != 1):
+        problems.append("--vary and --seeds are of spec files, and none is given")
+    members: list[Member] = []
+    for path in arguments.what:
+        if path not in specs:
+            members.append(Member(_curve_name(path, arguments.what), curve=path))
+            if not (path / "curve.csv" if path.is_dir() else path).is_file():
+                problems.append(f"{path}: neither a spec (.yaml), nor a curve or a directory of a run")
+            continue
+        for variant in variants:
+            try:
+                members.append(_runs(path, variant, arguments.seeds, alone=len(specs) == 1))
+            except Refused as refused:
+                problems += refused.args
+    seen: dict[str, str] = {}
+    for member in members:
+        for plan in member.runs:
+            label = f"{member.label} (seed {plan.run.spec.seed})"
+            if plan.digest in seen:
+                problems.append(f"{label} is the same run as {seen[plan.digest]}: leave one out")
+            seen[plan.digest] = label
+    if problems:
+        raise Refused(*dict.fromkeys(problems))
+    warnings = [
+        f"{plan.run.metadata.name}: warning: {warning}"
+        for member in members
+        for plan in member.runs
+        for warning in warnings_of(plan.run.spec)
+    ]
+    for line in dict.fromkeys(warnings):  # most variants have the same ones
+        say(line, error=True)
+    return members
+
+
+def _curve_name(path: Path, all_paths: Sequence[Path]) -> str:
+    """The name of the file or directory; the whole path where two have the same."""
+    return path.name if [other.name for other in all_paths].count(path.name) == 1 else str(path)
+
+
+def _runs(path: Path, variant: Variant | None, seeds: int, *, alone: bool) -> Member:
+    """A recipe with its seeds. alone: no other spec is given, so that a variant needs no more than its label."""
+    run = read_spec(path, variant.changes if variant else None)
+    name = run.metadata.name if alone else f"{run.metadata.name} ({path})"
+    label = name if variant is None else variant.label if alone else f"{name}, {variant.label}"
+    member = Member(label)
+    for seed in range(run.spec.seed, run.spec.seed + seeds):
+        seeded = run.model_copy(update={"spec": run.spec.model_copy(update={"seed": seed})})
+        try:
+            member.runs.append(planned(seeded, label, variant))
+        except OSError as error:
+            raise Refused(f"{path}: {error}") from error
+    return member
+
+
+def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[str, Path]:
+    """The directory of each run, by its digest; runs that are missing or unfinished are made, one after the other.
+
+    Raises:
+        _Interrupted, Refused
+    """
+    plans = [plan for member in members for plan in member.runs]
+    names = frozenset(plan.name for plan in plans)
+    directories = {plan.digest: parent / plan.name for plan in plans}
+    for plan in plans:
+        directory = directories[plan.digest]
+        try:
+            changed = changed_defaults(plan, directory) if RunPaths(directory).run_file.exists() else ""
+        except DirectoryProblem as problem:
+            raise Refused(str(problem)) from problem
+        if changed:
+            raise Refused(
+                f"{directory}: made by a release with other defaults ({changed}); write these fields into the spec as they "
+                "were, or choose another --dir"
+            )
+    for number, plan in enumerate(plans, 1):
+        directory = directories[plan.digest]
+        head = f"{number} of {len(plans)}: {plan.recipe}, seed {plan.run.spec.seed}"
+        if _is_finished(directory):
+            say(f"{head}: finished before, in {directory}")
+            continue
+        resume = RunPaths(directory).run_file.exists()
+        changed = "" if resume else earlier_spec(plan, parent, names)
+        say(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
+        if runner(plan, directory, resume) == exits.INTERRUPTED:
+            raise _Interrupted
+    return directories
+
+
+def _stop_reason(directory: Path) -> str:
+    """Why the run ended; empty if it has not."""
+    try:
+        summary = json.loads(RunPaths(directory).summary.read_text(encoding="utf-8"))
+        return str(summary["stop_reason"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def _is_finished(directory: Path) -> bool:
+    """Whether nothing is left to run. A run that failed is tried again; one that is held as broken is not."""
+    reason = _stop_reason(directory)
+    return bool(reason) and reason != INTERRUPTED and not reason.startswith(FAILED)
+
+
+def _failure(directory: Path) -> str:
+    """Why the run has no result; empty if it has one."""
+    if _is_finished(directory):
+        return ""
+    return _stop_reason(directory) or "failed before its first step; the reason was printed above"
+
+
+def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
+    from scalerl_cli.curves.plotting import check_target
+    from scalerl_cli.curves.recipes import Table
+    from scalerl_cli.curves.recipes_picture import draw_recipes
+    from scalerl_cli.curves.scale import RewardScale
+
+    recipes = tuple(_recipe(member, directories, arguments) for member in members)
+    files = [file for recipe in recipes for file in recipe.files]
+    units = {file.unit for file in files}
+    table = Table(recipes, RewardScale(*arguments.scale), units.pop() if len(units) == 1 else "")
+    parent: Path = arguments.dir
+    parent.mkdir(parents=True, exist_ok=True)
+    written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
+    rows, findings, notes = table.rows(), list(table.findings()), list(table.notes())
+    if units:
+        findings.append("compute is in different units: B, Cmid and the reward at equal compute say nothing")
+    replace_text(written[0], "\n".join(_markdown(rows, findings, notes)) + "\n")
+    replace_text(written[1], _csv(list(table.csv_rows())))
+    say()
+    for line in (*formatting.table(rows, indent=""), "", *findings, "", *notes):
+        say(line)
+    if any(file.curve.compute[-1] > 0 for file in files):
+        check_target(written[2])
+        draw_recipes(table, written[2])
+    else:
+        written.pop()
+    say(f"written: {', '.join(map(str, written))}")
+    held = [directory for directory in directories.values() if _stop_reason(directory) == BROKEN]
+    for directory in held:
+        say(f"{directory} is held, because it was found broken", error=True)
+    return exits.FAILED if held or any(recipe.failures for recipe in recipes) else exits.DONE
+
+
+def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:
+    """What the runs of a recipe left. One that failed, or has no curve, keeps nothing from the others."""
+    from scalerl_cli.curves.analysis import analyse
+    from scalerl_cli.curves.columns import Columns
+    from scalerl_cli.curves.problem import CurveProblem
+    from scalerl_cli.curves.recipes import Recipe
+    from scalerl_cli.curves.source import read_curve
+
+    files, made, problems, failures = [], [], [], []
+    columns = Columns(arguments.x, arguments.y, arguments.samples)
+    for path in [member.curve] if member.curve else [directories[plan.digest] for plan in member.runs]:
+        if not member.curve and (failure := _failure(path)):
+            failures.append(f"{path.name}: {failure}")
+            continue
+        try:
+            files.append(read_curve(path, arguments.scale, arguments.unit, columns=columns))
+            made.append(analyse(files[-1]))
+        except CurveProblem as problem:
+            problems.append(str(problem))
+    return Recipe(member.label, tuple(files), tuple(made), tuple(problems), tuple(failures))
+
+
+def _markdown(rows: list[list[str]], findings: list[str], notes: list[str]) -> Iterator[str]:
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    for row in (head, ["---"] * len(head), *body):
+        yield f"| {' | '.join(row)} |"
+    for lines in (findings, notes):
+        yield ""
+        yield from (f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in lines)
+
+
+def _csv(rows: list[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

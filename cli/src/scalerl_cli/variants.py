@@ -1,0 +1,197 @@
+"""What a comparison runs: variants of a spec, the seeds of each, and the directory of each run."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from scalerl_api.recipe.presets import ONE_OF
+from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.local.run_directory import DirectoryProblem, stored_manifest
+from scalerl_operator.policy.immutable_fields import OF_A_CLUSTER
+
+NOT_OF_THE_RESULT: Final = (
+    *OF_A_CLUSTER,
+    *("spec.suspend", "spec.trackers", "spec.checkpoint", "spec.trainer.export"),
+    *("spec.recipe.preset", "spec.task.jsonl.path"),
+)
+"""Fields by which two runs may differ and have the same result. Of a preset its values count, of data the content."""
+_HASH: Final = 8
+"""Characters of the hash in the name of a directory."""
+
+
+class VariantProblem(Exception):
+    """A ``--vary`` that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Some fields of a spec replaced. changes: by path in ``spec``, as :func:`scalerl_cli.inputs.load` takes them."""
+
+    label: str
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a comparison. prefix: of its directory's name. digest: of what decides its result, defaults left out: a field
+    that a later release adds changes no digest."""
+
+    recipe: str
+    run: ScaleRLRun
+    prefix: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return f"{self.prefix}-{self.digest}"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a decimal is text, as specs have it: nobody has to quote it within quotes."""
+
+
+_LEFT_OUT: Final = "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in resolvers if resolver[0] != _LEFT_OUT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def parse_variant(text: str) -> Variant:
+    """``[LABEL:]FIELD=VALUE[;FIELD=VALUE…]``; a value is YAML, ``null`` takes the field out.
+
+    Raises:
+        VariantProblem: text of another form.
+
+    >>> parse_variant("recipe.loss={ppoClip: {clipHigh: 0.26}}").changes
+    {'recipe.loss': {'ppoClip': {'clipHigh': '0.26'}}}
+    >>> parse_variant("dapo loss: spec.recipe.loss={ppoClip: {}}; seed=3")
+    Variant(label='dapo loss', changes={'recipe.loss': {'ppoClip': {}}, 'seed': 3})
+    """
+    label, colon, rest = text.partition(":")
+    if not colon or "=" in label:
+        label, rest = "", text
+    changes: dict[str, Any] = {}
+    for assignment in rest.split(";"):
+        field, equals, value = assignment.partition("=")
+        path = field.strip().removeprefix("spec.")
+        if not equals or not re.fullmatch(r"\w+(\.\w+)*", path):
+            raise VariantProblem(
+                f"--vary {text!r}: {assignment.strip()!r} is not FIELD=VALUE; write for example "
+                "'dapo loss: recipe.loss={ppoClip: {clipHigh: 0.26}}'"
+            )
+        try:
+            changes[path] = yaml.load(value, Loader=_Loader)  # noqa: S506  # a SafeLoader
+        except yaml.YAMLError as error:
+            raise VariantProblem(f"--vary {text!r}: {value!r} is not YAML; quote what has a colon") from error
+    return Variant(label.strip() or rest.strip(), changes)
+
+
+def planned(run: ScaleRLRun, recipe: str, variant: Variant | None) -> Planned:
+    """The place of a run in a comparison.
+
+    Raises:
+        OSError: its data cannot be read.
+    """
+    parts = [run.metadata.name, *([variant.label] if variant else []), f"seed {run.spec.seed}"]
+    prefix = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:100]
+    given = run.model_dump(by_alias=True, exclude_defaults=True, mode="json")
+    deciding = json.dumps({**_deciding(given), **_data(run)}, sort_keys=True)
+    return Planned(recipe, run, prefix, hashlib.sha256(deciding.encode()).hexdigest()[:_HASH])
+
+
+def earlier_spec(plan: Planned, parent: Path, others: frozenset[str]) -> str:
+    """How the spec differs from that of an older run of the same name in ``parent``; empty if there is none.
+
+    others: names of directories that are of the comparison.
+    """
+    for old in sorted(parent.glob(f"{plan.prefix}-{'[0-9a-f]' * _HASH}")):
+        if old.name in others:
+            continue
+        try:
+            before = _deciding(stored_manifest(old))
+        except DirectoryProblem:
+            continue
+        now = _deciding(plan.run.to_manifest())
+        shown = "; ".join(_changes(before, now, before.keys() | now.keys()))
+        return f"its spec is not that of {old} ({shown or 'its data changed'})"
+    return ""
+
+
+def changed_defaults(plan: Planned, directory: Path) -> str:
+    """Defaults by which a run of this digest differs: those of the release that made it. Empty if none does.
+
+    Raises:
+        DirectoryProblem: the run file cannot be read.
+    """
+    stored, current = stored_manifest(directory), plan.run.to_manifest()
+    before, now = _deciding(stored), _deciding(current)
+    changes = _changes(before, now, before.keys() & now.keys())
+    # Of a section of alternatives, the one that is not chosen is in no manifest.
+    for name in ONE_OF:
+        one, other = (manifest["spec"].get("recipe", {}).get(name) for manifest in (stored, current))
+        if one and other and one.keys() != other.keys():
+            changes.append(f"spec.recipe.{name}: {', '.join(one)} → {', '.join(other)}")
+    return "; ".join(changes)
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str], paths: Collection[str]) -> list[str]:
+    return [
+        f"{path}: {before.get(path, 'not set')} → {now.get(path, 'not set')}"
+        for path in sorted(paths)
+        if before.get(path) != now.get(path)
+    ]
+
+
+def _deciding(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Values of the spec that decide the result, by path."""
+    return {
+        path: json.dumps(value)
+        for path, value in _leaves(manifest["spec"], "spec")
+        if not any(path == left or path.startswith(f"{left}.") for left in NOT_OF_THE_RESULT)
+    }
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}")
+    else:
+        yield path, value
+
+
+def _data(run: ScaleRLRun) -> dict[str, Any]:
+    """What the spec names and does not hold: the data by its content, a model by the names, sizes and both
+    ends of its files."""
+    data: dict[str, Any] = {}
+    if run.spec.task.jsonl is not None:
+        path = Path(run.spec.task.jsonl.path)
+        data["data"] = _digest_of(path, path.stat().st_mtime_ns)
+    if run.spec.model.path is not None:
+        files = [file for file in Path(run.spec.model.path).iterdir() if file.is_file()]
+        data["model"] = sorted((file.name, file.stat().st_size, _ends_of(file)) for file in files)
+    return data
+
+
+@functools.cache
+def _digest_of(path: Path, changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _ends_of(path: Path) -> str:
+    """Digest of the first and the last MiB: other weights of the same shapes differ there too."""
+    with path.open("rb") as file:
+        first = file.read(1 << 20)
+        file.seek(max(0, path.stat().st_size - (1 << 20)))
+        return hashlib.sha256(first + file.read()).hexdigest()

@@ -1,0 +1,150 @@
+"""Completions that a lease left unfinished, for the next lease of the slot. In memory only: after a restart, actors report
+again what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Split, VersionSpan
+from scalerl_coordinator.leases import SlotKey, slot_key
+
+MAX_BYTES = 2**28
+"""Bound on the tokens and log-probabilities of all slots: 32 million tokens. Beyond it, reports are refused."""
+MAX_ANSWER_BYTES = 2**26
+"""Bound on those in one answer with leases."""
+_MAX_IDLE = 2
+"""Leases in a row that ended without a new token: then the completions may be why, and they are dropped."""
+
+PartialKey = tuple[SlotKey, int]
+"""Slot, and the version that an evaluation measures (-1 in training)."""
+
+
+def partial_key(prompt: PromptRef, slot: int, policy_version: int) -> PartialKey:
+    return slot_key(prompt, slot), policy_version if prompt.split is Split.HELD_OUT else -1
+
+
+@dataclass(slots=True)
+class _Completion:
+    token_ids: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    versions: list[VersionSpan] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def extend(self, partial: Partial) -> None:
+        """Replace what is from ``partial.start`` on."""
+        at = 4 * partial.start
+        self.token_ids[at:], self.logprobs[at:] = partial.token_ids, partial.logprobs
+        self.versions = [span for span in self.versions if span.start < partial.start]
+        for span in partial.versions:
+            if not self.versions or self.versions[-1].version != span.version:
+                self.versions.append(VersionSpan(span.version, partial.start + span.start))
+        self.finish_reason = partial.finish_reason
+
+    def whole(self) -> Partial:
+        return Partial(
+            start=0,
+            token_ids=bytes(self.token_ids),
+            logprobs=bytes(self.logprobs),
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True)
+class _Group:
+    lease_id: str
+    temperature: float
+    prompt_token_ids: bytes
+    completions: list[_Completion]
+    leased_bytes: int = -1
+    """Its bytes when the slot was last leased."""
+    idle: int = 0
+    """Leases in a row that added nothing."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(2 * len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def versions(self) -> set[int]:
+        return {span.version for completion in self.completions for span in completion.versions} - {MASKED}
+
+
+class PartialStore:
+    """Unfinished completions by slot."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._groups: dict[PartialKey, _Group] = {}
+        self.nbytes = 0
+        """Of tokens and log-probabilities."""
+
+    def put(self, key: PartialKey, report: PartialGroup) -> Literal["stored", "missing", "full"]:
+        """Add what a lease reports. missing: tokens before it are not here. full: there is no room, and what was here stays.
+        The caller has checked the values.
+        """
+        group = self._groups.get(key)
+        if group is None or group.lease_id != report.lease_id:
+            group = _Group(report.lease_id, 0.0, b"", [_Completion() for _ in report.completions])
+        if any(
+            4 * p.start > len(c.token_ids) for p, c in zip(report.completions, group.completions, strict=True)
+        ):
+            return "missing"
+        before = self._groups.get(key)
+        size = sum(8 * p.start + 2 * len(p.token_ids) for p in report.completions)
+        if self.nbytes - (before.nbytes if before else 0) + size > self._max_bytes:
+            return "full"
+        self.drop(key)
+        group.temperature, group.prompt_token_ids = report.temperature, report.prompt_token_ids
+        for partial, completion in zip(report.completions, group.completions, strict=True):
+            completion.extend(partial)
+        self._add(key, group)
+        return "stored"
+
+    def take(self, key: PartialKey, lease: Lease, oldest_version: int, max_bytes: int) -> PartialGroup | None:
+        """What ``lease`` may continue: at most ``max_bytes``, of versions from ``oldest_version`` to the lease's own.
+
+        It is kept, as the new lease's. What another lease may continue stays until this one reports: what is newer than its
+        weights or too large for this answer. What none may continue is dropped.
+        """
+        group = self._groups.get(key)
+        if group is None:
+            return None
+        sampled = group.versions or {lease.policy_version}
+        if max(sampled) > lease.policy_version or group.nbytes > max_bytes:
+            return None
+        self.drop(key)
+        group.idle = group.idle + 1 if group.nbytes == group.leased_bytes else 0
+        if (
+            group.idle == _MAX_IDLE
+            or min(sampled) < oldest_version
+            or (group.temperature, len(group.completions)) != (lease.temperature, lease.completions)
+        ):
+            return None
+        group.lease_id, group.leased_bytes = lease.lease_id, group.nbytes
+        self._add(key, group)
+        return PartialGroup(
+            lease_id=lease.lease_id,
+            prompt=lease.prompt,
+            slot=lease.slot,
+            temperature=group.temperature,
+            prompt_token_ids=group.prompt_token_ids,
+            completions=[completion.whole() for completion in group.completions],
+        )
+
+    def drop(self, key: PartialKey) -> None:
+        group = self._groups.pop(key, None)
+        if group is not None:
+            self.nbytes -= group.nbytes
+
+    def retain(self, is_wanted: Callable[[PartialKey], bool]) -> None:
+        """Drop those whose key is not wanted."""
+        for key in [key for key in self._groups if not is_wanted(key)]:
+            self.drop(key)
+
+    def _add(self, key: PartialKey, group: _Group) -> None:
+        self._groups[key] = group
+        self.nbytes += group.nbytes

@@ -1,0 +1,94 @@
+"""Groups with a teacher's log-probabilities: what is accepted, what the trainer gets, and a teacher that is away."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import msgspec
+import pytest
+from coordinator_client import make_group, run_text
+from coordinator_world import World, make_settings, ready
+
+from scalerl_api import wire
+from scalerl_api.load import parse_run
+from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.settings import Settings
+from scalerl_coordinator.trainer_requests import fill_shard
+
+TEACHER = struct.pack("<4f", -1.0, -2.0, 0.0, -4.0)
+
+
+def settings_of(recipe: dict[str, object]) -> Settings:
+    run = parse_run(run_text(recipe=recipe | {"maxCompletionTokens": 16}), "run.yaml")
+    return Settings.of_run(run, train_digest="train", held_out_digest="held-out", held_out_prompts=2)
+
+
+@pytest.fixture
+def world() -> World:
+    return ready(World(make_settings(teacher=True, zero_variance_filter=False)))
+
+
+def taught(lease: wire.Lease, logprobs: bytes = TEACHER, **changes: object) -> wire.Group:
+    group = make_group(lease, **changes)  # type: ignore[arg-type]
+    completions = [msgspec.structs.replace(c, teacher_logprobs=logprobs) for c in group.completions]
+    return msgspec.structs.replace(group, completions=completions)
+
+
+def test_settings_of_a_distillation() -> None:
+    distillation = {"teacher": {"url": "http://teacher:8000"}}
+    plain, alone = settings_of({}), settings_of({"distillation": distillation})
+    assert (plain.teacher, plain.identity.zero_variance_filter) == (False, True)
+    assert (alone.teacher, alone.identity.zero_variance_filter) == (True, False)
+    tokens = alone.identity.completions_per_prompt * alone.identity.max_completion_tokens
+    assert alone.max_group_bytes == plain.max_group_bytes + 4 * tokens
+
+
+def test_groups_of_equal_scores_reach_the_trainer_with_the_teacher(world: World) -> None:
+    groups = {}
+    for lease in world.lease(world.member, 0, 3):
+        group = taught(lease, scores=[1.0, 1.0])
+        assert world.push(world.member, group) is PushResult.ACCEPTED
+        groups[lease.lease_id] = r.decode_stored(msgspec.msgpack.encode(group))
+    assert world.next("t").action is NextAction.TRAIN  # type: ignore[union-attr]
+    plan = world.plan("t", 0)
+    assert [group.filtered for group in plan.groups] == [False] * 3
+    shard = fill_shard(plan, groups)
+    assert [sequence.teacher_logprobs for sequence in shard.sequences] == [TEACHER] * 6
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        b"",
+        TEACHER[:12],
+        struct.pack("<4f", -1, math.nan, -1, -1),
+        struct.pack("<4f", -1, -math.inf, -1, -1),
+        struct.pack("<4f", -1, 0.5, -1, -1),
+    ],
+)
+def test_group_with_other_logprobs_of_the_teacher_is_invalid(world: World, logprobs: bytes) -> None:
+    (lease,) = world.lease(world.member, 0, 1)
+    assert world.push(world.member, taught(lease, logprobs)) is PushResult.INVALID
+
+
+def test_evaluations_need_no_teacher() -> None:
+    world = World(make_settings(teacher=True))
+    world.hello("t")
+    member = world.register("g")
+    world.publish("t")
+    held_out = [lease for lease in world.lease(member, 0) if lease.split is Split.HELD_OUT]
+    assert held_out
+    assert world.push(member, make_group(held_out[0])) is PushResult.ACCEPTED
+
+
+def test_status_names_the_teacher_that_generators_wait_for(world: World) -> None:
+    assert build_status(world.core).teacher_problem == ""
+    world.beat(world.member, 0, teacher_problem="http://teacher:8000: refused")
+    status = build_status(world.core)
+    assert status.teacher_problem == "g: http://teacher:8000: refused"
+    assert status.waiting_for == "the teacher: g: http://teacher:8000: refused"
+    world.beat(world.member, 0)
+    assert build_status(world.core).teacher_problem == ""

@@ -1,0 +1,155 @@
+"""Several evaluation sets beside each other, and the breakdown of a point by label."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+from coordinator_client import make_group
+from coordinator_world import World, check_consistency, make_settings, ready
+
+from scalerl_api import wire
+from scalerl_api.curve import label_order, labels_csv
+from scalerl_api.wire import LabelMean, PushResult, ReleaseCause, Split
+from scalerl_coordinator.evaluation import Evaluation, PromptResult, fold_labels, summarize
+from scalerl_coordinator.generator_requests import OTHER_SETS_EVERY
+from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.settings import EvaluationSet
+from scalerl_coordinator.state import CoordinatorState
+
+POINT = summarize(
+    Evaluation(0, 0, [], {0: PromptResult("a", 1.0, 2, 4, 0, False)}, 1), "held-out", "digest", 1.0, 1.0
+)
+
+
+def result(score_sum: float, **labels: str) -> PromptResult:
+    return PromptResult("a", score_sum, 4, 40, 0, False, labels=labels)
+
+
+def test_summarize_breaks_the_reward_down_by_label():
+    results = {
+        0: result(4.0, operations="10", mode="forward"),
+        1: result(1.0, operations="9", mode="forward"),
+        2: result(2.0, operations="10"),
+    }
+    point = summarize(Evaluation(8, 1234, [], results, 3), "held-out", "digest", 10.0, 30.0)
+    assert point.by_label == [
+        LabelMean("mode", "forward", 0.625, 2),
+        LabelMean("operations", "9", 0.25, 1),
+        LabelMean("operations", "10", 0.75, 2),
+    ]
+    assert labels_csv([point]).splitlines()[:2] == [
+        "set,version,compute,label,value,reward,prompts",
+        "held-out,8,1234,mode,forward,0.625,2",
+    ]
+
+
+def test_rare_values_of_a_label_are_folded_and_counted():
+    labels = [{"topic": f"t{n % 40}"} for n in range(60)]
+    folded = fold_labels(labels)
+    assert len({one["topic"] for one in folded}) == 17
+    assert sum(one["topic"] == "other" for one in folded) == 60 - 2 * 16
+
+
+def test_many_numbers_become_ranges_of_as_many_prompts():
+    folded = [one["difficulty"] for one in fold_labels([{"difficulty": f"{n / 1000}"} for n in range(1000)])]
+    assert len(set(folded)) == 16
+    assert set(Counter(folded).values()) == {62, 63}
+    assert sorted(set(folded), key=lambda value: label_order("difficulty", value))[:2] == [
+        "0.0 to 0.061",
+        "0.062 to 0.124",
+    ]
+    mostly_one = fold_labels([{"operations": str(min(n, 30))} for n in range(1000)])
+    assert Counter(one["operations"] for one in mostly_one).most_common(1)[0][0] == "30"
+
+
+def test_status_has_the_breakdown_of_the_newest_point_alone():
+    world = two_sets()
+    for version in (0, 1):
+        world.state.points.append(
+            msgspec.structs.replace(POINT, version=version, by_label=[LabelMean("mode", "forward", 0.5, 2)])
+        )
+    assert [len(point.by_label) for point in build_status(world.core).points] == [0, 1]
+
+
+def two_sets() -> World:
+    sets = (EvaluationSet("hard", "digest-hard", 3, 4),)
+    return ready_for_both(World(make_settings(sets=sets, set_every=(2,))))
+
+
+def ready_for_both(world: World) -> World:
+    world.member = world.register("g")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    world.beat(world.member, 0)
+    return world
+
+
+def held_out(leases: list[wire.Lease]) -> list[tuple[int, int, int]]:
+    return [
+        (lease.prompt.task, lease.slot, lease.completions)
+        for lease in leases
+        if lease.split is Split.HELD_OUT
+    ]
+
+
+def test_sets_have_points_of_their_own_with_their_own_samples():
+    world = two_sets()
+    leases = world.lease(world.member, 0)
+    assert held_out(leases) == [(0, 0, 2), (0, 1, 2), (1, 0, 4), (1, 1, 4), (1, 2, 4)]
+    for lease in leases:
+        assert world.push(world.member, make_group(lease, version=0)) is PushResult.ACCEPTED
+    main, hard = world.state.curve(0)[0], world.state.curve(1)[0]
+    assert (main.set_name, main.prompts, main.samples) == ("held-out", 2, 4)
+    assert (hard.set_name, hard.prompts, hard.samples) == ("hard", 3, 12)
+    assert main.set_digest != hard.set_digest
+    check_consistency(world)
+
+
+def test_publish_does_not_wait_for_another_set():
+    """The trainer's time does not depend on the number of sets: only the forecast's evaluation holds a publish."""
+    world = two_sets()
+    for lease in world.lease(world.member, 0):
+        if lease.prompt.task == 0:
+            world.push(world.member, make_group(lease, version=0))
+    world.report("t", 0)
+    assert world.begin_publish("t") is not None
+    assert list(world.state.evaluations) == [(0, 1)]
+
+
+def test_training_precedes_another_set_but_for_every_eighth_lease():
+    sets = (EvaluationSet("hard", "digest-hard", 100, 2),)
+    world = ready_for_both(World(make_settings(sets=sets, set_every=(2,), prompts_per_step=20)))
+    leases = world.lease(world.member, 0, 2)
+    assert held_out(leases) == [(0, 0, 2), (0, 1, 2)]
+    leases = [lease for _ in range(16) for lease in world.lease(world.member, 0, 1)]
+    assert sum(lease.prompt.task == 1 for lease in leases) == 16 // OTHER_SETS_EVERY
+
+
+def test_failures_of_a_prompt_do_not_count_for_its_position_in_another_set():
+    world = two_sets()
+    first = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]
+    of = {(lease.prompt.task, lease.slot): lease for lease in first}
+    request = wire.Release(
+        member_id=world.member,
+        lease_ids=[of[1, 0].lease_id],
+        reason="no",
+        cause=ReleaseCause.TOO_LONG,
+    )
+    world.rollouts.release(request, world.now)
+    assert world.state.evaluations[0, 1].results[0].given_up
+    assert world.state.evaluations[0, 0].results == {}
+    check_consistency(world)
+    world.acknowledge()
+    world.crash(0)
+    check_consistency(world)
+
+
+def test_snapshot_with_one_evaluation_per_version_is_read():
+    world = ready(World(make_settings()))
+    state = world.state
+    state.evaluations[4, 0] = Evaluation(4, 10, [0], {}, 1)
+    earlier = msgspec.msgpack.decode(state.encode())
+    earlier["format"], earlier["evaluations"] = 2, {4: earlier["evaluations"][4, 0]}
+    assert CoordinatorState.decode(msgspec.msgpack.encode(earlier)).evaluations == state.evaluations

@@ -1,0 +1,247 @@
+"""Hands unfinished completions on through the coordinator: to another actor, or to this one after a restart.
+
+Of long completions, every few heartbeats and with every release, the coordinator is sent the tokens that are new since the
+last report; it gives them with the slot's next lease. So a killed actor loses one interval, and 8 bytes a token is all
+that is sent. Short completions are sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection
+from typing import Literal, get_args
+
+import numpy as np
+
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
+from scalerl_generator.completion_streams import TOGETHER_TOKENS, CompletionStreams
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, Refused, UnknownMember
+from scalerl_generator.kept_completions import are_usable
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.prompt_codec import EncodedPrompt
+from scalerl_generator.registration import Registration, ServerMonitor
+from scalerl_generator.server_state import ServerState
+from scalerl_generator.vllm_replies import Part
+
+logger = logging.getLogger("scalerl.actor.partials")
+
+REPORT_HEARTBEATS = 5
+"""Heartbeats from one report to the next."""
+_REPORT_BYTES = 16 << 20
+"""Bound on the tokens and log-probabilities of one report; the rest goes with the next one."""
+_SKIPPED_REPORTS = 10
+"""Reports that leave out a lease for which the coordinator has no room: its tokens would be sent in vain."""
+_MAX_LOGPROB = 0.01
+"""Rounding can raise a log-probability this far above 0."""
+
+
+Reason = Literal["prompt", "lengths", "tokens", "logprobs", "versions"]
+
+
+class UnusablePartials(Exception):
+    """Completions that a lease came with and that cannot be continued."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def read_partials(
+    group: PartialGroup,
+    lease: Lease,
+    prompt: EncodedPrompt,
+    *,
+    vocabulary_size: int,
+    max_staleness_steps: int,
+) -> list[PartialCompletion]:
+    """The completions that ``lease`` came with, checked.
+
+    Raises:
+        UnusablePartials: they are not this lease's, or damaged.
+    """
+    if group.prompt_token_ids != prompt.wire:
+        raise UnusablePartials("prompt")
+    if len(group.completions) != lease.completions:
+        raise UnusablePartials("lengths")
+    completions = [_read(partial, lease.max_tokens, vocabulary_size) for partial in group.completions]
+    newest = max((span.version for c in completions for span in c.weight_versions), default=MASKED)
+    if newest > lease.policy_version or not are_usable(completions, lease, max_staleness_steps):
+        raise UnusablePartials("versions")
+    return completions
+
+
+def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCompletion:
+    nbytes = len(partial.token_ids)
+    if partial.start or nbytes % 4 or len(partial.logprobs) != nbytes or nbytes // 4 > max_tokens:
+        raise UnusablePartials("lengths")
+    if (partial.finish_reason is None) != (nbytes // 4 < max_tokens) and partial.finish_reason != "stop":
+        raise UnusablePartials("lengths")
+    token_ids, logprobs = np.frombuffer(partial.token_ids, "<i4"), np.frombuffer(partial.logprobs, "<f4")
+    if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocabulary_size:
+        raise UnusablePartials("tokens")
+    if not (np.isfinite(logprobs).all() and (logprobs <= _MAX_LOGPROB).all()):
+        raise UnusablePartials("logprobs")
+    starts = [span.start for span in partial.versions]
+    sampled = [span.version for span in partial.versions if span.version != MASKED]
+    ends = [*starts[1:], len(token_ids)]
+    if starts[:1] != [0] * bool(nbytes) or any(
+        end <= start for start, end in zip(starts, ends, strict=False)
+    ):
+        raise UnusablePartials("versions")
+    if sampled != sorted(sampled) or min(sampled, default=0) < 0:
+        raise UnusablePartials("versions")
+    completion = PartialCompletion()
+    for span, end in zip(partial.versions, ends, strict=False):
+        these = slice(span.start, end)
+        masked = np.zeros(end - span.start, np.bool_)  # a masked token keeps its version MASKED
+        completion.append(Part(token_ids[these], logprobs[these], masked), span.version)
+    completion.finish_reason = partial.finish_reason
+    completion.reported = completion.tokens
+    return completion
+
+
+class PartialReports:
+    """Reports the unfinished completions of this actor, and reads those that leases come with."""
+
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        registration: Registration,
+        monitor: ServerMonitor,
+        state: ServerState,
+        metrics: ActorMetrics,
+        *,
+        vocabulary_size: int,
+        max_staleness_steps: int,
+    ) -> None:
+        self._coordinator, self._registration, self._monitor = coordinator, registration, monitor
+        self._state, self._metrics = state, metrics
+        self._vocabulary_size, self._max_staleness_steps = vocabulary_size, max_staleness_steps
+        for reason in get_args(Reason):  # a series that begins with its first event has no rate of it
+            metrics.dropped_partials.labels(reason)
+        self._tracked: dict[str, tuple[CompletionStreams, int]] = {}
+        """By lease: its completions, and the start of the server that samples them."""
+        self._skipped: dict[str, int] = {}
+        """By lease for which there was no room: how many of the next reports leave it out."""
+
+    def read(self, lease: Lease, prompt: EncodedPrompt) -> list[PartialCompletion] | None:
+        """The completions that ``lease`` came with; None, and counted, if they cannot be continued."""
+        if lease.partial is None:
+            return None
+        try:
+            return read_partials(
+                lease.partial,
+                lease,
+                prompt,
+                vocabulary_size=self._vocabulary_size,
+                max_staleness_steps=self._max_staleness_steps,
+            )
+        except UnusablePartials as problem:
+            logger.warning(
+                "lease %s: sampled again, its tokens so far are of no use: %s", lease.lease_id, problem
+            )
+            self._metrics.dropped_partials.labels(problem.reason).inc()
+            return None
+
+    def track(self, streams: CompletionStreams) -> None:
+        """Report these completions until their lease is released, or its group acknowledged."""
+        if streams.lease.max_tokens > TOGETHER_TOKENS:
+            self._tracked[streams.lease.lease_id] = streams, self._state.start_count
+
+    def take(self, lease_ids: Collection[str]) -> list[PartialGroup]:
+        """The last report of leases that are released."""
+        groups = []
+        for lease_id in lease_ids:
+            if (tracked := self._tracked.pop(lease_id, None)) is None:
+                continue
+            streams, start = tracked
+            if self._state.unpublished_start == start:
+                # Some may be of weights that were not published: the coordinator drops all that it has.
+                streams.completions = [PartialCompletion() for _ in streams.completions]
+            groups.append(_report(streams))
+        return groups
+
+    async def run(self) -> None:
+        """Report until cancelled. A refused report is logged: without it, its tokens are sampled again."""
+        while True:
+            member_id = await self._registration.member()
+            await asyncio.sleep(REPORT_HEARTBEATS * self._registration.interval_seconds)
+            with contextlib.suppress(CoordinatorDown, UnknownMember):  # the registration handles both
+                try:
+                    await self._report(member_id)
+                except Refused as refused:
+                    logger.warning("the coordinator refused a report of unfinished completions: %s", refused)
+
+    async def send(self, member_id: str, groups: list[PartialGroup]) -> None:
+        """Send last reports, a group a request: together they may be more than the coordinator reads. Removes from ``groups``
+        what is sent or refused.
+
+        Raises:
+            CoordinatorDown, UnknownMember: not all are sent.
+        """
+        while groups:
+            try:
+                await self._coordinator.report_partials(member_id, groups[:1])
+            except Refused as refused:
+                logger.warning(
+                    "lease %s: the coordinator refused its unfinished completions: %s",
+                    groups[0].lease_id,
+                    refused,
+                )
+            del groups[0]
+
+    async def _report(self, member_id: str) -> None:
+        held = self._registration.held_leases
+        self._tracked = {i: tracked for i, tracked in self._tracked.items() if i in held}
+        self._skipped = {lease_id: skips - 1 for lease_id, skips in self._skipped.items() if skips > 1}
+        start = self._state.start_count
+        reports: dict[str, tuple[CompletionStreams, PartialGroup]] = {}
+        truncations: dict[str, list[int]] = {}
+        nbytes = 0
+        for lease_id, (streams, _) in list(self._tracked.items()):
+            if nbytes > _REPORT_BYTES:
+                break
+            if lease_id in self._skipped:
+                continue
+            group = _report(streams)
+            if new := sum(2 * len(partial.token_ids) for partial in group.completions):
+                nbytes += new
+                reports[lease_id] = streams, group
+                truncations[lease_id] = [completion.truncations for completion in streams.completions]
+                self._tracked[lease_id] = self._tracked.pop(lease_id)  # the others come first next time
+        # Checked after the tokens arrived: none is of a server that restarted unnoticed.
+        if not reports or not await self._monitor.check_same_server(start):
+            return
+        reply = await self._coordinator.report_partials(member_id, [group for _, group in reports.values()])
+        if reply.full:
+            logger.warning(
+                "the coordinator has no room for the unfinished completions of %d leases", len(reply.full)
+            )
+            self._metrics.refused_partials.inc(len(reply.full))
+        self._skipped |= dict.fromkeys(reply.full, _SKIPPED_REPORTS)
+        for lease_id, (streams, group) in reports.items():
+            if lease_id in reply.full:
+                continue
+            before = truncations[lease_id]
+            for completion, partial, count in zip(
+                streams.completions, group.completions, before, strict=True
+            ):
+                if lease_id in reply.missing:
+                    completion.reported = 0
+                elif completion.truncations == count:  # otherwise some of what was sent is replaced
+                    completion.reported = partial.start + partial.tokens
+
+
+def _report(streams: CompletionStreams) -> PartialGroup:
+    lease = streams.lease
+    return PartialGroup(
+        lease_id=lease.lease_id,
+        prompt=lease.prompt,
+        slot=lease.slot,
+        temperature=lease.temperature,
+        prompt_token_ids=streams.prompt.wire,
+        completions=[completion.unreported() for completion in streams.completions],
+    )

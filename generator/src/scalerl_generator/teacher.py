@@ -1,0 +1,372 @@
+"""The teacher of ``recipe.distillation``: a vLLM server of somebody else's, which scores the student's tokens.
+
+One request a completion, ``/v1/completions`` of prompt and completion with ``prompt_logprobs``; vLLM computes those at
+temperature 1, and samples one token beyond, of which no use is made.
+
+=====================================  ==========================================================================
+the teacher                            what follows
+=====================================  ==========================================================================
+has another tokenizer, or too short a  :class:`UnfitTeacher` before the first lease: exit code 2
+context, or refuses the first call
+does not answer, is overloaded,        groups wait and ask again with back-off; their leases stay alive; a warning,
+refuses every call, accepts requests   ``scalerl_actor_teacher_failures`` and the heartbeat's ``teacher_problem``
+and answers none, or was restarted
+with too short a context
+refuses one completion (400, 413,      that group fails, and its lease is released
+422), or gives it no log-probability,
+or fails on it repeatedly while it
+answers others, or a probe
+=====================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from scalerl_api.recipe import TeacherSpec
+from scalerl_generator.coordinator_client import Backoff
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.vllm_client import gather_all
+from scalerl_generator.vllm_replies import (
+    BadReply,
+    Sampled,
+    ServerDown,
+    ServerRefused,
+    VllmError,
+    read_completion_prompt_logprobs,
+    read_error,
+)
+from scalerl_tasks.text import ModelTokenizer
+
+logger = logging.getLogger("scalerl.actor.teacher")
+
+API_KEY = "TEACHER_API_KEY"
+"""Environment variable with the teacher's API key."""
+
+_CHECK_SECONDS = 60.0
+_SCORE_SECONDS = 120.0
+_SCORED_TOKENS_PER_SECOND = 100.0
+"""The first attempt at a completion has this long for an answer, and the time of its tokens at this rate: 16,000 tokens have
+280 s. It is far below any teacher's prefill, since all actors' requests may be in its queue before this one."""
+_MAX_SCORE_SECONDS = 3600.0
+"""Each attempt that had no answer doubles the limit up to this one: a request that is given up loses its place in the queue
+of a teacher that is only busy."""
+_MAX_BACKOFF_SECONDS = 30.0
+_PROGRESS_SECONDS = 1.0
+_REQUESTS = 16
+"""Completions that the teacher scores at once for this actor; vLLM's own queue takes the requests of all actors."""
+_MAX_FAILURES = 5
+"""The completion is the cause when its request fails this often after the teacher has answered another, or a probe."""
+_DETOKENIZED_IDS = 2048
+_OF_THE_COMPLETION = (400, 413, 422)
+"""Statuses that say something about the one request; any other concerns all."""
+_OVERLOADED = (408, 429, 503)
+
+_PROBES = (
+    "The quick brown fox jumps over 13 lazy dogs.",
+    "  x = [1, -2.5e-3]\n\n\tif x[0] >= 10_000: return {'a': \"b\"}\r\n",
+    "\\frac{12345}{678} + \\sqrt{90} = 42; I'm, you're, DON'T",
+    "Zürich, naïve, Ελληνικά, Привет, 你好世界, こんにちは, مرحبا, 🙂👩‍💻",
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+)
+
+Reply = TypeVar("Reply")
+
+
+class UnfitTeacher(Exception):
+    """This teacher cannot teach this student, now or later."""
+
+
+class _NoAnswer(ServerDown):
+    """The teacher accepted a request and did not answer it in time."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+    max_model_len: int
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class Teacher:
+    """Client of the teacher.
+
+    Args:
+        session: of this actor; the caller closes it.
+        key: its API key; empty without one.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, spec: TeacherSpec, key: str, metrics: ActorMetrics
+    ) -> None:
+        self._session, self._metrics = session, metrics
+        self._url, self._model = spec.url.rstrip("/"), spec.model
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._free = asyncio.Semaphore(_REQUESTS)
+        self._where = f"recipe.distillation.teacher ({self._url})"
+        self._context_tokens = 0
+        self._answers = 0
+        """Completions and probes that the teacher has scored."""
+        self._answer_seconds = 0.0
+        """How long the last of them took."""
+        self._failing: dict[object, str] = {}
+        """Requests whose last attempt failed, oldest first, and why."""
+
+    @property
+    def problem(self) -> str:
+        """Why groups wait for the teacher; empty while no request fails."""
+        return next(iter(self._failing.values()), "")
+
+    async def check(self, tokenizer: ModelTokenizer, context_tokens: int) -> None:
+        """Wait until the teacher answers, and see whether it fits.
+
+        Args:
+            context_tokens: ``model.contextTokens``.
+
+        Raises:
+            UnfitTeacher: see the module's table.
+        """
+        self._context_tokens = context_tokens
+        backoff = Backoff(0.5, _MAX_BACKOFF_SECONDS)
+        with self._request() as request:
+            while True:
+                try:
+                    await self._check_model()
+                    await self._check_context()
+                    await self._check_tokenizer(tokenizer)
+                except ServerRefused as error:
+                    if error.status < 500 and error.status not in (408, 429):
+                        raise UnfitTeacher(
+                            f"{self._where} refuses: {error}. It has to be a vLLM server, url without /v1, and where it "
+                            f"asks for an API key, that is the variable {API_KEY} of the generator"
+                        ) from error
+                    self._failed(request, error)
+                except BadReply as error:
+                    raise UnfitTeacher(f"{self._where}: is it a vLLM server? {error}") from error
+                except ServerDown as error:
+                    self._failed(request, error)
+                else:
+                    break
+                await backoff.wait()
+        logger.info("the teacher is %s at %s", self._model, self._url)
+
+    async def score(
+        self, prompt: Sequence[int], completions: Sequence[Sampled], on_waiting: Callable[[], None]
+    ) -> list[NDArray[np.float32]]:
+        """Log-probability of each token of each completion, 0 where it is masked. Waits for a teacher that is away.
+
+        Args:
+            on_waiting: called every second until the answer is complete.
+
+        Raises:
+            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher answers, but not for these completions.
+        """
+        async with _calling(on_waiting):
+            return await gather_all(self._score(prompt, completion) for completion in completions)
+
+    async def _score(self, prompt: Sequence[int], completion: Sampled) -> NDArray[np.float32]:
+        token_ids = [*prompt, *completion.token_ids.tolist()]
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        content = await self._scored(body)
+        used = np.concatenate([np.zeros(len(prompt) - 1, np.bool_), ~completion.masked])
+        logprobs = read_completion_prompt_logprobs(content, token_ids, used)[len(prompt) - 1 :]
+        self._metrics.teacher_tokens.inc(len(logprobs))
+        return logprobs
+
+    async def _scored(self, body: dict[str, Any]) -> bytes:
+        """The answer for one completion.
+
+        Where the teacher has answered nothing since a failure, a probe of as many tokens goes before the next attempt. It
+        decides whether the teacher is the cause, which is waited for, or the completion, which is given up.
+        """
+        probe = body | {"prompt": body["prompt"][:1] * len(body["prompt"])}
+        backoff, failures, timeouts, answers = Backoff(0.5, _MAX_BACKOFF_SECONDS), 0, 0, -1
+        with self._request() as request:
+            while True:
+                async with self._free:  # not during the back-off: others may be answered
+                    probes = self._answers == answers
+                    try:
+                        if probes:
+                            await self._answer(probe, timeouts)
+                            probes = False
+                        return await self._answer(body, timeouts)
+                    except (ServerDown, ServerRefused) as error:
+                        timeouts += isinstance(error, _NoAnswer)
+                        status = error.status if isinstance(error, ServerRefused) else None
+                        unfit = await self._unfit() if status in _OF_THE_COMPLETION else None
+                        if status in _OF_THE_COMPLETION and unfit is None and not probes:
+                            raise
+                        self._failed(request, unfit or error)
+                        # A teacher with too short a context still answers for short completions, an overloaded one for some.
+                        if unfit is None and status not in _OVERLOADED:
+                            failures += not probes and -1 < answers < self._answers
+                        if failures == _MAX_FAILURES:
+                            raise
+                        # A probe that is refused says nothing of the teacher: the completion itself comes next.
+                        refused = probes and status in _OF_THE_COMPLETION and unfit is None
+                answers = -1 if refused else self._answers
+                await backoff.wait()
+
+    def limit_seconds(self, tokens: int, timeouts: int) -> float:
+        """How long the teacher has for an answer about ``tokens``, after ``timeouts`` attempts that had none in time."""
+        first = _SCORE_SECONDS + tokens / _SCORED_TOKENS_PER_SECOND + 2 * self._answer_seconds
+        return min(first * 2.0 ** min(timeouts, 10), _MAX_SCORE_SECONDS)
+
+    async def _answer(self, body: dict[str, Any], timeouts: int) -> bytes:
+        started = time.monotonic()
+        limit = self.limit_seconds(len(body["prompt"]), timeouts)
+        content = await self._call("/v1/completions", body, limit)
+        self._answers += 1
+        self._answer_seconds = time.monotonic() - started
+        return content
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    async def _check_model(self) -> None:
+        served = [model.id for model in (await self._get("/v1/models", _Models)).data]
+        if self._model is None and served:
+            # By its name from now on: a server of another model refuses it.
+            self._model = served[0]
+        if self._model not in served:
+            raise UnfitTeacher(
+                f"{self._where} serves {served}, not recipe.distillation.teacher.model ({self._model})"
+            )
+
+    async def _unfit(self) -> UnfitTeacher | VllmError | None:
+        """Why the teacher cannot score any completion of the run: it may have been restarted since the check."""
+        try:
+            await self._check_context()
+        except (UnfitTeacher, VllmError) as error:
+            return error
+        return None
+
+    async def _check_context(self) -> None:
+        length, context_tokens = (await self._tokenize(_PROBES[0])).max_model_len, self._context_tokens
+        if length <= context_tokens:
+            raise UnfitTeacher(
+                f"{self._where} has a max_model_len of {length}, which must be more than model.contextTokens "
+                f"({context_tokens}), because vLLM samples a token beyond those that it scores: serve it with --max-model-len "
+                f"{context_tokens + 1} or more, or lower model.contextTokens"
+            )
+
+    async def _check_tokenizer(self, tokenizer: ModelTokenizer) -> None:
+        """The same tokens for the same texts, and the same text of every token, spaces aside: transformers drops some."""
+        texts = [*_PROBES, "".join(tokenizer.added_tokens)]
+        for text, here in zip(texts, tokenizer.encode(texts), strict=True):
+            there = (await self._tokenize(text)).tokens
+            if there != here:
+                raise self._another_tokenizer(f"{text!r} is {_short(there)} there and {_short(here)} here")
+        size = tokenizer.tokens
+        chunks = [
+            list(range(first, min(first + _DETOKENIZED_IDS, size)))
+            for first in range(0, size, _DETOKENIZED_IDS)
+        ]
+        for ids, mine in zip(chunks, tokenizer.texts(chunks), strict=True):
+            theirs = await self._detokenize(ids)
+            if theirs.replace(" ", "") != mine.replace(" ", ""):
+                raise self._another_tokenizer(f"tokens {ids[0]} to {ids[-1]} have other texts")
+        if beyond := await self._detokenize([size, size + 1]):
+            raise self._another_tokenizer(f"the student has {size} tokens, and the teacher more: {beyond!r}")
+
+    def _another_tokenizer(self, difference: str) -> UnfitTeacher:
+        return UnfitTeacher(
+            f"{self._where} has another tokenizer than model: {difference}. Its log-probabilities would be of other tokens: "
+            "serve a model of the student's family, or train another student"
+        )
+
+    async def _tokenize(self, text: str) -> _Tokenized:
+        return await self._post("/tokenize", {"prompt": text, "add_special_tokens": False}, _Tokenized)
+
+    async def _detokenize(self, ids: list[int]) -> str:
+        return (await self._post("/detokenize", {"tokens": ids}, _Detokenized)).prompt
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _request(self) -> Iterator[object]:
+        """A request, which no longer fails at the end of the block."""
+        request = object()
+        try:
+            yield request
+        finally:
+            if self._failing.pop(request, None) is not None and not self._failing:
+                logger.info("no group waits for %s any more", self._where)
+
+    def _failed(self, request: object, error: VllmError | UnfitTeacher) -> None:
+        self._metrics.teacher_failures.inc()
+        problem = f"{error}" if isinstance(error, UnfitTeacher) else f"{self._where}: {error}"
+        if not self._failing:
+            logger.warning("groups wait for log-probabilities: %s", problem)
+        self._failing[request] = problem
+
+    async def _get(self, path: str, reply: type[Reply]) -> Reply:
+        return _decoded(await self._call(path, None, _CHECK_SECONDS), reply)
+
+    async def _post(self, path: str, body: dict[str, Any], reply: type[Reply]) -> Reply:
+        return _decoded(await self._call(path, body, _CHECK_SECONDS), reply)
+
+    async def _call(self, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> bytes:
+        """GET without a body, POST with one."""
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=10.0)
+        named = body if body is None or self._model is None else body | {"model": self._model}
+        method, url = ("GET" if body is None else "POST"), self._url + path
+        try:
+            async with self._session.request(
+                method, url, json=named, headers=self._headers, timeout=timeout
+            ) as response:
+                content = await response.read()
+                status = response.status
+        except aiohttp.ClientError as error:  # also no connection in time
+            raise ServerDown(f"{url}: {error}") from error
+        except TimeoutError as error:
+            raise _NoAnswer(f"{url}: no answer in {timeout_seconds:.0f} s") from error
+        if status != 200:
+            raise ServerRefused(path, status, read_error(content))
+        return content
+
+
+@contextlib.asynccontextmanager
+async def _calling(on_waiting: Callable[[], None]) -> AsyncIterator[None]:
+    async def call() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            on_waiting()
+
+    calls = asyncio.create_task(call())
+    try:
+        yield
+    finally:
+        calls.cancel()
+
+
+def _decoded(content: bytes, reply: type[Reply]) -> Reply:
+    try:
+        return msgspec.json.decode(content, type=reply)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadReply(
+            f"{error} (the answer starts with {content[:100].decode(errors='replace')!r})"
+        ) from error
+
+
+def _short(ids: list[int]) -> str:
+    return f"{ids}" if len(ids) <= 12 else f"{ids[:12]} and {len(ids) - 12} more"

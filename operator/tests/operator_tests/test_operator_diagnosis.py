@@ -1,0 +1,64 @@
+"""Why a pod that should exist does not, from Events."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from operator_tests.builders import pod
+from operator_tests.manifests import UID, cluster_run, context
+from scalerl_api.conditions import Phase, Reason
+from scalerl_operator.controller.diagnosis import RECENT_CREATION_SECONDS, RECENT_SECONDS, diagnose
+from scalerl_operator.controller.observe import observe, rfc3339
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.workloads import Role
+
+NOW = 2e9
+
+
+class Events:
+    """An API server with one Event."""
+
+    def __init__(self, reason: str, message: str, age: float) -> None:
+        self.event = {"reason": reason, "message": message, "lastTimestamp": rfc3339(NOW - age)}
+
+    async def list(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return [self.event]
+
+
+async def reason(events: Events, **objects: Any) -> Reason | None:
+    there = {(kind, kind): obj | {"kind": kind} for kind, obj in objects.items()}
+    found = context(cluster_run(), unix_seconds=NOW, objects=there)
+    found.decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1), coordinator=True)
+    found.observed = observe(there, UID, dict.fromkeys(Role, ""))
+    problem = await diagnose(cast(KubeApi, events), found)
+    return None if problem is None else problem.reason
+
+
+@pytest.mark.parametrize(
+    ("age", "expected"),
+    [
+        (5, Reason.QUOTA_EXCEEDED),
+        (1000, Reason.QUOTA_EXCEEDED),  # the controller's longest wait between two tries
+        (RECENT_CREATION_SECONDS + 1, None),
+    ],
+)
+async def test_pod_that_a_quota_refuses_is_explained_between_two_tries(
+    age: float, expected: Reason | None
+) -> None:
+    labels = {RUN_UID: UID, COMPONENT: Role.COORDINATOR}
+    metadata = {"name": "a", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z", "labels": labels}
+    events = Events("FailedCreate", "pods is forbidden: exceeded quota: q", age)
+    assert await reason(events, StatefulSet={"metadata": metadata}) == expected
+
+
+@pytest.mark.parametrize(("age", "expected"), [(5, Reason.VOLUME_NOT_READY), (RECENT_SECONDS + 1, None)])
+async def test_pod_that_does_not_start_is_explained_by_a_recent_event(
+    age: float, expected: Reason | None
+) -> None:
+    waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    starting = pod("a", Role.COORDINATOR, waiting, phase="Pending")
+    assert await reason(Events("FailedMount", "timed out", age), Pod=starting) == expected

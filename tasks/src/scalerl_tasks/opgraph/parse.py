@@ -1,0 +1,243 @@
+"""Solutions as graphs: reads a solution, and compares it with the gold one, as arXiv 2512.07783 does.
+
+A node is a parameter by its name; the letter that a solution gives it does not matter. Its value is the last one that the
+solution evaluates for it; its parents are the parameters whose letters are on the right, also through intermediates.
+With V the nodes of the gold solution::
+
+    penalty = wrong values + wrong parents + missing nodes + min(extra nodes, |V|) + [the answer differs]
+    process = max(0, 1 − penalty / |V|)
+
+Text is hostile: any string is parsed, in time linear in its length, and longer ones than :data:`MAX_CHARACTERS` are not
+read at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+MAX_CHARACTERS: Final = 1 << 15
+"""Greatest length of a solution. One of 50 operations has about 6,000 characters."""
+
+_MAX_EXPRESSION: Final = 400
+_MAX_TOKENS: Final = 64
+_MAX_NUMBER: Final = 10**15
+_NUMBER = re.compile(r"-?[0-9]{1,15}")
+_CLAUSES = re.compile(r"[;:,\n]|\.(?![0-9])")
+_LETTERS = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+_TOKENS = re.compile(r"\s*(?:([0-9]{1,15})|([A-Za-z])|([-+*()]))")
+
+Value = tuple[int, int]
+"""``(slope, offset)`` of a value ``slope * x + offset``, with x the unknown; numbers have a slope of 0."""
+
+UNDEFINED: Final = "?"
+"""The parent that stands for a letter that no step defines."""
+
+
+@dataclass(slots=True)
+class SolutionNode:
+    """What a solution says of a parameter; ``value`` is None where it evaluates to no number or linear form."""
+
+    value: Value | None = None
+    parents: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A solution's differences from the gold one.
+
+    Attributes:
+        nodes: |V|, the number of nodes of the gold solution; 0 where there is none.
+        values: nodes whose value differs.
+        parents: nodes whose parents differ.
+        missing: nodes that the solution does not have.
+        extra: nodes that only the solution has.
+        wrong_answer: the answer differs.
+        parsed: the solution has a step.
+    """
+
+    nodes: int
+    values: int
+    parents: int
+    missing: int
+    extra: int
+    wrong_answer: bool
+    parsed: bool
+
+    @property
+    def penalty(self) -> int:
+        """See the module."""
+        return self.values + self.parents + self.missing + min(self.extra, self.nodes) + self.wrong_answer
+
+    @property
+    def process(self) -> float:
+        """See the module; 0 without a gold graph, and of a solution without a step."""
+        return max(0.0, 1 - self.penalty / self.nodes) if self.nodes and self.parsed else 0.0
+
+
+def compare(
+    gold: Mapping[str, SolutionNode], found: Mapping[str, SolutionNode], *, wrong_answer: bool
+) -> Comparison:
+    """Compare two parsed solutions."""
+    values = parents = missing = 0
+    for name, node in gold.items():
+        other = found.get(name)
+        if other is None:
+            missing += 1
+        else:
+            values += other.value is None or other.value != node.value
+            parents += other.parents != node.parents
+    extra = len(found) - (len(gold) - missing)
+    return Comparison(len(gold), values, parents, missing, extra, wrong_answer, bool(found))
+
+
+def parse(text: str) -> dict[str, SolutionNode]:
+    """The nodes of a solution by name; empty if it has no step, or is too long.
+
+    What follows ``</solution>`` or ``<answer>`` is not read. A name that is defined twice counts as defined last.
+
+    >>> nodes = parse("Define red kayaks as a; so a = 3. Define total number of boats as b; c = a + a = 3 + 3 = 6; "
+    ...               "so b = 2 * c = 2 * 6 = 12.")
+    >>> nodes["total number of boats"]
+    SolutionNode(value=(0, 12), parents={'red kayaks'})
+    """
+    for end in ("</solution>", "<answer>"):
+        text = text.partition(end)[0]
+    if len(text) > MAX_CHARACTERS:
+        return {}
+    reader = _Reader()
+    for part in text.split("Define ")[1:]:
+        reader.read(part)
+    return reader.nodes
+
+
+class _Reader:
+    """Reads steps in order.
+
+    Attributes:
+        nodes: read so far.
+        names: of the nodes, by letter.
+        through: the parents of each intermediate, by letter.
+        unknown: the letter of the node that has no number until the end.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, SolutionNode] = {}
+        self.names: dict[str, str] = {}
+        self.through: dict[str, set[str]] = {}
+        self.unknown = ""
+
+    def read(self, part: str) -> None:
+        """A step: what follows ``Define``, to the next one."""
+        head, _, body = part.partition(";")
+        name, found, letter = head.rpartition(" as ")
+        letter = letter.strip()
+        if not found or len(letter) != 1 or not letter.isascii() or not letter.isalpha():
+            return
+        name = " ".join(name.split())
+        node = self.nodes[name] = SolutionNode()
+        self.names[letter] = name
+        self.through.pop(letter, None)
+        evaluated = False
+        for clause in _CLAUSES.split(body):
+            left, *right = clause.split("=")
+            if right and (target := _assigned(left)):
+                evaluated |= self._assign(node, letter, target, right)
+        if not evaluated:
+            self.unknown, node.value = letter, (1, 0)
+
+    def _assign(self, node: SolutionNode, letter: str, target: str, right: list[str]) -> bool:
+        """``target = right[0] = …`` in the step of ``letter``; whether it evaluates that letter."""
+        last = right[-1].strip()
+        if last == target:
+            return False  # so x = x: an unknown
+        if target == self.unknown and target != letter:
+            if _NUMBER.fullmatch(last):
+                self.nodes[self.names[target]].value = (0, int(last))
+            return False
+        # After the first sign, an unknown is part of a value, not a parameter.
+        letters = set(_LETTERS.findall(right[0]))
+        letters.update(set(_LETTERS.findall("=".join(right[1:]))) - {self.unknown})
+        parents: set[str] = set()
+        for used in letters - {target}:
+            between = self.through.get(used)
+            parents |= {self.names.get(used, UNDEFINED)} if between is None else between
+        if target != letter:
+            self.through[target] = parents
+            return False
+        node.parents |= parents
+        node.value = _value(last, self.unknown)
+        return True
+
+
+def _assigned(left: str) -> str:
+    """The letter that an equation with this left side assigns; none if the side is an expression."""
+    *before, last = left.split() or [""]
+    expression = before and before[-1][-1] in "+-*/("
+    return last if len(last) == 1 and last.isascii() and last.isalpha() and not expression else ""
+
+
+def _value(text: str, unknown: str) -> Value | None:
+    """A number, or a linear form of the unknown; None for anything else."""
+    if _NUMBER.fullmatch(text):
+        return 0, int(text)
+    if not unknown or len(text) > _MAX_EXPRESSION:
+        return None
+    tokens: list[str] = []
+    at = 0
+    while at < len(text):
+        match = _TOKENS.match(text, at)
+        if match is None or len(tokens) >= _MAX_TOKENS:
+            return None
+        tokens.append(match[1] or match[2] or match[3])
+        at = match.end()
+    try:
+        value, rest = _sum(tokens, 0, unknown)
+    except _NotLinearError:
+        return None
+    return value if rest == len(tokens) else None
+
+
+class _NotLinearError(Exception):
+    pass
+
+
+def _sum(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
+    (slope, offset), at = _product(tokens, at, unknown)
+    while at < len(tokens) and tokens[at] in "+-":
+        sign = 1 if tokens[at] == "+" else -1
+        (more_slope, more_offset), at = _product(tokens, at + 1, unknown)
+        slope, offset = slope + sign * more_slope, offset + sign * more_offset
+    return (slope, offset), at
+
+
+def _product(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
+    (slope, offset), at = _factor(tokens, at, unknown)
+    while at < len(tokens) and (tokens[at] in "*(" or tokens[at] == unknown):
+        (a, b), at = _factor(tokens, at + (tokens[at] == "*"), unknown)
+        if slope and a:
+            raise _NotLinearError
+        slope, offset = slope * b + offset * a, offset * b
+        if abs(slope) > _MAX_NUMBER or abs(offset) > _MAX_NUMBER:
+            raise _NotLinearError
+    return (slope, offset), at
+
+
+def _factor(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
+    if at >= len(tokens):
+        raise _NotLinearError
+    token = tokens[at]
+    if token == unknown:
+        return (1, 0), at + 1
+    if token.isdigit():
+        return (0, int(token)), at + 1
+    if token == "-":
+        (slope, offset), at = _factor(tokens, at + 1, unknown)
+        return (-slope, -offset), at
+    if token == "(":
+        value, at = _sum(tokens, at + 1, unknown)
+        if at < len(tokens) and tokens[at] == ")":
+            return value, at + 1
+    raise _NotLinearError

@@ -1,0 +1,69 @@
+"""Verifiers of solutions in the notation of op-graph problems (arXiv 2512.07783, §3 and the authors' defaults [P])."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+from scalerl_tasks.answer_extraction import after_thought, extract_answer
+from scalerl_tasks.errors import VerifierError
+from scalerl_tasks.opgraph.parse import Comparison, SolutionNode, compare, parse
+from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verdict import Verdict
+
+OUTCOME_WEIGHT: Final = 0.2
+PROCESS_WEIGHT: Final = 0.8
+
+_SAMPLE = "Define red kayaks by Gull Pier as a; so a = 3. </solution> <answer> 3 </answer>"
+
+
+class OpGraphVerifier:
+    """Scores a solution by its answer, its steps, or both; the parts of the verdict are the same for all three.
+
+    ========================  =====================================================================================
+    ``opgraph-outcome``       1 when the answer is right
+    ``opgraph-blend``         .2 · outcome + .8 · process when the answer is right, else 0
+    ``opgraph-strict``        1 when the answer is right and process is 1
+    ========================  =====================================================================================
+
+    *process* is that of :mod:`scalerl_tasks.opgraph.parse`, against the prompt's own solution. Any prompt with a solution
+    in this notation can be graded, also one of a file.
+    """
+
+    part_names = ("outcome", "process", "wrong_values", "wrong_parents", "missing_steps", "extra_steps")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict:
+        right, found = self.compare(prompt, completion)
+        process = found.process
+        if self.name == "opgraph-blend":
+            score = OUTCOME_WEIGHT + PROCESS_WEIGHT * process if right else 0.0
+        else:
+            score = float(right and (process == 1 or self.name == "opgraph-outcome"))
+        counts = found.values, found.parents, found.missing, found.extra
+        return Verdict(score, dict(zip(self.part_names, (float(right), process, *counts), strict=True)))
+
+    def compare(self, prompt: Prompt, completion: str) -> tuple[bool, Comparison]:
+        """Whether the answer is right, and how the steps differ from the prompt's solution."""
+        right = extract_answer(completion) == prompt.answer.strip()
+        steps = parse(after_thought(completion))
+        return right, compare(_gold(prompt.solution or ""), steps, wrong_answer=not right)
+
+    def check(self, prompt: Prompt, /) -> None:
+        gold = _gold(prompt.solution or "")
+        if not gold or any(node.value is None for node in gold.values()):
+            raise VerifierError(
+                f"prompt {prompt.id} has no solution that {self.name!r} can compare steps with, such as {_SAMPLE!r}: "
+                "write it so, or use the verifier exact or number"
+            )
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        return [(Prompt("sample", "", "3", solution=_SAMPLE), _SAMPLE)]
+
+
+@lru_cache(maxsize=64)
+def _gold(solution: str) -> Mapping[str, SolutionNode]:
+    return parse(solution)

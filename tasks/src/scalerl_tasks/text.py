@@ -1,0 +1,278 @@
+"""Text and tokens: the model's tokenizer, its chat template and end tokens, thoughts, and the interruption phrase.
+
+Counting prompts, the warm start, sampling and grading have to agree on all of these, so each is defined only here.
+
+``tokenizers`` reads ``tokenizer.json`` in milliseconds, and transformers renders a chat template without its tokenizers
+(which import torch, five seconds). Both are imported on first use: a process that opens no tokenizer needs neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from scalerl_tasks.errors import TokenizerError
+from scalerl_tasks.prompts import RenderedPrompt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from scalerl_api.recipe.spec import InterruptionSpec
+    from scalerl_api.spec import PromptSpec
+
+THOUGHT = "<think>"
+THOUGHT_END = "</think>"
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def ends_inside_thought(text: str) -> bool:
+    """Whether ``text`` ends inside a thought.
+
+    >>> ends_inside_thought("<|assistant|><think>\\n"), ends_inside_thought("<think>\\n\\n</think>\\n\\n")
+    (True, False)
+    """
+    return THOUGHT in text.rpartition(THOUGHT_END)[2]
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What the JSON files of a model folder say about its tokenizer, without opening it."""
+
+    special: dict[str, str]
+    """Text of each special token, by its name in ``tokenizer_config.json`` (``bos_token``, ``eos_token``, …)."""
+    end_token_ids: list[int]
+    """``eos_token_id`` of ``generation_config.json``, then of ``config.json``."""
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        """Read the files of ``model``, each of which may be absent.
+
+        Raises:
+            TokenizerError: a file is not JSON.
+        """
+        config = _json(model / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # transformers, too, reads the older file only then
+            config |= _json(model / "special_tokens_map.json")
+        tokens = {name: _token_text(config.get(name)) for name in _SPECIAL}
+        ends = []
+        for name in ("generation_config.json", "config.json"):
+            value = _json(model / name).get("eos_token_id")
+            ends += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+        file = model / "chat_template.jinja"
+        template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return cls(
+            {name: text for name, text in tokens.items() if text is not None},
+            ends,
+            template if isinstance(template, str) and template else None,
+        )
+
+
+class ModelTokenizer:
+    """The tokenizer of a model folder with a run's prompt format.
+
+    Args:
+        model: the folder with ``tokenizer.json``, or with what transformers makes one from.
+        prompt: the run's ``task.prompt``.
+
+    Raises:
+        TokenizerError: no tokenizer, no end token, or no chat template where the format is ``Chat``.
+    """
+
+    def __init__(self, model: Path, prompt: PromptSpec) -> None:
+        config = TokenizerConfig.read(model)
+        self._special = config.special
+        found = _from_file(model / "tokenizer.json")
+        end = _token_id(found, self._special.get("eos_token"))
+        if found is None or (end is None and not config.end_token_ids):
+            theirs = _from_transformers(model)
+            found = theirs.backend_tokenizer if found is None else found
+            # A class of tokenizers has special tokens of its own, for a folder that names none.
+            self._special = theirs.special_tokens_map | self._special
+            end = _token_id(found, self._special.get("eos_token"))
+        ends = config.end_token_ids if end is None else [end, *config.end_token_ids]
+        if not ends:
+            raise TokenizerError(
+                "model: the tokenizer has no end-of-sequence token, so no completion could end: set eos_token in "
+                "tokenizer_config.json, or eos_token_id in generation_config.json"
+            )
+        if prompt.format == "Chat" and config.chat_template is None:
+            raise TokenizerError(
+                "task.prompt.format: the tokenizer has no chat template: use Raw, or add chat_template.jinja to the model"
+            )
+        found.no_truncation()
+        found.no_padding()
+        self._tokenizer: Tokenizer = found
+        self._unknown = _token_id(found, self._special.get("unk_token"))
+        self._chat_template = config.chat_template if prompt.format == "Chat" else None
+        self._after_question = prompt.template.rpartition("{prompt}")[2]
+        self.end_token_id: int = ends[0]
+        """What a worked solution is taught to end with: the tokenizer's end token, else the first of the configs."""
+        self.stop_token_ids: list[int] = sorted(set(ends))
+        """What a completion ends at, sorted: the end tokens of the tokenizer, the generation config and the model."""
+        padded = _json(model / "config.json").get("vocab_size")
+        self.vocabulary_size: int = max(found.get_vocab_size(), padded if isinstance(padded, int) else 0)
+        """Token ids are below it: the tokenizer's, and the model's where it is padded."""
+
+    def encode_prompts(self, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
+        """Token ids of each prompt.
+
+        ``Raw`` adds the special tokens that the tokenizer itself puts around a text (a BOS, where the model has one);
+        ``Chat`` adds none beyond the template's own, as transformers does.
+
+        Raises:
+            TokenizerError: the chat template refuses the messages.
+        """
+        if self._chat_template is None:
+            return self._encode([prompt.user for prompt in prompts], special=True)
+        return self.encode([self._render(prompt, generation_prompt=True) for prompt in prompts])
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text by itself, without special tokens around it."""
+        return self._encode(texts, special=False)
+
+    def decode(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """Each completion's text, without its end token; other special tokens stay visible."""
+        stripped = [ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids for ids in completions]
+        return self.texts(stripped)
+
+    @property
+    def tokens(self) -> int:
+        """Token ids of the tokenizer's own are below it, added tokens included."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Text of each added token, special or not, by id."""
+        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def texts(self, chunks: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each chunk of tokens, with nothing left out."""
+        texts: list[str] = self._tokenizer.decode_batch(chunks, skip_special_tokens=False)
+        return texts
+
+    def exact_ids(self, text: str) -> list[int] | None:
+        """As :meth:`encode`; None where they hold the unknown token or decode to another text."""
+        (ids,) = self.encode([text])
+        decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+        # Many tokenizers add or drop a space at the beginning of what they encode or decode by itself.
+        return ids if self._unknown not in ids and decoded.lstrip() == text.lstrip() else None
+
+    def opens_thought(self, prompt: RenderedPrompt) -> bool:
+        """Whether template or chat template open a thought that the completion continues.
+
+        Only the text after the question counts: a question may contain ``<think>``.
+        """
+        if self._chat_template is None:
+            return ends_inside_thought(self._after_question)
+        bare, text = (self._render(prompt, generation_prompt=added) for added in (False, True))
+        return ends_inside_thought(text[len(os.path.commonprefix([bare, text])) :])  # noqa: RUF071 - of texts, not paths
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [one.ids for one in encoded]
+
+    def _render(self, prompt: RenderedPrompt, *, generation_prompt: bool) -> str:
+        """As ``AutoTokenizer.apply_chat_template``, without its tokenizers and torch."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), _ = render_jinja_template(
+                [prompt.messages],
+                chat_template=self._chat_template,
+                add_generation_prompt=generation_prompt,
+                **self._special,
+            )
+        except TemplateError as error:
+            raise TokenizerError(
+                f"task.prompt: the model's chat template refuses the prompt: {error}: use another system or format"
+            ) from error
+        return str(text)
+
+
+def check_interruption(
+    interruption: InterruptionSpec, tokenizer: ModelTokenizer, max_completion_tokens: int
+) -> list[int] | None:
+    """Token ids of the phrase of a forced interruption; None if no thought is interrupted: the tokenizer cannot write a
+    thought's end, or the spec leaves the range to us and the budget is too short for one.
+
+    Args:
+        max_completion_tokens: length budget of a completion, in tokens.
+
+    Raises:
+        TokenizerError: the phrase leaves the thought open, the tokenizer cannot encode it exactly or takes a part of it
+            for an end token, or it leaves no token of the budget for an answer.
+    """
+    phrase, (_, last) = interruption.phrase, interruption.range(max_completion_tokens)
+    field = f"recipe.length.interruption.phrase {phrase!r}"
+    if tokenizer.exact_ids(THOUGHT_END) is None:
+        return None
+    if ends_inside_thought(THOUGHT + phrase):
+        raise TokenizerError(f"{field} does not end the thought: add {THOUGHT_END}")
+    ids = tokenizer.exact_ids(phrase)
+    if ids is None:
+        raise TokenizerError(f"{field}: the tokenizer of the model cannot encode it: use other words")
+    if ended := sorted(set(ids) & set(tokenizer.stop_token_ids)):
+        raise TokenizerError(f"{field} has end tokens of the model in it: {ended}: use other words")
+    if last + len(ids) >= max_completion_tokens:
+        if interruption.min_tokens is None and interruption.max_tokens is None:
+            return None
+        raise TokenizerError(
+            f"{field}: its {len(ids)} tokens after recipe.length.interruption.maxTokens ({last}) leave no room for an "
+            f"answer within recipe.maxCompletionTokens ({max_completion_tokens}): raise that, lower maxTokens, or choose "
+            "a shorter phrase or another recipe.length"
+        )
+    return ids
+
+
+def _from_file(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"model: {file.name} is not a tokenizer: {error}") from error
+
+
+def _from_transformers(model: Path) -> Any:
+    from transformers import AutoTokenizer  # imports torch: seconds, which models with complete files save
+
+    try:
+        found = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"model: transformers cannot load the tokenizer: {error}") from error
+    if getattr(found, "backend_tokenizer", None) is None:
+        raise TokenizerError(
+            "model: it has no tokenizer.json, and transformers cannot make one: save its fast tokenizer with it"
+        )
+    return found
+
+
+def _token_id(tokenizer: Any, text: str | None) -> int | None:
+    return None if tokenizer is None or text is None else tokenizer.token_to_id(text)
+
+
+def _token_text(token: object) -> str | None:
+    """A special token in a JSON file: a string, or an object with ``content``."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"model: {file.name} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}

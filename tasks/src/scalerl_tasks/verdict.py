@@ -1,0 +1,73 @@
+"""Verdicts: what a verifier finds of a completion."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from scalerl_tasks.errors import VerifierError
+
+SCORE_RANGE: Final = (0.0, 1.0)
+"""Lowest and highest score of every verifier: a mean score is a pass rate, and curves are fitted to those."""
+
+MAX_PARTS: Final = 16
+_PART_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's result for one completion.
+
+    Attributes:
+        score: in :data:`SCORE_RANGE`; the reward is made of it.
+        parts: finite numbers that explain the score, by the names that the verifier declares. They are reported as means
+            and change no reward.
+    """
+
+    score: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def declared_parts(verifier: object) -> tuple[str, ...]:
+    """The names of the parts that a verifier declares in its attribute ``part_names``; without one, none.
+
+    Raises:
+        VerifierError: a name is not one of a column, or given twice; or there are more than :data:`MAX_PARTS`.
+    """
+    names = tuple(getattr(verifier, "part_names", ()))
+    where = f"the verifier {getattr(verifier, 'name', type(verifier).__name__)!r}"
+    for name in names:
+        if not (isinstance(name, str) and _PART_NAME.fullmatch(name)):
+            raise VerifierError(
+                f"{where} declares the part {name!r}: write up to 40 lower-case letters, digits and _, a letter first"
+            )
+    if len(set(names)) < len(names) or len(names) > MAX_PARTS:
+        raise VerifierError(f"{where} declares the parts {names}: name at most {MAX_PARTS}, each once")
+    return names
+
+
+def as_verdict(found: Verdict | float, part_names: Sequence[str]) -> Verdict:
+    """What a verifier returned, as a verdict; a bare number or bool is the score of one without parts.
+
+    Raises:
+        ValueError: the score is outside :data:`SCORE_RANGE`, a part is not finite, or the parts are not those declared.
+
+    >>> as_verdict(True, ()), as_verdict(Verdict(0.5, {"process": 0.25}), ["process"])
+    (Verdict(score=1.0, parts={}), Verdict(score=0.5, parts={'process': 0.25}))
+    """
+    verdict = found if isinstance(found, Verdict) else Verdict(found)
+    score, (low, high) = float(verdict.score), SCORE_RANGE
+    if not low <= score <= high:  # NaN is not
+        raise ValueError(f"the verifier gave {score:g}, which is not in [{low:g}, {high:g}]")
+    if verdict.parts.keys() != set(part_names):
+        raise ValueError(
+            f"the verifier gave the parts {sorted(verdict.parts)}, and declares {sorted(part_names)}"
+        )
+    parts = {name: float(verdict.parts[name]) for name in part_names}
+    for name, value in parts.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the verifier gave {value} as its part {name!r}, which is not finite")
+    return Verdict(score, parts)

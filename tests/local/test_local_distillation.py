@@ -1,0 +1,85 @@
+"""A real run with a real teacher: the student's KL to it falls, on groups that all score alike too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from plain_server import plain_server
+from runs import EXAMPLE, START_SECONDS, assert_counts_add_up, small_spec, start_run
+
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models import load_model, write_scratch
+
+CONTEXT = 32
+STEPS = 14
+KEY = "of-the-teacher"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def write_models(student: Path, teacher: Path) -> None:
+    """The student has random weights; the teacher is the same after supervised steps on the sums."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    sums = [json.loads(line) for line in EXAMPLE.with_name("data.jsonl").read_text().splitlines()]
+    scratch = ScratchModel(
+        layers=2, hidden_size=64, attention_heads=2, intermediate_size=128, vocabulary_size=64
+    )
+    student.mkdir()
+    texts = [one["prompt"] + one["answer"] for one in sums]
+    write_scratch(student, scratch, texts, seed=3, dtype="float32", context_tokens=CONTEXT + 1)
+    shutil.copytree(student, teacher)
+    network = load_model(str(teacher), dtype="float32")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    tokenizer = _tokenizer(teacher)
+    end = network.config.eos_token_id
+    # All sums have the same number of characters, so of tokens.
+    rows = torch.tensor([[*tokenizer.encode(one["prompt"] + one["answer"]).ids, end] for one in sums])
+    prompt = len(tokenizer.encode(sums[0]["prompt"]).ids)
+    for _ in range(80):
+        batch = rows[torch.randint(len(rows), (64,))]
+        logits = network(batch).logits[:, prompt - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, prompt:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    network.save_pretrained(teacher)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> None:
+    student, teacher = tmp_path / "student", tmp_path / "teacher"
+    write_models(student, teacher)
+    with plain_server(teacher, context_tokens=CONTEXT + 1, key=KEY, log=tmp_path / "teacher.log") as url:
+        run = small_spec(
+            model={"path": str(student), "dtype": "float32", "contextTokens": CONTEXT},
+            recipe__distillation={"teacher": {"url": url}},
+            recipe__optimizer={"learningRate": "3e-3", "warmupSteps": 0},
+            recipe__completionsPerPrompt=8,
+            trainer__replicas=1,
+            evaluation__everySteps=100,
+            budget__maxSteps=STEPS,
+        )
+        del run["spec"]["warmStart"]
+        with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
+            assert started.finish(START_SECONDS + 300) == 0, started.tail()
+            rows = started.metrics()
+            summary = started.summary()
+    kl = [row["teacher_kl"] for row in rows]
+    assert len(kl) == STEPS
+    # An untrained student's completions all score 0, and none is filtered for that.
+    assert {row["filtered_fraction"] for row in rows} == {0.0}
+    assert_counts_add_up(summary, run)
+    assert fmean(kl[:3]) > 0.5, kl
+    assert fmean(kl[-3:]) < 0.85 * fmean(kl[:3]), kl

@@ -1,0 +1,331 @@
+"""Mid-training: supervised steps (:mod:`.sft`) on worked solutions before RL, with checkpoints of their own.
+
+They have the format of the run's, and are named by supervised steps. A run that has a checkpoint of its own has finished
+its mid-training; one without continues it from the newest of these, or begins it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from scalerl_api.compute import supervised_tokens
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import INTERRUPTED
+from scalerl_tasks import JsonlSource, PromptError, PromptSource, TokenizerError, open_task, render_prompt
+from scalerl_tasks.text import ModelTokenizer
+from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
+from scalerl_trainer.engine import Engine, StepStats
+from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
+from scalerl_trainer.packing import Sequence as PackedSequence
+from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.sft import Progress, encode_pair, train_supervised
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY_STEPS = 50
+HELD_OUT_EXAMPLES = 256
+REPORT_SECONDS = 2.0
+"""Between reports to the coordinator; a killed trainer's time since the last one is not counted."""
+
+
+class MidTraining:
+    """The mid-training of one run; every method is a collective, except where noted."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: RunSpec,
+        paths: RunPaths,
+        ranks: Ranks,
+        coordinator: Coordinator,
+        stop: threading.Event,
+    ) -> None:
+        assert spec.warm_start is not None
+        self._engine, self._spec, self._wanted = engine, spec, spec.warm_start
+        self._paths, self._ranks, self._coordinator, self._stop = paths, ranks, coordinator, stop
+        store = CheckpointStore(paths.mid_training, spec.checkpoint.keep)
+        self._checkpointer = Checkpointer(store, ranks, engine)
+        self._begun = self._reported = time.monotonic()
+
+    def run(self) -> Progress:
+        """Train from the newest checkpoint, or from the beginning, to the end or to the end of the run's budget.
+
+        Raises:
+            Stopped: on all ranks, once ``stop`` is set on one or the run is interrupted; the state is saved.
+            Unresumable: the coordinator refuses this trainer.
+            MidTrainingError: too many examples are empty or longer than a micro-batch, they are not those of the checkpoint,
+                or the tokenizer does not fit the run.
+            NoUsableCheckpoint: all of its checkpoints are damaged.
+        """
+        self._begun = self._reported = time.monotonic()
+        self._hello()
+        step = self._checkpointer.load()
+        done = Progress()
+        if step is not None:
+            done = msgspec.json.decode(self._checkpointer.stage(step), type=Progress)
+            log.info("mid-training continues after step %d, %d tokens", done.steps, done.tokens)
+        if self._ranks.is_leader:
+            keep_rows(self._paths.supervised_metrics, done.steps)
+        wanted = self._wanted
+        try:
+            tokenizer = ModelTokenizer(self._paths.base_model, self._spec.task.prompt)
+            held_out = held_out_examples(self._spec, tokenizer)
+            pairs = solved_pairs(self._spec, tokenizer)
+            done = of_source(done, self._spec, pairs.source.digest)
+            if done.steps == 0:
+                self._evaluate(held_out, done)
+            done = train_supervised(
+                self._engine,
+                tokenizer,
+                pairs,
+                steps=wanted.steps,
+                tokens=supervised_tokens(self._spec.budget),
+                batch_size=wanted.batch_size,
+                learning_rate=float(wanted.learning_rate),
+                stop_at=float(wanted.stop_at_pass_rate) if wanted.stop_at_pass_rate else None,
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+                seed=self._spec.seed,
+                progress=done,
+                on_step=self._after_step,
+            )
+        except (BadBatchError, TokenizerError) as error:
+            raise MidTrainingError(f"warmStart: {error}") from error
+        self._finish_checkpoint()
+        self._evaluate(held_out, done)
+        if self._ranks.is_leader:
+            self._report(done, patient=True)
+            log.info(
+                "mid-training: %d steps, %d tokens, loss %.4f, pass rate %.3f, %.1f s",
+                *(done.steps, done.tokens, done.loss, done.solved, time.monotonic() - self._begun),
+            )
+        return done
+
+    def _hello(self) -> None:
+        """Register at version 0, so that the coordinator accepts reports, or refuses this trainer before it trains."""
+        refusal = ""
+        if self._ranks.is_leader:
+            try:
+                self._coordinator.hello(0, self._ranks.world, None)
+            except Unresumable as error:
+                refusal = str(error)
+        if refusal := self._ranks.broadcast(refusal if self._ranks.is_leader else None):
+            raise Unresumable(refusal)
+
+    def _after_step(self, done: Progress, stats: StepStats, seconds: float) -> bool:
+        reason = ""
+        if self._ranks.is_leader:
+            append_row(self._paths.supervised_metrics, _row(done, stats, seconds))
+            if done.steps % _LOG_EVERY_STEPS == 0:
+                log.info("mid-training step %d: loss %.4f", done.steps, stats.loss)
+            if time.monotonic() - self._reported >= REPORT_SECONDS:
+                reason = self._report(done)
+        states = self._ranks.all_gather((self._stop.is_set(), self._checkpointer.flushed, reason))
+        reason = states[0][2]
+        if all(flushed for _, flushed, _ in states):
+            self._finish_checkpoint()
+        if any(stop for stop, _, _ in states) or reason == INTERRUPTED:
+            self._save(done)
+            self._finish_checkpoint()
+            raise Stopped(f"stopped after step {done.steps} of mid-training; the next start continues there")
+        if reason:
+            log.warning("mid-training ends after step %d: %s", done.steps, reason)
+            return True
+        if done.steps % self._spec.checkpoint.every_steps == 0:
+            self._save(done)
+        return False
+
+    def _evaluate(self, held_out: list[PackedSequence], done: Progress) -> None:
+        """Loss and pass rate on the task's held-out solutions, without sampling: before the first step and after the last."""
+        ranks = self._ranks
+        own = self._engine.logprobs(held_out[ranks.rank :: ranks.world], temperature=1.0).per_sequence()
+        sums = [(float(one.double().sum()), len(one)) for one in own]
+        every = [one for part in ranks.all_gather(sums) for one in part]
+        if not ranks.is_leader or not every:
+            return
+        row = {
+            "stage": "midTraining",
+            "step": done.steps,
+            "held_out_loss": -math.fsum(total for total, _ in every) / sum(count for _, count in every),
+            "held_out_solved": math.fsum(math.exp(total) for total, _ in every) / len(every),
+            "held_out_prompts": len(every),
+            "tokens": done.tokens,
+        }
+        append_row(self._paths.supervised_metrics, row)
+        log.info("mid-training step %d: held-out loss %.4f", done.steps, row["held_out_loss"])
+
+    def _report(self, done: Progress, *, patient: bool = False) -> str:
+        """Rank 0's report, with the whole time of this incarnation. The coordinator's reason to end the run, or empty."""
+        self._reported = time.monotonic()
+        seconds = self._reported - self._begun
+        try:
+            return self._coordinator.supervised(done.steps, done.tokens, seconds, patient=patient)
+        except CoordinatorUnreachable as error:
+            if patient:
+                raise
+            log.warning("step %d of mid-training is not reported yet: %s", done.steps, error)
+            return ""
+
+    def _save(self, done: Progress) -> None:
+        self._finish_checkpoint()
+        problem = self._checkpointer.start(done.steps, None, stage=msgspec.json.encode(done))
+        if problem is not None and self._ranks.is_leader:
+            log.error("checkpoint of mid-training step %d failed: %s", done.steps, problem)
+
+    def _finish_checkpoint(self) -> None:
+        if not self._checkpointer.pending:
+            return
+        saved = self._checkpointer.finish()
+        if saved.error is not None and self._ranks.is_leader:
+            log.error("checkpoint of mid-training step %d failed: %s", saved.step, saved.error)
+
+
+def remove_checkpoints(paths: RunPaths) -> None:
+    """Remove the checkpoints of a finished mid-training. Rank 0 calls it, once the run has a checkpoint of its own."""
+    shutil.rmtree(paths.mid_training.root, ignore_errors=True)
+
+
+def _row(done: Progress, stats: StepStats, seconds: float) -> dict[str, Any]:
+    return {
+        "stage": "midTraining",
+        "step": done.steps - 1,
+        "loss": stats.loss,
+        "solved": stats.loss_means["solved"] * stats.trainable_tokens / stats.sequences,
+        "grad_norm": stats.gradient_norm,
+        "learning_rate": stats.learning_rate,
+        "tokens": done.tokens,
+        "replaced": done.replaced,
+        "seconds": seconds,
+    }
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """One line of ``mid-training.jsonl``. A full disk does not end the training."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        log.error("cannot write %s: %s", path, error.strerror)
+
+
+def keep_rows(path: Path, steps: int) -> None:
+    """Drop the lines of steps that are trained again, from ``steps`` on, and those that a crash or a full disk cut."""
+
+    def is_kept(line: str) -> bool:
+        try:
+            return line.endswith("\n") and json.loads(line)["step"] < steps
+        except (ValueError, LookupError, TypeError):
+            return False
+
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if is_kept(line)]
+        staged = path.with_name(f".{path.name}")
+        staged.write_text("".join(kept), encoding="utf-8")
+        staged.rename(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.error("cannot write %s: %s", path, error.strerror)
+
+
+def held_out_examples(spec: RunSpec, tokenizer: ModelTokenizer) -> list[PackedSequence]:
+    """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch."""
+    source = open_task(spec.task).held_out
+    count = min(HELD_OUT_EXAMPLES, len(source))
+    pairs = Pairs(source, spec, tokenizer, np.arange(count))
+    found = []
+    for index in range(count):
+        # Without a usable solution, it is still a prompt of the curve.
+        with contextlib.suppress(BadBatchError):
+            found.append(encode_pair(tokenizer, *pairs[index]))
+    return [pair for pair in found if pair.tokens <= spec.micro_batch_tokens]
+
+
+def examples(spec: RunSpec) -> tuple[PromptSource, npt.NDArray[np.int64]]:
+    """The source of mid-training, its own file or the training prompts of the task, and the indices that are not held out.
+
+    Raises ``MidTrainingError`` if none is left.
+    """
+    train = open_task(spec.task).train
+    if spec.warm_start is None or spec.warm_start.jsonl is None:
+        return train, np.arange(len(train))
+    source = JsonlSource(Path(spec.warm_start.jsonl.path))
+    kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
+    if not len(kept):
+        raise MidTrainingError(
+            f"warmStart.jsonl: {source.path}: every prompt is held out by task.heldOut: add others, or leave it out"
+        )
+    if len(kept) < len(source):
+        log.warning(
+            "warmStart.jsonl: %s: %d of %d prompts are held out by task.heldOut, and not trained on",
+            *(source.path, len(source) - len(kept), len(source)),
+        )
+    return source, kept
+
+
+def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
+    """``done``, with the digest of the examples' source. Raises ``MidTrainingError`` if it began with others."""
+    if done.source not in ("", digest):
+        own = spec.warm_start.jsonl if spec.warm_start is not None else None
+        where = "task: the training prompts" if own is None else f"warmStart.jsonl: {own.path}"
+        raise MidTrainingError(
+            f"{where}, digest {digest[:12]}, is not what mid-training has trained on up to step {done.steps}, digest "
+            f"{done.source[:12]}: put the examples back, or start a new run"
+        )
+    return msgspec.structs.replace(done, source=digest)
+
+
+def solved_pairs(spec: RunSpec, tokenizer: ModelTokenizer) -> Pairs:
+    """The prompts in an order that the seed fixes, without those that ``steps`` cannot reach.
+
+    Raises ``MidTrainingError`` as :func:`examples`.
+    """
+    wanted = spec.warm_start
+    assert wanted is not None
+    most = None if wanted.steps is None else wanted.steps * wanted.batch_size
+    source, kept = examples(spec)
+    order = kept[np.random.default_rng(spec.seed).permutation(len(kept))[:most]]
+    return Pairs(source, spec, tokenizer, order)
+
+
+@dataclass(frozen=True)
+class Pairs(Sequence[tuple[Sequence[int], str]]):
+    """Prompts, as token ids, with their worked solutions, each made when it is asked for; the same on all ranks.
+
+    Raises ``BadBatchError`` for a prompt that cannot be generated or rendered, or has neither solution nor answer.
+    """
+
+    source: PromptSource
+    spec: RunSpec
+    tokenizer: ModelTokenizer
+    order: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: Any) -> Any:
+        wording = self.spec.task.prompt
+        try:
+            prompt = self.source[int(self.order[index])]
+            (ids,) = self.tokenizer.encode_prompts([render_prompt(prompt, wording.template, wording.system)])
+            return ids, prompt.worked_solution
+        except (PromptError, TokenizerError, ValueError) as error:
+            raise BadBatchError(str(error)) from error

@@ -1,0 +1,73 @@
+"""The reference policy of ``recipe.kl``: the run's starting model, the same after every restart.
+
+It is the prepared model, or, of a run with a warm start, the weights after it. Those are written to the run's directory
+before the first checkpoint: a trainer that finds a checkpoint finds them too, and one that finds none repeats the warm
+start and writes them again. They are written without a penalty too, because an edit may add it later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
+from scalerl_trainer.checkpoint import flush
+from scalerl_trainer.engine import Engine
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models import load_model
+from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.tensor_files import TensorInfo, write_tensors
+
+_BUCKET_BYTES = 256 << 20
+
+
+def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
+    """Write the engine's weights, in the model's dtype, to ``path``; atomic. A collective: no rank returns before the file
+    is there.
+
+    Raises:
+        OSError: on all ranks.
+    """
+    dtype = getattr(torch, engine.settings.dtype)
+    infos = [TensorInfo(name, dtype, shape) for name, shape in engine.parameter_shapes()]
+    tensors = (tensor for bucket in engine.gather_parameters(_BUCKET_BYTES) for tensor in bucket.tensors)
+    problem = ""
+    if ranks.is_leader:
+        try:
+            staged = path.with_name(f".{path.name}")
+            write_tensors(staged, infos, tensors, {"format": "pt"})
+            flush(staged)
+            staged.rename(path)
+            flush(path.parent)
+        except OSError as error:
+            problem = str(error)
+    for _ in tensors:  # rank 0 has them; after a failure it takes part to the end
+        pass
+    if problem := ranks.broadcast(problem if ranks.is_leader else None):
+        raise OSError(problem)
+
+
+def load_reference(paths: RunPaths, spec: RunSpec) -> Any:
+    """The starting model, on the CPU.
+
+    Raises:
+        ModelError: it cannot be loaded, or the weights after the warm start are missing or of another model.
+    """
+    model = load_model(str(paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention)
+    if spec.warm_start is None:
+        return model
+    path = paths.warm_started_weights
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(file.get_tensor(name))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(
+            f"recipe.kl: {path}, the weights after the warm start, cannot be read: {error}; put the file back, set recipe.kl "
+            "to {none: {}}, or create another run (releases before this field did not keep them)"
+        ) from error
+    return model

@@ -1,0 +1,170 @@
+"""The examples of mid-training are what the generator would have sampled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task
+from scalerl_tasks.text import ModelTokenizer
+from scalerl_trainer.checks import PrepareError
+from scalerl_trainer.errors import BadBatchError, MidTrainingError
+from scalerl_trainer.mid_training import Pairs, held_out_examples, keep_rows, of_source, solved_pairs
+from scalerl_trainer.models import write_scratch
+from scalerl_trainer.prepare import prepare
+from scalerl_trainer.sft import Progress, encode_pair, encode_usable
+
+
+@pytest.mark.parametrize("form", ["Raw", "Chat"])
+@pytest.mark.parametrize("eos", ["<eos>", None])
+def test_examples_are_generators_tokens(tmp_path: Path, form: str, eos: str | None) -> None:
+    sizes = ScratchModel(hidden_size=16, attention_heads=1, intermediate_size=16, vocabulary_size=300)
+    write_scratch(tmp_path, sizes, ["1+1=2"], seed=0, dtype="float32", context_tokens=64)
+    (tmp_path / "chat_template.jinja").write_text("<user>{{ messages[0].content }}\n<think>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "unk_token": "<unk>"}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 1]}))
+    data = tmp_path / "task.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(9)))
+    task = {"jsonl": {"path": str(data)}, "verifier": {"name": "exact"}, "heldOut": {"size": 2}}
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": str(tmp_path), "contextTokens": 64},
+            "task": task | {"prompt": {"format": form, "template": "{prompt} "}},
+            "recipe": {"maxCompletionTokens": 8},
+            "warmStart": {"steps": 1, "batchSize": 5},
+            "budget": {"maxSteps": 1},
+        }
+    )
+    tokenizer = ModelTokenizer(tmp_path, spec.task.prompt)
+    codec = PromptCodec(tmp_path, spec.task.prompt, spec.model.context_tokens)
+    opened = open_task(spec.task)
+    prompts = [opened.train[i] for i in range(len(opened.train))]
+    sampled = {tuple(codec.encode(prompt, 8).token_ids): prompt.answer for prompt in prompts}
+    pairs = solved_pairs(spec, tokenizer)
+    assert len(pairs) == 5
+    for prompt, solution in pairs:
+        example = encode_pair(tokenizer, prompt, solution)
+        assert sampled[tuple(example.prompt)] == solution
+        assert tokenizer.decode([example.completion]) == [solution], "the generator stops at its end"
+        assert example.completion[-1] == (1 if eos else 7)
+
+
+def own_file_run(tmp_path: Path, **warm_start: Any) -> RunSpec:
+    """A task of 9 prompts, 2 of them held out, and ``warmStart.jsonl`` with the same 9 and one more; the model is prepared."""
+    rows = [{"prompt": f"{i}+1=", "answer": f"{i + 1}", "solution": f"{i + 1}"} for i in range(10)]
+    for name, count in (("task", 9), ("own", 10)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    sizes = {"layers": 1, "hiddenSize": 16, "attentionHeads": 1, "intermediateSize": 16}
+    return RunSpec.model_validate(
+        {
+            "model": {"scratch": sizes, "dtype": "float32", "contextTokens": 32},
+            "task": {
+                "jsonl": {"path": str(tmp_path / "task.jsonl")},
+                "verifier": {"name": "exact"},
+                "heldOut": {"size": 2},
+            },
+            "recipe": {"maxCompletionTokens": 8},
+            "warmStart": {"batchSize": 5, "jsonl": {"path": str(tmp_path / "own.jsonl")}, "steps": 99}
+            | warm_start,
+            "budget": {"maxSteps": 1},
+        }
+    )
+
+
+def test_own_file_trains_on_no_held_out_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = own_file_run(tmp_path)
+    paths = RunPaths(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    tokenizer = ModelTokenizer(paths.base_model, spec.task.prompt)
+    held_out = open_task(spec.task).held_out
+    texts = {held_out[index].text for index in range(2)}
+    pairs = solved_pairs(spec, tokenizer)
+    trained = {pairs.source[int(index)].text for index in pairs.order}
+    assert trained == {f"{i}+1=" for i in range(10)} - texts
+    assert "2 of 10 prompts are held out by task.heldOut, and not trained on" in caplog.text
+    rows = [{"prompt": text, "answer": "1", "solution": "1"} for text in texts]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(MidTrainingError, match=r"warmStart.jsonl: .*every prompt is held out"):
+        solved_pairs(spec, tokenizer)
+    with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*every prompt is held out"):
+        prepare(paths, spec, one_machine=True)
+
+
+def test_keep_rows_drops_torn_and_repeated_lines(tmp_path: Path) -> None:
+    """A full disk cuts a line, to which the next one is appended."""
+    path = tmp_path / "mid-training.jsonl"
+    path.write_bytes(
+        b'{"step": 0}\n{"step": 1, "lo{"step": 2}\n\x00\xff\n[]\n7\n{"step": 3}\n{"step": 4}\n{"step": 1}'
+    )
+    keep_rows(path, 4)
+    assert path.read_text() == '{"step": 0}\n{"step": 3}\n'
+    keep_rows(tmp_path / "none.jsonl", 4)
+
+
+def test_encode_usable_replaces_bad_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that cannot be generated, one without a solution and one too long: the next good one takes their place."""
+    spec = own_file_run(tmp_path)
+    paths = RunPaths(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    tokenizer = ModelTokenizer(paths.base_model, spec.task.prompt)
+    read = JsonlSource.__getitem__
+
+    def damaged(self: JsonlSource, index: int) -> Prompt:
+        prompt = read(self, index)
+        if prompt.text == "3+1=":
+            raise PromptError("prompt 3 failed")
+        return replace(prompt, solution={"4+1=": "", "5+1=": "1 " * 90}.get(prompt.text, prompt.solution))
+
+    source = JsonlSource(tmp_path / "own.jsonl")
+    monkeypatch.setattr(JsonlSource, "__getitem__", damaged)
+    pairs = Pairs(source, spec, tokenizer, np.arange(10))
+    found = [encode_usable(tokenizer, pairs, index, 64) for index in range(10)]
+    texts = [tokenizer.decode([sequence.completion])[0] for sequence, _ in found]
+    assert texts == ["1", "2", "3", "7", "7", "7", "7", "8", "9", "10"]
+    problems = [problem for _, problem in found]
+    assert problems[3] == "prompt 3 failed"
+    assert "no solution" in problems[4]
+    assert "more than trainer.microBatchTokens (64)" in problems[5]
+    assert [bool(problem) for problem in problems] == [False] * 3 + [True] * 3 + [False] * 4
+    with pytest.raises(BadBatchError, match="no usable example among 2; the first: prompt 3 failed"):
+        encode_usable(tokenizer, Pairs(source, spec, tokenizer, np.array([3, 4])), 0, 64)
+
+
+def test_held_out_examples_without_solution_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = own_file_run(tmp_path)
+    paths = RunPaths(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    tokenizer = ModelTokenizer(paths.base_model, spec.task.prompt)
+    held_out = [open_task(spec.task).held_out[index] for index in range(2)]
+    read = JsonlSource.__getitem__
+
+    def damaged(self: JsonlSource, index: int) -> Prompt:
+        prompt = read(self, index)
+        return replace(prompt, solution="") if prompt.text == held_out[0].text else prompt
+
+    monkeypatch.setattr(JsonlSource, "__getitem__", damaged)
+    (found,) = held_out_examples(spec, tokenizer)
+    assert tokenizer.decode([found.completion]) == [held_out[1].solution]
+
+
+def test_resume_with_other_examples_raises(tmp_path: Path) -> None:
+    spec = own_file_run(tmp_path)
+    begun = of_source(Progress(), spec, "a" * 64)
+    saved = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(begun, steps=7)), type=Progress)
+    assert of_source(saved, spec, "a" * 64) == saved
+    with pytest.raises(
+        MidTrainingError,
+        match=r"warmStart.jsonl: .*own.jsonl, digest bbbbbbbbbbbb, is not .* step 7, digest aaaaaaaaaaaa: put .* back",
+    ):
+        of_source(saved, spec, "b" * 64)
