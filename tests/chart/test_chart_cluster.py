@@ -291,7 +291,7 @@ def test_documented_commands_work(control_plane, release):
     assert "helm install scalerl charts/scalerl" in page
     release("install", RELEASE, str(CHART), "--set", "images.registry=registry.example.com/team")
     assert Path(CHART).name == "scalerl"
-    control_plane.apply(RUN, namespace=release.namespace)
+    apply_once_served(control_plane, RUN, release.namespace)
     name = RUN["metadata"]["name"]
     control_plane.kubectl("scale", "scalerlrun", name, "--replicas", "3", "-n", release.namespace)
     assert live(control_plane, release.namespace)["spec"]["generator"]["replicas"] == 3
