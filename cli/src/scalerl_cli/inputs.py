@@ -14,7 +14,7 @@ from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 
 if TYPE_CHECKING:
     from scalerl_tasks import PromptSource

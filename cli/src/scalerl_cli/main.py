@@ -11,7 +11,7 @@ from pathlib import Path
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
 
 

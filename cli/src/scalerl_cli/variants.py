@@ -16,7 +16,7 @@ import yaml
 from scalerl_api.recipe.presets import ONE_OF
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.local.run_directory import DirectoryProblem, stored_manifest
-from scalerl_operator.policy.immutable_fields import OF_A_CLUSTER
+from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
 
 NOT_OF_THE_RESULT: Final = (
     *OF_A_CLUSTER,

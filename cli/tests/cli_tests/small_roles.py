@@ -35,7 +35,7 @@ def command(argv: list[str]) -> int:
     from scalerl_api.spec import ScaleRLRun
     from scalerl_cli import inputs
     from scalerl_cli.main import main
-    from scalerl_operator.plan import plan
+    from scalerl_operator.role_containers import plan
     from scalerl_operator.workloads import Plan, Probe, Role, Workload
 
     def small(workload: Workload) -> Workload:

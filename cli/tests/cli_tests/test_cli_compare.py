@@ -26,7 +26,7 @@ from scalerl_cli.curves.recipes import EqualCompute
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
 from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
-from scalerl_operator.policy.immutable_fields import OF_A_CLUSTER
+from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
 
 from .curve_files import ink, write_plain, write_run
 

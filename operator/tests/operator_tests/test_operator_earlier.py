@@ -12,21 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from pydantic import Field
 
 from operator_tests.children import run_spec
 from operator_tests.decision_service import DecisionService
 from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import answer, chain, evaluations, flat_curve, run, seen, spec, status
 from operator_tests.watched import Watched
+from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.curve import curve_csv
 from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, EarlierUse, ForecastRequest, Points
 from scalerl_api.load import to_yaml
 from scalerl_api.spec import RunSpec
 from scalerl_api.status import Phase, RunStatus
+from scalerl_operator.autoscaling.counted_fields import ALWAYS, NOT_COUNTED, rules
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import as_recorded
 from scalerl_operator.autoscaling.forecast_request import implausibility
-from scalerl_operator.autoscaling.generator_history import rules
 from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import under, verify
@@ -394,6 +396,16 @@ def test_another_prior_is_another_question_but_the_default_is_that_of_old_record
     assert rules(spec()) == "min_gain=0.02 horizon=2 stop_after=3"
     assert rules(spec(prior="None")) == "min_gain=0.02 horizon=2 stop_after=3 prior=None"
     assert as_recorded(spec(prior="None"))["prior"] == "None"
+
+
+def test_a_field_in_neither_list_restarts_the_count_unless_it_has_its_default() -> None:
+    class Later(AutoscalingSpec):
+        patience: int = 5
+        marks: list[int] = Field(default_factory=list)
+
+    assert rules(Later()) == rules(AutoscalingSpec())
+    assert rules(Later(patience=6)) == rules(AutoscalingSpec()) + " patience=6"
+    assert {*ALWAYS, *NOT_COUNTED} == AutoscalingSpec.model_fields.keys() - {"prior"}
 
 
 def asked_with(*names: str) -> ForecastRequest:

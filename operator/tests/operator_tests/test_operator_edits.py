@@ -6,7 +6,7 @@ import pytest
 from edited_fields import Edited, base, edits
 
 from scalerl_operator.build import spec_hash
-from scalerl_operator.policy.immutable_fields import forbidden_changes
+from scalerl_operator.policy.resume_changes import forbidden_changes
 from scalerl_operator.workloads import Role
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)

@@ -22,7 +22,7 @@ from scalerl_operator.local import local_autoscaler
 from scalerl_operator.local.devices import VISIBLE
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
 from scalerl_operator.local.unit import Event
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Lifetime, Role
 
 CURVE = evaluations([0.2, 0.3])

@@ -21,7 +21,7 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_operator.build.pods import probes
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
 
 

@@ -7,20 +7,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_operator.autoscaling.counted_fields import rules
 from scalerl_operator.autoscaling.models import Change, History, Observation, State
 from scalerl_operator.autoscaling.throughput import elasticity, pace
 
 MOST_DOUBLINGS: Final = 6
 """A change against the one before it waits twice as long as the last such change did, up to 64 cooldowns."""
-
-
-def rules(spec: AutoscalingSpec) -> str:
-    """The fields that a stop is counted under: with others, the count restarts."""
-    names = ("min_gain", "horizon", "target", "price_per_device_hour", "value_per_point", "stop_after")
-    given = ((name, getattr(spec, name)) for name in names)
-    text = " ".join(f"{name}={value}" for name, value in given if value is not None)
-    # Not where it is the default: records from before the field are made again with the same rules.
-    return text if spec.prior == "OwnRuns" else f"{text} prior={spec.prior}"
 
 
 def remember(spec: AutoscalingSpec, observation: Observation, history: History) -> History:

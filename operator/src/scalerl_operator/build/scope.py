@@ -18,7 +18,7 @@ from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import Names
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
 SPEC_HASH_VERSION: Final = "4"

@@ -7,6 +7,6 @@
            └─ unit.Unit                             starts, probes and restarts what lives together
                 └─ process.ChildProcess ─ subreaper ─ the role's process and its descendants
 
-Lives here: the above, and the run's directory. Never lives here: what a role does, what a spec means (:mod:`..plan`), or
+Lives here: the above, and the run's directory. Never lives here: what a role does, what a spec means (:mod:`..role_containers`), or
 when a run ends (:mod:`..policy`).
 """

@@ -27,9 +27,9 @@ from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
-from scalerl_operator.plan import forecaster
 from scalerl_operator.policy.budget import REVOCABLE, Usage, limit_reached, must_notify
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
+from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 _WARNINGS: Final = {

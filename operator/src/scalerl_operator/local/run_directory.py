@@ -23,7 +23,7 @@ from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.history import select
 from scalerl_operator.local.procfs import kill_marked
-from scalerl_operator.policy.immutable_fields import forbidden_changes
+from scalerl_operator.policy.resume_changes import forbidden_changes
 
 LOCK_FILE: Final = "lock"
 MAX_CURVE_BYTES: Final = 16 * 1024 * 1024

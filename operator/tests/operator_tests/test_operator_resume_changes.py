@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from operator_tests.children import run_spec
-from scalerl_operator.policy.immutable_fields import forbidden_changes
+from scalerl_operator.policy.resume_changes import forbidden_changes
 
 
 @pytest.mark.parametrize(

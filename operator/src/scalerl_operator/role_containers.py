@@ -1,4 +1,4 @@
-"""Plan: from a spec to its workloads. Pure and deterministic: the same spec gives the same plan."""
+"""The plan of a run: the containers of each role with command, environment, probes and volumes, from the spec. Pure."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_tests.children import run_spec
-from scalerl_operator.plan import plan
+from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Lifetime, Role, UnknownVariable, expand, literal, port_variable
 
 GIVEN = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
 Object = dict[str, Any]
+
+INVALID: Final = Path(__file__).parents[1] / "cluster" / "invalid.yaml"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Case:
 
 def cases(*by: str) -> list[Case]:
     """The rows that one of ``by`` refuses."""
-    table = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(INVALID.read_text(encoding="utf-8"))
     return [_case(table["base"], row) for row in table["cases"] if row["by"] in by]
 
 
@@ -49,7 +51,7 @@ class Warned:
 
 def warned() -> list[Warned]:
     """The runs that are taken with a warning."""
-    table = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load(INVALID.read_text(encoding="utf-8"))
     return [
         Warned(row["name"], merged(table["base"], {"spec": row["with"]}), row["field"], row["says"])
         for row in table["warnings"]

@@ -1,4 +1,4 @@
-"""Change: which fields of a run may differ from what it started with."""
+"""Which changes of its spec a local run refuses when it is resumed. Pure."""
 
 from __future__ import annotations
 
