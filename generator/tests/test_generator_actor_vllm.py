@@ -48,10 +48,10 @@ from scalerl_api.wire import (
 from scalerl_generator.checksum import checksum_u8
 from scalerl_tasks.sources import open_task
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BUCKET_BYTES = 1 << 20
-START_SECONDS = 150.0
+START_SECONDS = 360.0
 VOCABULARY = len(CHARACTERS) + 2
 COMPLETIONS, MAX_TOKENS = 8, 300
 

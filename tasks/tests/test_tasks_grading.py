@@ -263,7 +263,7 @@ async def test_pool_survives_cancelled_groups():
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await pool.score_group(PRIME, [FOREVER] * 100)
-        async with asyncio.timeout(5):  # three times 0.5 s, and not three times 50 s
+        async with asyncio.timeout(45):  # three times 0.5 s, and not three times 50 s
             assert await pool.score_group(PRIME, [PRIME.answer]) == [RIGHT]
 
 
@@ -289,8 +289,10 @@ async def test_pool_survives_random_kills():
                     kills[kind] += 1
 
         killer = asyncio.create_task(kill_at_random())
-        wrong = 0
-        for start in range(0, 200, 10):
+        wrong = start = 0
+        # 200 groups, and on a fast machine as many more as it takes until both kinds were killed.
+        while start < 200 or kills["grader"] < 20 or kills["server"] < 1:
+            start += 10
             groups = [[str(rng.randrange(3, 6)) + " " * 20_000 for _ in range(16)] for _ in range(10)]
             async with asyncio.timeout(120):
                 results = await asyncio.gather(*(pool.score_group(FOUR, group) for group in groups))
@@ -305,14 +307,13 @@ async def test_pool_survives_random_kills():
             await asyncio.sleep(0.05)
         stop.set()
         await killer
-        assert kills["grader"] >= 20
-        assert kills["server"] >= 1
         assert wrong <= kills["grader"] // 2
         assert await pool.score_group(FOUR, ["4", "5"]) == [RIGHT, WRONG]
-        assert len(graders()) <= 3
         gone = children()
-        await asyncio.sleep(0.2)
-        assert descriptors() <= held + 4  # a socket each of two more graders
+        async with asyncio.timeout(120):  # those that were killed last may take a moment to be reaped
+            # A socket each of two more graders.
+            while len(graders()) > 3 or descriptors() > held + 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     wait_gone(gone)
     assert children() == set()
     assert descriptors() == before
@@ -369,8 +370,10 @@ async def test_pool_close_ends_and_refuses_groups():
     pool = GradingPool(FACTORS, timeout_seconds=60)
     await pool.start()
     groups = [asyncio.create_task(pool.score_group(PRIME, [FOREVER])) for _ in range(3)]
-    await asyncio.sleep(0.3)
-    pids = children()
+    async with asyncio.timeout(120):
+        # The fork server, and the grader.
+        while len(pids := children()) < 2:  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.05)
     assert len(pids) == 2
     async with asyncio.timeout(120):
         await pool.aclose()
@@ -446,8 +449,11 @@ def test_graders_die_with_parents(victim):
             assert parent.stdout is not None
             heir = int(parent.stdout.readline())
             time.sleep(0.3)
+            deadline = time.monotonic() + 120
+            while len(hanging := set().union(*map(children, children(parent.pid)))) < 2:
+                assert time.monotonic() < deadline, hanging
+                time.sleep(0.02)
             (server,) = {pid for pid in children(parent.pid) if children(pid)}
-            hanging = children(server)
             assert len(hanging) == 2
             assert all(map(alive, hanging))
             os.kill(server if victim == "fork server" else parent.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ CONTEXT = 32
 STEPS = 14
 KEY = "of-the-teacher"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def write_models(student: Path, teacher: Path) -> None:

@@ -30,7 +30,7 @@ from runs import (
 
 from scalerl_coordinator.leases import MAX_FAILURES
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 FIFTY_KILLS = {"coordinator": 17, "actor": 17, "trainer rank": 10, "server": 6}
 VERIFIER = "verifier"

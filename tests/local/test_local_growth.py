@@ -17,7 +17,7 @@ from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_l
 from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.replay import verify
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 STALENESS = 4
 MORE_STEPS = 6
@@ -99,14 +99,14 @@ def test_autoscaler_adds_a_generator_for_a_waiting_trainer(tmp_path: Path) -> No
     spec = hungry(counting(tmp_path / "counting.jsonl"))
     with start_run(tmp_path, spec) as run:
         run.until(lambda: run.step() >= 1, START_SECONDS, "a step")
-        run.until(lambda: grown(run), 180, "a second generator that is wanted")
+        run.until(lambda: grown(run), 400, "a second generator that is wanted")
         run.until(
             lambda: len(taken := delivered(run)) == 2 and min(taken.values()) > 0,
             240,
             "groups from both generators",
         )
         both, at = delivered(run), run.step()
-        run.until(lambda: run.step() >= at + MORE_STEPS, 120, "steps with two generators")
+        run.until(lambda: run.step() >= at + MORE_STEPS, 300, "steps with two generators")
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130, run.tail()
     assert_nothing_left(run.directory)
@@ -129,7 +129,7 @@ def test_autoscaler_adds_a_generator_for_a_waiting_trainer(tmp_path: Path) -> No
         [sys.executable, "-m", "scalerl_cli.main", "replay", str(run.directory)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from free_port import free_port
 
-START_SECONDS = 240.0
+START_SECONDS = 360.0
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def plain_server(model: Path, *, context_tokens: int, key: str, log: Path) -> It
     finally:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
-        server.wait(30)
+        server.wait(120)
 
 
 def _answers(url: str) -> bool:

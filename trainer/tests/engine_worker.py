@@ -291,7 +291,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, out = sys.argv[1], Path(sys.argv[2])
     rank = Rank.from_environment(os.environ)
-    scenarios = Scenarios(model, out, rank, init_process_group(rank, device="cpu", timeout_seconds=60))
+    scenarios = Scenarios(model, out, rank, init_process_group(rank, device="cpu", timeout_seconds=240))
     compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
     results: dict[str, Any] = {"compilers": compilers}
     for stage in range(4):

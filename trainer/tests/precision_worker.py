@@ -125,7 +125,7 @@ def noise(config: Any, checkpointing: bool, device: torch.device) -> tuple[float
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    device = init_process_group(Rank.from_environment(os.environ), device="cpu", timeout_seconds=60)
+    device = init_process_group(Rank.from_environment(os.environ), device="cpu", timeout_seconds=240)
     results: dict[str, Any] = {}
     for name, config in CONFIGS.items():
         torch.manual_seed(7)

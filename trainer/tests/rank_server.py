@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 device = init_process_group(
     Rank(given["rank"], given["world"], given["rank"], "127.0.0.1", given["port"]),
     device="cpu",
-    timeout_seconds=90,
+    timeout_seconds=240,
 )
 kept: dict[str, Engine] = {}
 

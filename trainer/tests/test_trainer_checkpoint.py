@@ -278,7 +278,7 @@ def test_sigkill_at_random_times_leaves_valid_checkpoint(tmp_path: Path, process
             time.sleep(0.005)
         time.sleep(generator.random() * 0.05)
         os.kill(writer.pid, signal.SIGKILL)
-        writer.join(10)
+        writer.join(120)
         store = CheckpointStore(paths, 2)
         store.remove_staged()
         newest = store.steps()[0]

@@ -361,7 +361,7 @@ def test_sigterm_writes_checkpoint_and_next_trainer_resumes(
     until(lambda: run.step() >= 3)
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer(30) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     step = run.step()
     assert run.checkpoints() == [step], "of the very step it was stopped at"
     run.reshape(replicas, zero_stage)
@@ -411,7 +411,7 @@ def test_sigterm_ends_rendezvous(new_run: Any, come: set[int], told: int) -> Non
         until(lambda listen=run.listens[rank]: answers(listen), what=f"rank {rank}")
     time.sleep(1.0)
     os.kill(run.ranks[told].pid, signal.SIGTERM)
-    assert run.wait_trainer(10) == [0] * len(come)
+    assert run.wait_trainer() == [0] * len(come)
 
 
 def test_sigterm_without_coordinator_keeps_last_checkpoint(new_run: Any) -> None:
@@ -459,7 +459,7 @@ def test_killed_mid_training_resumes_as_if_undisturbed(new_run: Any, stage: int)
             at = random.randint(5, 100)
             until(lambda: len(supervised(killed)) >= at, what=f"supervised step {at}")  # noqa: B023
             os.kill(killed.ranks[at % 2].pid, signal.SIGKILL)
-            killed.wait_trainer(30)
+            killed.wait_trainer()
             assert killed.checkpoints() == []
             killed.start_trainer()
         until(lambda: run.checkpoints() == [0], what="the end of mid-training")  # noqa: B023
@@ -485,7 +485,7 @@ def test_killed_mid_training_resumes_as_if_undisturbed(new_run: Any, stage: int)
 
     for rank in killed.ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert killed.wait_trainer(30) == [0, 0]
+    assert killed.wait_trainer() == [0, 0]
     killed.start_trainer()
     until(lambda: killed.log("trainer-0").count("registered: version 0") >= 2, what="the next start")
     assert killed.log("trainer-0").count("mid-training: 120 steps") == 1, "a finished one is not repeated"
@@ -497,7 +497,7 @@ def test_sigterm_in_mid_training_saves_it(new_run: Any) -> None:
     run.start_trainer()
     until(lambda: len(supervised(run)) >= 50, what="step 50")
     os.kill(run.ranks[1].pid, signal.SIGTERM)
-    assert run.wait_trainer(10) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     (saved,) = run.paths.mid_training.checkpoints.glob("step-*")
     assert int(saved.name[5:]) >= 50
     for rank in (0, 1):
@@ -524,7 +524,7 @@ def test_killed_rank_ends_others_and_training_resumes(new_run: Any, victim: int)
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 3)
     os.kill(run.ranks[victim].pid, signal.SIGKILL)
-    codes = run.wait_trainer(30)
+    codes = run.wait_trainer()
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 1
     run.start_trainer()
@@ -558,12 +558,12 @@ def test_trainer_killed_in_publish_loses_no_step(new_run: Any, victim: str, zero
     run.start_trainer()
     process = run.coordinator if victim == "coordinator" else run.ranks[int(victim[-1])]
     target.write_text(str(process.pid))
-    process.join(90)
+    process.join(120)
     assert process.exitcode == -signal.SIGKILL
     if victim == "coordinator":
         run.start_coordinator()
     else:
-        assert sorted(run.wait_trainer(30)) == [-signal.SIGKILL, 1]
+        assert sorted(run.wait_trainer()) == [-signal.SIGKILL, 1]
         run.start_trainer()
     assert run.wait_trainer() == [0, 0]
     status = run.status()
@@ -579,7 +579,7 @@ def test_interrupted_run_checkpoints_before_evaluation(new_run: Any) -> None:
     run.start(skip_held_out=True)
     until(lambda: run.step() >= 1)
     run.stop("interrupted")
-    assert run.wait_trainer(60) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     status = run.status()
     assert status is not None
     assert (status.phase, status.published_version) == (wire.Phase.FINISHED, 0)
@@ -591,7 +591,7 @@ def test_stopped_run_exports_last_model(new_run: Any) -> None:
     directory = run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 2)
     run.stop("enough")
-    assert run.wait_trainer(60) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     status = run.status()
     assert status is not None
     assert 2 <= status.step < 1000
@@ -649,7 +649,7 @@ def test_lost_checkpoints_do_not_restart_run(new_run: Any) -> None:
     assert run.wait_trainer() == [0, 0]
     shutil.rmtree(run.paths.checkpoints)
     run.start_trainer()
-    assert run.wait_trainer(60) == [2, 2]
+    assert run.wait_trainer() == [2, 2]
     assert "checkpoints-lost" in run.log("trainer-0")
     assert run.step() == 6
 
@@ -732,7 +732,7 @@ def test_kl_reference_is_the_warm_started_model(new_run: Any, stage: int) -> Non
     until(lambda: run.step() >= 3)
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer(30) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     stopped = run.step()
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
@@ -756,7 +756,7 @@ def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
     until(lambda: run.step() >= 3)
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer(30) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
     before, newest = run.checkpoints()
     file = run.paths.checkpoint(newest) / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
@@ -812,6 +812,6 @@ def test_bad_input_exits_with_2(new_run: Any) -> None:
     (run.paths.root / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.start_coordinator()
     run.start_trainer()
-    assert run.wait_trainer(60) == [2, 2]
+    assert run.wait_trainer() == [2, 2]
     assert "warmStart: " in run.log("trainer-0")
     assert "microBatchTokens" in run.log("trainer-0")

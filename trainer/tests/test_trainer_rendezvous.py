@@ -28,7 +28,7 @@ class Gathering:
     def _sleep(self, seconds: float) -> None:
         if threading.current_thread() is self.threads[0]:
             self.asleep.set()
-            assert self.look.wait(20)
+            assert self.look.wait(120)
         time.sleep(seconds)
 
     def come(self, rank: int) -> threading.Thread:
@@ -39,7 +39,7 @@ class Gathering:
     def _gather(self, rank: int) -> None:
         try:
             distributed._rendezvous(
-                Rank(rank, 3, 0, "127.0.0.1", self._port), 20.0, lambda: self.told[rank].is_set()
+                Rank(rank, 3, 0, "127.0.0.1", self._port), 120.0, lambda: self.told[rank].is_set()
             )
             self.outcome[rank] = "continues"
         except Stopped:
@@ -54,12 +54,12 @@ class Gathering:
 def test_rendezvous_late_rank_stops_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Gathering(monkeypatch)
     ranks.come(0)
-    assert ranks.asleep.wait(20)
+    assert ranks.asleep.wait(120)
     waits = ranks.come(1)
     time.sleep(0.3)
     ranks.told[1].set()
-    waits.join(20)
-    ranks.come(2).join(20)
+    waits.join(120)
+    ranks.come(2).join(120)
     ranks.end()
     assert ranks.outcome == dict.fromkeys(range(3), "stopped")
 
@@ -69,9 +69,9 @@ def test_rendezvous_stop_after_decision_proceeds(
 ) -> None:
     ranks = Gathering(monkeypatch)
     ranks.come(0)
-    assert ranks.asleep.wait(20)
+    assert ranks.asleep.wait(120)
     for late in (ranks.come(1), ranks.come(2)):
-        late.join(20)
+        late.join(120)
     ranks.told[0].set()
     ranks.end()
     assert ranks.outcome == dict.fromkeys(range(3), "continues")

@@ -84,7 +84,7 @@ def trainer(root: Path) -> None:
         with (root / "saved").open("a") as file:
             file.write("saved\n")
         return
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (root / "stop").exists() and time.monotonic() < deadline:
         time.sleep(0.01)  # a real one takes as long to start; whoever resumes takes the stop back meanwhile
     (root / "trainer-up").write_text(str(os.getpid()))

@@ -313,11 +313,11 @@ def test_compare_of_real_processes_resumes_after_sigterm(tmp_path: Path) -> None
     ) as first:
         until(first, lambda: steps("small-b-seed-7") >= 5)
         first.send_signal(signal.SIGTERM)
-        said, _ = first.communicate(timeout=60)
+        said, _ = first.communicate(timeout=200)
     assert first.returncode == 130, said
     assert "the same command resumes it" in said
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 2: small, seed 0: finished before" in done.stdout

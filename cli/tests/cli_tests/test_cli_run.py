@@ -87,7 +87,7 @@ class Shell:
         path = self.directory / "step"
         return int(path.read_text()) if path.exists() else 0
 
-    def finish(self, seconds: float = 30.0) -> int:
+    def finish(self, seconds: float = 120.0) -> int:
         return self.process.wait(seconds)
 
     def left(self) -> list[int]:
@@ -173,7 +173,7 @@ def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert run.process.poll() is None
         run.process.send_signal(signal.SIGINT)
-        assert run.finish(30) == 130
+        assert run.finish() == 130
         assert run.left() == []
 
 

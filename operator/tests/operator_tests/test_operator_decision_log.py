@@ -373,7 +373,7 @@ async def test_closing_waits_for_a_write_whose_caller_has_left(
     monkeypatch.setattr(os, "pwrite", slow)
     decision = decide(RULES, seen, History())
     task = asyncio.create_task(record.append("autoscale", RULES, points, seen, decision))
-    await asyncio.to_thread(writing.wait, 10)
+    assert await asyncio.to_thread(writing.wait, 120)
     task.cancel()
     record.close()
     assert len(verify(path.read_bytes())[0]) == 1
