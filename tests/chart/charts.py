@@ -28,7 +28,7 @@ def render(helm: str, *options: str, chart: Path = CHART, release: str = RELEASE
             *(helm, "template", release, str(chart), "--namespace", NAMESPACE),
             *("--kube-version", KUBE_VERSION, *options),
         ],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     if done.returncode != 0:
         raise HelmError(done.stderr)

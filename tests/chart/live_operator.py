@@ -4,6 +4,7 @@ environment, account and role."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -41,8 +42,8 @@ def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str])
     return found
 
 
-def as_account(cluster: Cluster, namespace: str, account: str, into: Path) -> Path:
-    """A kubeconfig with a token of a service account, as its pods have."""
+def as_account(cluster: Cluster, namespace: str, account: str, into: Path, *where: str) -> Path:
+    """A kubeconfig with a token of a service account, as its pods have, once it may list the runs ``where``."""
     config = yaml.safe_load(cluster.kubeconfig.read_text())
     token = cluster.kubectl("create", "token", account, "-n", namespace, "--duration=1h").strip()
     (user,) = config["users"]
@@ -50,6 +51,22 @@ def as_account(cluster: Cluster, namespace: str, account: str, into: Path) -> Pa
     path = into / "kubeconfig"
     path.write_text(yaml.safe_dump(config))
     path.chmod(0o600)
+    own = dataclasses.replace(cluster, kubeconfig=path)
+
+    def served() -> bool:
+        """The definition is served, and the roles count, a moment after they are written."""
+        try:
+            own.kubectl("get", "scalerlruns.scalerl.dev", *(where or ("-A",)))
+            own.kubectl(
+                "auth", "can-i", "update", f"leases.coordination.k8s.io/{account}-leader", "-n", namespace
+            )
+        except RuntimeError as error:
+            refused[:] = [str(error)]
+            return False
+        return True
+
+    refused: list[str] = []
+    until(served, 120, lambda: refused[-1])
     return path
 
 

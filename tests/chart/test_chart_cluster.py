@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from charts import NAMESPACE, RELEASE, VALUES, HelmError, Object, render
+from live_operator import until
 from queries import CHART, ROOT
 from releases import CRD, Helm, chart_before, older_chart
 from schemas import write_schemas
-from testcluster import KubectlError
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -60,19 +60,6 @@ def release(helm: str, control_plane: Cluster, namespace: str) -> Iterator[Helm]
     control_plane.kubectl("delete", "crd", RUNS, "--ignore-not-found", "--wait=true")
 
 
-def apply_once_served(cluster: Cluster, obj: Object, namespace: str) -> None:
-    """A definition that is new, or comes back, is served a moment after it is there."""
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            cluster.apply(obj, namespace=namespace)
-            return
-        except KubectlError as error:
-            if "no matches for kind" not in str(error) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.5)
-
-
 @pytest.mark.parametrize("name", VALUES)
 def test_an_api_server_takes_every_object_as_it_is(control_plane, helm, name):
     objects = rendered(helm, name)
@@ -95,20 +82,7 @@ def test_the_prometheus_operator_understands_what_is_for_it(control_plane, helm,
     control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     files = [word for path in prometheus_operator_crds for word in ("-f", str(path))]
     control_plane.kubectl("apply", "--server-side", *files)
-    names = [f"{p.stem.split('_')[1]}.{OF_THE_PROMETHEUS_OPERATOR}" for p in prometheus_operator_crds]
-    for last in (
-        False,
-        False,
-        True,
-    ):  # a definition that is new has no conditions yet, which kubectl takes for an error
-        try:
-            control_plane.kubectl("wait", "crd", *names, "--for=condition=Established", "--timeout=180s")
-            break
-        except KubectlError:
-            if last:
-                raise
-            time.sleep(1)
-    control_plane.kubectl(
+    control_plane.once_served(
         "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-",
         stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
     )  # fmt: skip
@@ -131,7 +105,7 @@ def test_kubeconform_finds_nothing_unknown(control_plane, helm, kubeconform, nam
 
 
 def test_pods_are_admitted_under_restricted_pod_security(control_plane, release):
-    notes = release("install", RELEASE, str(CHART), "--wait", "--timeout", "60s")
+    notes = release("install", RELEASE, str(CHART), "--wait", "--timeout", "300s")
     assert "manages the runs in all namespaces" in notes
     assert f"helm -n {release.namespace} test {RELEASE}" in notes
     pods = control_plane.get("pods", "-n", release.namespace, "-l", "app.kubernetes.io/component=operator")
@@ -172,7 +146,8 @@ def test_the_operator_can_do_no_more_than_it_should(control_plane, release):
     ):  # fmt: skip
         assert not may(verb, what, "-n", "default"), (verb, what)
     assert not may("get", "leases.coordination.k8s.io/another", "-n", release.namespace)
-    assert may("update", f"leases.coordination.k8s.io/{RELEASE}-leader", "-n", release.namespace)
+    lease = f"leases.coordination.k8s.io/{RELEASE}-leader"
+    until(lambda: may("update", lease, "-n", release.namespace), 120, lambda: f"update {lease}")
     assert not may("get", f"leases.coordination.k8s.io/{RELEASE}-leader", "-n", "default")
 
 
@@ -186,6 +161,11 @@ def live(cluster: Cluster, namespace: str) -> Object:
     return cluster.get(RUNS, RUN["metadata"]["name"], "-n", namespace)
 
 
+def keeps_ttl(cluster: Cluster, namespace: str) -> bool:
+    """Whether the newer schema is served, which is a moment after it is written."""
+    return with_ttl(cluster, namespace)["spec"].get("ttlSecondsAfterFinished") == 60
+
+
 def with_ttl(cluster: Cluster, namespace: str) -> Object:
     """The run after an attempt to give it a field that only the newer schema has."""
     patch = json.dumps({"spec": {"ttlSecondsAfterFinished": 60}})
@@ -196,7 +176,7 @@ def with_ttl(cluster: Cluster, namespace: str) -> Object:
 def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
     older, here = older_chart(tmp_path, before_ttl), release.namespace
     release("install", RELEASE, str(older))
-    apply_once_served(control_plane, RUN, here)
+    control_plane.apply(RUN, namespace=here)
     first = live(control_plane, here)
     assert "ttlSecondsAfterFinished" not in with_ttl(control_plane, here)["spec"]
 
@@ -208,12 +188,16 @@ def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
         first["metadata"]["generation"],
     )
     assert first["spec"].items() <= upgraded["spec"].items()
-    assert with_ttl(control_plane, here)["spec"]["ttlSecondsAfterFinished"] == 60
+    until(lambda: keeps_ttl(control_plane, here), 120, lambda: str(live(control_plane, here)["spec"]))
 
     release("rollback", RELEASE, "1")
     back = live(control_plane, here)
     assert back["metadata"]["uid"] == first["metadata"]["uid"]
-    assert "ttlSecondsAfterFinished" not in back["spec"]
+    until(
+        lambda: "ttlSecondsAfterFinished" not in live(control_plane, here)["spec"],
+        120,
+        lambda: str(back["spec"]),
+    )
 
 
 def test_documented_upgrade_keeps_set_values_and_adds_new_defaults(control_plane, release, tmp_path):
@@ -238,13 +222,13 @@ def test_documented_upgrade_keeps_set_values_and_adds_new_defaults(control_plane
 def test_runs_survive_uninstall_and_are_adopted_by_a_newer_release(control_plane, release, tmp_path):
     here = release.namespace
     release("install", RELEASE, str(older_chart(tmp_path, before_ttl)))
-    apply_once_served(control_plane, RUN, here)
+    control_plane.apply(RUN, namespace=here)
     uid = live(control_plane, here)["metadata"]["uid"]
     release("uninstall", RELEASE)
     assert live(control_plane, here)["metadata"]["uid"] == uid
     release("install", RELEASE, str(CHART))
     assert live(control_plane, here)["metadata"]["uid"] == uid
-    assert with_ttl(control_plane, here)["spec"]["ttlSecondsAfterFinished"] == 60
+    until(lambda: keeps_ttl(control_plane, here), 120, lambda: str(live(control_plane, here)["spec"]))
 
 
 def test_foreign_crd_is_unchanged_until_ownership_is_transferred(control_plane, release):
@@ -275,13 +259,9 @@ def test_who_may_edit_a_namespace_may_edit_its_runs(control_plane, release):
         return done.stdout.strip() == "yes"
 
     # Aggregation is a controller's work, and takes a moment.
-    for _ in range(300):
-        if may("ada", "create") and may("bob", "list"):
-            break
-    assert may("ada", "create")
+    until(lambda: may("ada", "create") and may("bob", "list"), 120, lambda: "create by ada, list by bob")
     assert may("ada", "patch", "--subresource=scale")
     assert not may("ada", "patch", "--subresource=status")
-    assert may("bob", "list")
     assert not may("bob", "create")
     assert not may("eve", "list")
 
@@ -291,7 +271,7 @@ def test_documented_commands_work(control_plane, release):
     assert "helm install scalerl charts/scalerl" in page
     release("install", RELEASE, str(CHART), "--set", "images.registry=registry.example.com/team")
     assert Path(CHART).name == "scalerl"
-    apply_once_served(control_plane, RUN, release.namespace)
+    control_plane.apply(RUN, namespace=release.namespace)
     name = RUN["metadata"]["name"]
     control_plane.kubectl("scale", "scalerlrun", name, "--replicas", "3", "-n", release.namespace)
     assert live(control_plane, release.namespace)["spec"]["generator"]["replicas"] == 3
@@ -299,4 +279,4 @@ def test_documented_commands_work(control_plane, release):
     control_plane.kubectl(
         "patch", "scalerlrun", name, "--type", "merge", "-p", suspend, "-n", release.namespace
     )
-    assert "suspend" in control_plane.kubectl("explain", "scalerlrun.spec", "--recursive")
+    assert "suspend" in control_plane.once_served("explain", "scalerlrun.spec", "--recursive")

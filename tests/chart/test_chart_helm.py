@@ -25,7 +25,7 @@ def test_it_renders_as_it_did(helm, name):
 def test_helm_finds_nothing_to_complain_about(helm, name):
     done = subprocess.run(
         [helm, "lint", "--strict", "--kube-version", KUBE_VERSION, str(CHART), "--values", str(VALUES[name])],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 
@@ -223,7 +223,7 @@ def test_two_releases_share_no_name_of_the_cluster(helm):
     def global_names(release: str, namespace: str) -> set[tuple[str, str]]:
         done = subprocess.run(
             [helm, "template", release, str(CHART), "-n", namespace, "--kube-version", KUBE_VERSION, "--set", "crds.enabled=false"],
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, timeout=200, check=True,
         )  # fmt: skip
         objects = [obj for obj in yaml.safe_load_all(done.stdout) if obj]
         return {(o["kind"], o["metadata"]["name"]) for o in objects if "namespace" not in o["metadata"]}

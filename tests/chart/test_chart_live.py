@@ -29,6 +29,7 @@ VALUES = {
     "cluster-wide": [],
     "namespaced": ["--set", "watchNamespaces={research}", "--set", "rbac.aggregateToUsers=false"],
 }
+RUNS_IN = {"cluster-wide": ["-A"], "namespaced": ["-n", "research"]}
 
 
 @pytest.fixture(params=VALUES)
@@ -43,7 +44,7 @@ def live(
     # No replica of its own: its pods run nothing here.
     release("install", RELEASE, str(CHART), "--set", "replicas=0", *values)
     (deployment,) = (obj for obj in render(helm, *values) if obj["kind"] == "Deployment")
-    kubeconfig = as_account(control_plane, NAMESPACE, RELEASE, tmp_path)
+    kubeconfig = as_account(control_plane, NAMESPACE, RELEASE, tmp_path, *RUNS_IN[request.param])
     try:
         with operator(deployment, kubeconfig, NAMESPACE, tmp_path / "log", SCALERL_SIDECAR_URL="") as made:
             yield made

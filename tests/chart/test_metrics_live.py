@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.cluster, pytest.mark.local, pytest.mark.timeout(900)]
 RUNS = "scalerlruns.scalerl.dev"
-RUN, HERE = "small", "research"
+RUN, HERE = "small", "measured"
 STEPS = 12
 WINDOW = "5m"
 START_SECONDS = 420.0

@@ -37,7 +37,7 @@ def test_generated_tables_are_current():
         [sys.executable, str(ROOT / "docs" / "tables.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
 

@@ -30,7 +30,7 @@ INTEGRATIONS = ("batch/job", "pod", "deployment", "statefulset")
 _NAMESPACE, _SERVICE = "kueue-system", "kueue-webhook-service"
 _CERTIFICATE = "kueue-webhook-server-cert"
 _LEFT_OUT = ("Deployment", "APIService", "Service")
-_UP_SECONDS = 90.0
+_UP_SECONDS = 300.0
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Replica:
         return text.removesuffix(" leads\n") if code == 200 and text.endswith(" leads\n") else None
 
 
-async def leader(among: list[Replica], seconds: float = 40.0) -> Replica:
+async def leader(among: list[Replica], seconds: float = 120.0) -> Replica:
     """The one that says that it leads."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ async def leader(among: list[Replica], seconds: float = 40.0) -> Replica:
     raise AssertionError(f"nobody leads: {[(each.identity, each.said) for each in among]}")
 
 
-async def follow(among: list[Replica], first: Replica, seconds: float = 40.0) -> None:
+async def follow(among: list[Replica], first: Replica, seconds: float = 120.0) -> None:
     """Wait until all of them say that ``first`` leads."""
     deadline = time.monotonic() + seconds
     for each in among:

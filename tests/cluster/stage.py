@@ -201,6 +201,11 @@ class Stage:
         pollers = self.reconciler.coordinators
         await asyncio.gather(*(pollers.ask(uid) for uid in pollers._pollers))
 
+    async def account(self) -> None:
+        """Wait for the service account of the namespace, which a controller makes: without it a pod is refused."""
+        words = ("wait", "serviceaccount/default", "-n", self.namespace, "--for=create", "--timeout=180s")
+        await asyncio.to_thread(self.kubectl, *words)
+
     async def watch(self) -> None:
         """What the watches would have brought."""
         for kind in WATCHED:

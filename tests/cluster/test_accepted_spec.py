@@ -113,5 +113,6 @@ async def test_of_a_run_that_was_never_accepted_nothing_is_made(there: Stage) ->
     run = await there.looks(lambda r: bool(condition(r, "Accepted")), times=1)
     assert condition(run, "Accepted") == "SpecInvalid"
     assert "continues" not in accepted(run)["message"]
-    assert [c["metadata"]["name"] for c in await there.all("ConfigMap")] == ["kube-root-ca.crt"]
+    # A controller makes that one in every namespace, sooner or later.
+    assert {c["metadata"]["name"] for c in await there.all("ConfigMap")} <= {"kube-root-ca.crt"}
     assert "acceptedSpec" not in run["status"]

@@ -77,6 +77,7 @@ async def test_coordinator_pod_without_labels_is_recreated(there: Stage, only: t
 async def test_foreign_pod_of_same_name_is_unchanged(there: Stage) -> None:
     container = {"name": "theirs", "image": "theirs:1"}
     pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}
+    await there.account()
     await there.create(pod | {"metadata": {"name": f"{NAME}-coordinator-0"}})
     await there.create(tiny())
     await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
@@ -150,7 +151,7 @@ async def test_job_labels_refused_by_admission_fail_no_reconcile(there: Stage) -
     there.kubectl("delete", "validatingadmissionpolicybinding", policy)
     await there.edit("ScaleRLRun", NAME, labels)
     there.now += 600.0
-    for _ in range(20):
+    for _ in range(240):
         await there.look()
         job = await there.get("Job", f"{NAME}-trainer-1")
         assert job is not None

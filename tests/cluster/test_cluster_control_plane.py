@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -73,8 +75,11 @@ def test_controllers_work_and_what_an_owner_leaves_is_collected(control_plane: C
 
 def test_the_api_server_can_be_taken_away_and_comes_back_with_what_it_knew(control_plane: Cluster) -> None:
     control_plane.kubectl("create", "namespace", "kept")
+    server = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
     with control_plane.without("kube-apiserver"):
         assert "kube-apiserver" not in control_plane.programs()
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(("127.0.0.1", int(server.rpartition(":")[2])))
         with pytest.raises(KubectlError, match="refused"):
             control_plane.kubectl("get", "namespaces")
     for _ in range(1200):
@@ -92,6 +97,7 @@ def test_two_at_once_know_nothing_of_each_other_and_leave_nothing(
     root = tmp_path / "second"
     with start_control_plane(root, unreal_nodes=2) as second:
         second.kubectl("create", "namespace", "alone")
+        second.kubectl("wait", "serviceaccount/default", "-n", "alone", "--for=create", "--timeout=180s")
         second.kubectl("run", "pod", "--image=none", "-n", "alone")
         second.kubectl("wait", "pod/pod", "-n", "alone", "--for=condition=Ready", "--timeout=180s")
         with pytest.raises(KubectlError, match="NotFound"):

@@ -100,7 +100,7 @@ def test_a_restricted_pod_imports_what_its_role_needs(
     name = f"pod/image-{role}"
     try:
         cluster.kubectl(
-            "wait", name, "--for=jsonpath={.status.phase}=Succeeded", "--timeout=180s", seconds=190
+            "wait", name, "--for=jsonpath={.status.phase}=Succeeded", "--timeout=900s", seconds=950
         )
         said = json.loads(cluster.kubectl("logs", name).splitlines()[-1])
     except Exception as error:

@@ -104,7 +104,7 @@ def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cl
                 "met",
             ]
     finally:
-        cluster.kubectl("delete", "namespace", NAMESPACE, seconds=90)
+        cluster.kubectl("delete", "namespace", NAMESPACE)
 
 
 def test_commands_run_in_pods_and_their_ends_are_seen(cluster: Cluster) -> None:

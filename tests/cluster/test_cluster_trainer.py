@@ -19,7 +19,7 @@ RANK = """
 import datetime, os, sys, torch, torch.distributed as dist
 from scalerl_trainer.engine.distributed import Rank, init_process_group
 rank = Rank.from_environment(os.environ)
-init_process_group(rank, device="cpu", timeout_seconds=120)
+init_process_group(rank, device="cpu", timeout_seconds=600)
 total = torch.tensor([rank.rank])
 dist.all_reduce(total)
 memory = os.statvfs("/dev/shm")
@@ -88,7 +88,7 @@ def test_ranks_of_two_pods_meet_and_the_pod_exits_as_its_failed_rank(
 
     found: dict[str, Any] = {}
     try:
-        until(ended, 600, "the end of the second pod")
+        until(ended, 1500, "the end of the second pod")
         log = cluster.kubectl("logs", found["pod"], "-n", NAMESPACE)
         assert found["exitCode"] == 3, log
         last = found["message"].splitlines()[-1]

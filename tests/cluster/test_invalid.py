@@ -83,10 +83,21 @@ def install(api: client.ApiClient, definition: Object | None = None) -> None:
         status = extensions.read_custom_resource_definition(name).status
         conditions = {c.type: c for c in (status.conditions if status and status.conditions else [])}
         assert "NonStructuralSchema" not in conditions, conditions["NonStructuralSchema"].message
-        if "Established" in conditions and conditions["Established"].status == "True":
+        if "Established" in conditions and conditions["Established"].status == "True" and _served(api):
             return
         time.sleep(0.2)
-    raise TimeoutError(f"{name}: not established within {ESTABLISHED_SECONDS:.0f} s")
+    raise TimeoutError(f"{name}: not served within {ESTABLISHED_SECONDS:.0f} s")
+
+
+def _served(api: client.ApiClient) -> bool:
+    """Whether runs are served: a moment after their definition is established."""
+    try:
+        client.CustomObjectsApi(api).list_cluster_custom_object(GROUP, VERSION, PLURAL, limit=1)
+    except ApiException as error:
+        if error.status == 404:
+            return False
+        raise
+    return True
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 from stage import Stage, condition, tiny
+from testcluster import KubectlError
 
 from scalerl_operator.controller.diagnosis import ASK_QUEUE_SECONDS
 from scalerl_operator.names import QUEUE
@@ -47,10 +49,15 @@ async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, 
     run["metadata"]["labels"] = {QUEUE: "team"}
     await kubectl("apply", "-f", "-", manifest=definition)
     try:
-        await kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=180s")
+        path = f"/apis/{GROUP}/{version}/namespaces/{there.namespace}/{PLURAL}"
+        for _ in range(240):  # it is served a moment after it is there
+            with contextlib.suppress(KubectlError):
+                await kubectl("get", "--raw", path)
+                break
+            await asyncio.sleep(0.5)
         await there.create(run)
         await there.looks(lambda r: condition(r, "Admitted") == "QueueNotFound", times=3)
-        await kubectl("apply", "-n", there.namespace, "-f", "-", manifest=queue)
+        await kubectl("create", "--raw", path, "-f", "-", manifest=queue)
         there.now += ASK_QUEUE_SECONDS + 1.0
         await there.looks(lambda r: condition(r, "Admitted") not in ("", "QueueNotFound"), times=3)
     finally:

@@ -193,7 +193,9 @@ async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> 
     }
     there_kubectl = yaml.safe_dump(quota)
     await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=there_kubectl)
-    await asyncio.sleep(0.5)
+    # Only a quota that has been counted refuses a pod.
+    words = ("wait", "-n", there.namespace, "resourcequota/q", "--timeout=180s")
+    await asyncio.to_thread(there.kubectl, *words, "--for=jsonpath={.status.used}")
     await there.create(tiny())
     await there.looks(phase("Preparing"))
     there.now = 20.0

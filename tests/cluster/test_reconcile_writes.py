@@ -341,7 +341,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
     """Also while the repair is withheld; other objects are applied meanwhile."""
 
     async def until(*, refused: bool) -> None:
-        for _ in range(300):
+        for _ in range(1200):
             try:
                 await there.edit("Service", "tiny-addition-coordinator", {"metadata": {"labels": {"a": "b"}}})
                 found = False

@@ -65,6 +65,7 @@ async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
         on_status=lambda key, status: steps.__setitem__(key, status.step if status else None),
         wake=queue.wake,
     )
+    await there.account()
     async with silent.serving():
         for n in range(UNREACHABLE):
             await with_coordinator(there, f"silent-{n}", silent.address)

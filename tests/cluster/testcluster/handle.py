@@ -16,6 +16,14 @@ from typing import Any
 from testcluster.layout import Layout
 
 _ANSWER_SECONDS = 30.0
+_SERVED_SECONDS = 120.0
+_NOT_SERVED = (
+    "no matches for kind",
+    "could not find the requested resource",
+    "doesn't have a resource type",
+    "couldn't find resource for",
+    "not found in OpenAPI schema",
+)
 
 
 class KubectlError(RuntimeError):
@@ -59,15 +67,29 @@ class Cluster:
             )
         return done.stdout
 
+    def once_served(self, *words: str | Path, stdin: str | None = None) -> str:
+        """:meth:`kubectl`, repeated while the kind that it asks for is not served.
+
+        A definition that is new, or comes back, is served a moment after it is there.
+        """
+        end = time.monotonic() + _SERVED_SECONDS
+        while True:
+            try:
+                return self.kubectl(*words, stdin=stdin)
+            except KubectlError as error:
+                if time.monotonic() > end or not any(text in str(error) for text in _NOT_SERVED):
+                    raise
+            time.sleep(0.5)
+
     def get(self, *words: str, seconds: float = 200.0) -> dict[str, Any]:
         """``kubectl get WORDS -o json``, read."""
         return json.loads(self.kubectl("get", *words, "-o", "json", seconds=seconds))
 
     def apply(self, *objects: dict[str, Any], namespace: str | None = None) -> None:
-        """``kubectl apply`` of objects."""
+        """``kubectl apply`` of objects, once their kinds are served."""
         manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         where = () if namespace is None else ("-n", namespace)
-        self.kubectl("apply", *where, "-f", "-", stdin=manifest)
+        self.once_served("apply", *where, "-f", "-", stdin=manifest)
 
     def load_image(self, archive: Path) -> None:
         """Give the nodes the images of an archive (docker or OCI), under the names inside it."""

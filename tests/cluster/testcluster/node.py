@@ -47,7 +47,7 @@ def runtime(kube: Path, layout: Layout, images: Path) -> list[Step]:
     return [
         Start("containerd", argv("containerd", config=layout.config("containerd.toml"))),
         Wait("containerd", path=str(socket)),
-        Wait("containerd", argv=argv(kube, "sandboxes", socket), seconds=60),
+        Wait("containerd", argv=argv(kube, "sandboxes", socket)),
     ]
 
 
@@ -95,7 +95,6 @@ def agents(kube: Path, coredns: Path, layout: Layout) -> list[Step]:
             argv=argv(
                 kube, "kubectl", "wait", "node", NODE, "--for=condition=Ready", timeout="5s", kubeconfig=admin
             ),
-            seconds=90,
         ),
         Wait("coredns", url="http://127.0.0.1:8181/ready"),
     ]

@@ -121,7 +121,7 @@ def load_basic_images(cluster: Cluster) -> None:
 
 def _libraries(program: Path) -> Iterator[Path]:
     """What a program is linked with, its loader too."""
-    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True, timeout=10).stdout
+    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True, timeout=120).stdout
     for line in said.splitlines():
         yield from (Path(word) for word in line.split() if word.startswith("/"))
 
@@ -132,7 +132,7 @@ def busybox_archive(name: str, command: list[str]) -> bytes:
     A static busybox crashes when it looks a name up, in `wget` as in `nc`; bash's ``/dev/tcp/HOST/PORT`` works.
     """
     busybox, bash = Path("/bin/busybox"), Path("/bin/bash")
-    applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True, timeout=10)
+    applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True, timeout=120)
     users = f"root:x:0:0::/:/bin/sh\nuser:x:{NOT_ROOT}:{NOT_ROOT}::/tmp:/bin/sh\n"
     files = io.BytesIO()
     with tarfile.open(fileobj=files, mode="w") as tar:

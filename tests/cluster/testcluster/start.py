@@ -24,9 +24,9 @@ from testcluster.processes import die_with_parent
 from testcluster.steps import Plan, Step
 
 PACKAGE = Path(__file__).resolve().parent
-_UP_SECONDS = 180.0
+_UP_SECONDS = 360.0
 _DOWN_SECONDS = 150.0
-_LEFTOVER_SECONDS = 10.0
+_LEFTOVER_SECONDS = 60.0
 _PIDFILE = "pid"
 _PREFIX = "scalerl-test-cluster-"
 _OWN = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
@@ -54,7 +54,8 @@ def start_control_plane(
     kube = tools.tool("kube")
     layout = _new(root)
     with contextlib.ExitStack() as held:
-        ports = Ports(*(held.enter_context(_reserved()) for _ in range(3)))
+        holders = [held.enter_context(_reserved()) for _ in range(3)]
+        ports = Ports(*(holder.getsockname()[1] for holder in holders))
         server = f"https://127.0.0.1:{ports.api}"
         _write_identities(kube, layout, server)
         steps: list[Step] = [
@@ -64,7 +65,9 @@ def start_control_plane(
         if unreal_nodes:
             steps += controlplane.scheduler(kube, layout)
             steps += controlplane.unreal_nodes(kube, layout, unreal_nodes)
-        _bring_up(layout, Plan(tuple(steps), ca=str(layout.pki / "ca.crt")), [], die_with_caller)
+        plan = Plan(tuple(steps), ca=str(layout.pki / "ca.crt"))
+        # The supervisor holds the ports as long as it lives: a program that is killed finds its own when it starts again.
+        _bring_up(layout, plan, [], die_with_caller, None, *(holder.fileno() for holder in holders))
     return Cluster(layout.kubeconfig, tools.kubectl(), layout, ender=lambda: end(layout), pods_run=False)
 
 
@@ -152,7 +155,7 @@ def end(layout: Layout) -> None:
             asked = False
         if not _gone(pid, layout, _DOWN_SECONDS if asked else 0.01):
             os.kill(pid, signal.SIGKILL)  # takes its namespaces, or its programs, with it
-            if not _gone(pid, layout, 10):
+            if not _gone(pid, layout, _LEFTOVER_SECONDS):
                 raise ClusterError(f"process {pid} of the cluster in {layout.root} does not end")
     if f" {layout.root}/" in Path("/proc/self/mountinfo").read_text():
         raise ClusterError(
@@ -210,7 +213,7 @@ def _sweep() -> None:
 
 def _write_identities(kube: Path, layout: Layout, server: str) -> None:
     names = controlplane.certificate_names()
-    subprocess.run([kube, "pki", layout.pki, *names], check=True, timeout=30)
+    subprocess.run([kube, "pki", layout.pki, *names], check=True, timeout=200)
     for part in (
         "admin",
         "coredns",
@@ -225,12 +228,12 @@ def _write_identities(kube: Path, layout: Layout, server: str) -> None:
 
 
 @contextlib.contextmanager
-def _reserved() -> Iterator[int]:
-    """A free port that stays free until the program that was told of it listens: both share it for that long."""
+def _reserved() -> Iterator[socket.socket]:
+    """Holds a free port, for a program that shares it: nobody else gets the port as long as this socket is open."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+        yield holder
 
 
 def _only_one(images: Path) -> IO[str]:

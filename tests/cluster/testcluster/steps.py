@@ -13,7 +13,7 @@ class Run:
     """Run a program to its end."""
 
     argv: tuple[str, ...]
-    seconds: float = 30.0
+    seconds: float = 120.0
     do: str = "run"
 
 
@@ -34,7 +34,7 @@ class Wait:
     url: str = ""
     path: str = ""
     argv: tuple[str, ...] = ()
-    seconds: float = 60.0
+    seconds: float = 180.0
     do: str = "wait"
 
 
