@@ -44,6 +44,25 @@ def test_summarize_breaks_the_reward_down_by_label():
     ]
 
 
+def test_summarize_breaks_pass_at_k_down_by_label():
+    """Of four samples, 0 or 1 passed: pass@2 is 1 − C(3, 2) / C(4, 2) = 1/2 where one did."""
+    results = {
+        0: PromptResult("a", 1.0, 4, 40, 0, False, passed=1, labels={"operations": "9"}),
+        1: PromptResult("a", 0.0, 4, 40, 0, False, passed=0, labels={"operations": "9"}),
+        2: PromptResult("a", 1.0, 4, 40, 0, False, passed=1, labels={"operations": "10"}),
+    }
+    point = summarize(Evaluation(8, 1234, [], results, 3), "held-out", "digest", 10.0, 30.0)
+    nine, ten = point.by_label
+    assert [(at.k, at.mean) for at in nine.pass_at] == [(2, 0.25), (4, 0.5)]
+    assert [(at.k, at.mean) for at in ten.pass_at] == [(2, 0.5), (4, 1.0)]
+    head, row, _ = labels_csv([point, POINT]).splitlines()
+    assert head.endswith(
+        "prompts,pass_at_2,pass_at_2_low,pass_at_2_high,pass_at_4,pass_at_4_low,pass_at_4_high"
+    )
+    assert row.split(",")[4:8] == ["9", "0.125", "2", "0.25"]
+    assert nine.pass_at[0].low < 0.25 < nine.pass_at[0].high
+
+
 def test_rare_values_of_a_label_are_folded_and_counted():
     labels = [{"topic": f"t{n % 40}"} for n in range(60)]
     folded = fold_labels(labels)

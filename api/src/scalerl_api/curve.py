@@ -44,9 +44,8 @@ def curve_csv(points: Iterable[EvaluationPoint]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     points = list(points)
     parts = sorted({name for p in points for name in p.parts})
-    ks = sorted({at.k for p in points for at in p.pass_at})
     further = [PART_COLUMN + name for name in parts]
-    further += [f"pass_at_{k}{limit}" for k in ks for limit in ("", "_low", "_high")]
+    further += _pass_columns(at for p in points for at in p.pass_at)
     writer.writerow((*CURVE_COLUMNS, *further))
     for p in points:
         writer.writerow(
@@ -75,15 +74,24 @@ LABEL_COLUMNS: Final = ("set", "version", "compute", "label", "value", "reward",
 
 def labels_csv(points: Iterable[EvaluationPoint]) -> str:
     """The breakdown of ``points`` by label, a table of its own: the values come from the data, and would change the header of
-    a wider one."""
+    a wider one. pass@k has columns as in :func:`curve_csv`."""
     text = io.StringIO()
+    points = list(points)
+    further = _pass_columns(at for p in points for one in p.by_label for at in one.pass_at)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(LABEL_COLUMNS)
+    writer.writerow((*LABEL_COLUMNS, *further))
     for p in points:
         for one in p.by_label:
-            writer.writerow(
-                (p.set_name, p.version, p.work_tokens, one.label, one.value, repr(one.reward), one.prompts)
+            known = (
+                p.set_name,
+                p.version,
+                p.work_tokens,
+                one.label,
+                one.value,
+                repr(one.reward),
+                one.prompts,
             )
+            writer.writerow((*known, *map(_pass_cells(one.pass_at).get, further)))
     return text.getvalue()
 
 
@@ -154,8 +162,19 @@ def curve_points(text: str) -> list[EvaluationPoint]:
 
 
 def _further(point: EvaluationPoint) -> dict[str, str]:
-    cells = {PART_COLUMN + name: repr(value) for name, value in point.parts.items()}
-    for at in point.pass_at:
+    return {PART_COLUMN + name: repr(value) for name, value in point.parts.items()} | _pass_cells(
+        point.pass_at
+    )
+
+
+def _pass_columns(all_estimates: Iterable[PassAt]) -> list[str]:
+    ks = sorted({at.k for at in all_estimates})
+    return [f"pass_at_{k}{limit}" for k in ks for limit in ("", "_low", "_high")]
+
+
+def _pass_cells(pass_at: Iterable[PassAt]) -> dict[str, str]:
+    cells: dict[str, str] = {}
+    for at in pass_at:
         name = f"pass_at_{at.k}"
         cells |= {name: repr(at.mean), f"{name}_low": repr(at.low), f"{name}_high": repr(at.high)}
     return cells

@@ -114,6 +114,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.curves.plan import run_plan
 
             return run_plan(arguments)
+        if arguments.command == "report":
+            from scalerl_cli.curves.label_report import run_report
+
+            return run_report(arguments)
         if arguments.command == "export":
             from scalerl_cli.export import export
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from scalerl_api.curve import MAX_LABEL_VALUES, OTHER_VALUES, is_number, label_order
-from scalerl_api.wire import EvaluationPoint, LabelMean, Split
+from scalerl_api.wire import EvaluationPoint, LabelMean, PassAt, Split
 from scalerl_coordinator.pass_at_k import pass_at_k, tries
 
 
@@ -88,6 +88,8 @@ def summarize(
     spread = math.fsum((m - reward) ** 2 for m in means)
     samples = sum(r.samples for r in results)
     sampled = max(1, sum(r.samples for r in results if not r.given_up))
+    # A journal of an earlier release does not say how many passed.
+    ks = tries(min(r.samples for r in results)) if min(r.passed for r in results) >= 0 else []
     return EvaluationPoint(
         version=evaluation.version,
         work_tokens=evaluation.work_tokens,
@@ -105,17 +107,12 @@ def summarize(
         task=evaluation.task,
         split=evaluation.split,
         set_name=set_name,
-        by_label=_by_label(results),
+        by_label=_by_label(results, ks),
         parts={
             name: math.fsum(r.part_sums.get(name, 0.0) / r.samples for r in results) / len(results)
             for name in sorted({name for r in results for name in r.part_sums})
         },
-        pass_at=[]
-        if min(r.passed for r in results) < 0
-        else [
-            pass_at_k([(r.passed, r.samples) for r in results], k)
-            for k in tries(min(r.samples for r in results))
-        ],
+        pass_at=_pass_at(results, ks),
     )
 
 
@@ -155,13 +152,23 @@ def _named(label: str, counts: Counter[str]) -> dict[str, str]:
     }
 
 
-def _by_label(results: list[PromptResult]) -> list[LabelMean]:
-    """The mean reward of the prompts with each value of each label, as ``reward`` is of all."""
-    means: dict[tuple[str, str], list[float]] = {}
+def _by_label(results: list[PromptResult], ks: Sequence[int]) -> list[LabelMean]:
+    """The mean reward and pass@k of the prompts with each value of each label, as ``reward`` and ``pass_at`` are of all."""
+    with_value: dict[tuple[str, str], list[PromptResult]] = {}
     for result in results:
         for label, value in result.labels.items():
-            means.setdefault((label, value), []).append(result.score_sum / result.samples)
+            with_value.setdefault((label, value), []).append(result)
     return [
-        LabelMean(label, value, math.fsum(of) / len(of), len(of))
-        for (label, value), of in sorted(means.items(), key=lambda item: label_order(*item[0]))
+        LabelMean(
+            label,
+            value,
+            math.fsum(r.score_sum / r.samples for r in of) / len(of),
+            len(of),
+            _pass_at(of, ks),
+        )
+        for (label, value), of in sorted(with_value.items(), key=lambda item: label_order(*item[0]))
     ]
+
+
+def _pass_at(results: list[PromptResult], ks: Sequence[int]) -> list[PassAt]:
+    return [pass_at_k([(r.passed, r.samples) for r in results], k) for k in ks]

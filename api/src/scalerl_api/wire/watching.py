@@ -60,12 +60,14 @@ class PassAt(Struct, frozen=True, array_like=True):
 
 
 class LabelMean(Struct, frozen=True, array_like=True):
-    """Mean reward of the prompts of an evaluation with one value of a label."""
+    """Mean reward of the prompts of an evaluation with one value of a label, and their pass@k."""
 
     label: str
     value: str
     reward: float
     prompts: int
+    pass_at: list[PassAt] = []
+    """For the k of the point's; empty in a journal of an earlier release."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The arguments of ``scalerl compare``, ``fit`` and ``plan``. Imports nothing that takes time."""
+"""The arguments of ``scalerl compare``, ``fit``, ``plan`` and ``report``. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,34 @@ _CURVE_HELP = "CSV with columns compute,reward[,samples]; a run directory; or an
 
 
 def add_curve_commands(commands: Commands) -> None:
-    """Add ``compare``, ``fit`` and ``plan``."""
+    """Add ``compare``, ``fit``, ``plan`` and ``report``."""
     _add_compare(commands)
     _add_fit(commands)
     _add_plan(commands)
+    _add_report(commands)
+
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show rewards and pass@k by label of the prompts, such as their difficulty",
+        description="Tabulate and plot the newest evaluations of runs by label of the prompts (DIR/labels.csv), into report.md, "
+        ".csv and .png. docs/tasks.md says which prompts have labels.",
+    )
+    report.add_argument(
+        "runs",
+        nargs="+",
+        metavar="[NAME=]DIR",
+        help="run directory; runs with the same NAME are averaged, such as seeds of one recipe",
+    )
+    report.add_argument("--set", metavar="NAME", help="only this evaluation set")
+    report.add_argument("--label", metavar="NAME", help="only this label, such as difficulty")
+    report.add_argument(
+        "--to",
+        type=Path,
+        metavar="DIR",
+        help="output directory (default: that of the run; of several, report)",
+    )
 
 
 def _add_compare(commands: Commands) -> None:

@@ -1,0 +1,60 @@
+"""The picture of ``scalerl report``: a panel a set and label, the values of the label side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scalerl_cli.curves import plotting
+from scalerl_cli.curves.label_report import Row
+from scalerl_cli.curves.recipes_picture import COLOURS, MARKERS
+
+
+def draw_labels(rows: Sequence[Row], path: Path) -> None:
+    """Draw the newest rewards, the first ones and pass@k of the largest k into ``path``.
+
+    Raises:
+        CurveProblem: it cannot be written, or matplotlib is not installed.
+    """
+    plotting.check_target(path)
+    panels = list(dict.fromkeys(row.key[:2] for row in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
+    ks = sorted({k for row in rows for k in row.cell.pass_at})
+    with plotting.style():
+        from matplotlib.figure import Figure
+
+        columns = min(2, len(panels))
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(5.2 * columns, 3.4 * lines + 0.4 + 0.11 * len(names)), layout="constrained")
+        grid = figure.subplots(lines, columns, squeeze=False)
+        several_sets = len({of for of, _ in panels}) > 1
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            _panel(axes, [row for row in rows if row.key[:2] == panel], names, ks[-1] if ks else None)
+            axes.set_xlabel(f"{panel[1]} ({panel[0]})" if several_sets else panel[1])
+            axes.set_ylabel("reward")
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+        plotting.legend(figure, grid[0][0])
+        plotting.save(figure, path)
+
+
+def _panel(axes: Any, rows: Sequence[Row], names: Sequence[str], k: int | None) -> None:
+    values = list(dict.fromkeys(row.key[2] for row in rows))
+    axes.set_xticks(range(len(values)), values, rotation=30 if max(map(len, values)) > 6 else 0)
+    for i, name in enumerate(names):
+        own = [row for row in rows if row.name == name]
+        x = [values.index(row.key[2]) for row in own]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS) % len(MARKERS)]
+        look = {"color": colour, "marker": marker, "ms": 4.5}
+        axes.plot(x, [row.cell.last for row in own], **look, lw=1.6, label=f"{name}: reward, last")
+        axes.plot(x, [row.cell.first for row in own], color=colour, lw=0.8, ls=":", label=f"{name}: first")
+        tried = (
+            [(at, row.cell.pass_at[k]) for at, row in zip(x, own, strict=True) if k in row.cell.pass_at]
+            if k
+            else []
+        )
+        if tried:
+            at, passed = zip(*tried, strict=True)
+            axes.plot(at, passed, **look, mfc="white", lw=1.0, ls="--", label=f"{name}: pass@{k}, last")
+    axes.set_ylim(-0.03, 1.03)

@@ -1,0 +1,85 @@
+"""``scalerl report``: rewards and pass@k by label."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from scalerl_cli.curves.label_report import report_rows
+from scalerl_cli.main import main
+
+HEAD = "set,version,compute,label,value,reward,prompts,pass_at_2,pass_at_2_low,pass_at_2_high\n"
+
+
+def run_directory(folder: Path, *lines: str, head: str = HEAD) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "labels.csv").write_text(head + "".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def test_report_has_first_and_last_reward_of_each_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = run_directory(
+        tmp_path / "a",
+        "held-out,0,0,difficulty,9,0.25,8,0.5,0.4,0.6",
+        "held-out,0,0,difficulty,10,0.125,8,0.25,0.1,0.4",
+        "held-out,4,900,difficulty,9,0.75,8,0.875,0.8,0.9",
+        "held-out,4,900,difficulty,10,0.5,8,0.625,0.5,0.7",
+    )
+    assert main(["report", str(run)]) == 0
+    with (run / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["value"], row["first_reward"], row["last_reward"], row["pass_at_2"]) for row in rows] == [
+        ("9", "0.25", "0.75", "0.875"),
+        ("10", "0.125", "0.5", "0.625"),
+    ]
+    assert "| difficulty | 9 | 8 | .250 | .750 | .875 |" in (run / "report.md").read_text()
+    assert (run / "report.png").stat().st_size > 5000
+    assert ".875" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_are_averaged_and_others_stand_beside(tmp_path: Path):
+    one = run_directory(tmp_path / "1", "held-out,0,0,context,zoo,0.25,8,0.5,0,1")
+    two = run_directory(tmp_path / "2", "held-out,0,0,context,zoo,0.75,8,1.0,0,1")
+    words = [f"base={one}", f"base={two}", f"other={two}"]
+    assert main(["report", *words, "--to", str(tmp_path / "out")]) == 0
+    with (tmp_path / "out/report.csv").open() as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert (rows["base"]["runs"], rows["base"]["last_reward"], rows["base"]["pass_at_2"]) == (
+        "2",
+        "0.5",
+        "0.75",
+    )
+    assert (rows["other"]["runs"], rows["other"]["last_reward"]) == ("1", "0.75")
+
+
+def test_tables_without_pass_at_k_are_read(tmp_path: Path):
+    head = "set,version,compute,label,value,reward,prompts\n"
+    run = run_directory(tmp_path / "a", "held-out,0,0,context,zoo,0.25,8", head=head)
+    (row,) = report_rows([("a", run)])
+    assert (row.cell.last, row.cell.pass_at) == (0.25, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{none}"], "give a run directory, or the lines of task.jsonl a difficulty"),
+        (["{bad}"], "labels.csv, line 2"),
+        (["{one}", "--label", "difficulty"], "there is set held-out, label context"),
+        (["x={one}", "x={fewer}"], "give them different names"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    paths = {
+        "none": tmp_path / "none",
+        "bad": run_directory(tmp_path / "bad", "held-out,zero,0,context,zoo,0.25,8"),
+        "one": run_directory(tmp_path / "one", "held-out,0,0,context,zoo,0.25,8"),
+        "fewer": run_directory(tmp_path / "fewer", "held-out,0,0,context,zoo,0.25,4"),
+    }
+    filled = [word.format(**paths) for word in words]
+    assert main(["report", *filled, "--to", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
