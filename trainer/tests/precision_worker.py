@@ -7,8 +7,6 @@ a token stands.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +122,9 @@ def noise(config: Any, checkpointing: bool, device: torch.device) -> tuple[float
 
 def main() -> None:
     torch.set_num_threads(1)
-    out = Path(sys.argv[1])
-    device = init_process_group(Rank.from_environment(os.environ), device="cpu", timeout_seconds=240)
+    given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
+    out: Path = given["out"]
+    device = init_process_group(Rank(0, 1, 0, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=240)
     results: dict[str, Any] = {}
     for name, config in CONFIGS.items():
         torch.manual_seed(7)

@@ -62,7 +62,7 @@ def results(
             module_processes.run("kl_worker.py", WORKER=common | {"rank": rank}) for rank in range(world)
         ]
         for process in started:
-            process.join(200)
+            process.join(300)
             assert process.exitcode == 0
         found[world] = torch.load(out / f"world-{world}-0.pt", weights_only=False)
     return found

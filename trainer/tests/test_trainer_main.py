@@ -32,6 +32,8 @@ from scalerl_trainer.reference import load_reference
 from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
+http = httpx.Client(trust_env=False, timeout=5, limits=httpx.Limits(max_keepalive_connections=0))
+"""One for all: ``httpx.get`` reads all certificates of this machine each time, 24 ms of a processor twenty times a second."""
 pytestmark = pytest.mark.slow
 
 
@@ -216,7 +218,7 @@ class Run:
     def status(self) -> wire.Status | None:
         headers = {"authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.port}{endpoints.STATUS}", headers=headers, timeout=5)
+            answer = http.get(f"http://127.0.0.1:{self.port}{endpoints.STATUS}", headers=headers)
         except httpx.HTTPError:
             return None
         return msgspec.msgpack.decode(answer.content, type=wire.Status) if answer.status_code == 200 else None
@@ -231,7 +233,7 @@ class Run:
         headers = {"authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
         body = msgspec.msgpack.encode(wire.Stop(reason=reason))
         url = f"http://127.0.0.1:{self.port}{endpoints.STOP}"
-        httpx.post(url, headers=headers, content=body, timeout=5).raise_for_status()
+        http.post(url, headers=headers, content=body).raise_for_status()
 
     def step(self) -> int:
         status = self.status()
@@ -610,7 +612,7 @@ def test_unfinished_evaluation_is_not_polled_every_round(new_run: Any) -> None:
     run = new_run(evaluation__holdSeconds=1)
     run.start(skip_held_out=True)
     until(lambda: run.paths.metrics.exists() and len(run.rows()) == 6, what="the last step")
-    metrics = httpx.get(f"http://127.0.0.1:{run.port}{endpoints.METRICS}", timeout=5).text
+    metrics = http.get(f"http://127.0.0.1:{run.port}{endpoints.METRICS}").text
     asked = re.search(r'requests_total\{code="200",path="/v1/status"\} (\S+)', metrics)
     assert asked is not None
     assert float(asked[1]) <= 3, "for each version that is exported, and once more when nothing is known"

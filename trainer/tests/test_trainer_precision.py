@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,31 +11,15 @@ from free_port import free_port
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 
-WORKER = Path(__file__).with_name("precision_worker.py")
 POSITIONS = ((0, 64), (64, 256), (256, 1024), (1024, 4095))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("precision")
-    port = free_port()
-    environment = os.environ | {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(out)],
-        env=environment,
-        timeout=300,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    process = module_processes.run("precision_worker.py", WORKER={"out": out, "port": free_port()})
+    process.join(300)
+    assert process.exitcode == 0
     found: dict[str, Any] = torch.load(out / "results.pt", weights_only=False)
     return found
 
