@@ -33,6 +33,7 @@ from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.export import write_model
 from scalerl_trainer.models import load_model
 from scalerl_trainer.packing import Sequence
+from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.sft import train_supervised
 from scalerl_trainer.tensor_files import TensorInfo
 
@@ -262,7 +263,7 @@ class Scenarios:
         tokenizer = ModelTokenizer(Path(self.model), PromptSpec())
         pairs = [(tokenizer.encode([f"{i} + {i} ="])[0], f" {2 * i}") for i in range(8)]
         losses: list[float] = []
-        common = {"batch_size": 8, "rank": self.rank.rank, "world": self.rank.world}
+        common = {"batch_size": 8, "ranks": Ranks(self.rank.rank, self.rank.world, 60)}
         result = train_supervised(
             engine, tokenizer, pairs, steps=60, learning_rate=5e-3, **common,
             on_step=lambda _, stats, __: losses.append(stats.loss) or False,

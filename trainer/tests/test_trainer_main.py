@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoint import MANIFEST, STAGE, Manifest
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.prepare import prepare
 from scalerl_trainer.reference import load_reference
@@ -502,9 +503,167 @@ def test_sigterm_in_mid_training_saves_it(new_run: Any) -> None:
     assert run.wait_trainer() == [0, 0]
     (saved,) = run.paths.mid_training.checkpoints.glob("step-*")
     assert int(saved.name[5:]) >= 50
+    status = run.status()
+    assert status is not None
+    assert status.supervised_steps == int(saved.name[5:]), "the last report is of the state that is saved"
+    assert status.supervised_tokens == supervised(run)[-1]["tokens"]
     for rank in (0, 1):
         assert "of mid-training; the next start continues there" in run.log(f"trainer-{rank}")
     assert run.checkpoints() == []
+
+
+def test_split_run_has_one_meter(new_run: Any) -> None:
+    """Tokens of both stages count once, also if the trainer is killed in the first, and it and the coordinator in the second."""
+    run = new_run(
+        warmStart__batchSize=6,
+        checkpoint__everySteps=4,
+        budget__maxSteps=10_000,
+        budget__maxComputeTokens=1600,
+        budget__split={"beta": "0.5"},
+    )
+    run.start(seconds_per_group=0.05)
+    meter: list[float] = []
+    saved: list[int] = []
+
+    def read() -> wire.Status:
+        until(lambda: run.status() is not None, what="the coordinator")
+        status = run.status()
+        assert status is not None
+        meter.append(status.wall_seconds)
+        return status
+
+    until(lambda: len(supervised(run)) >= 15, what="supervised step 15")
+    saved.append(supervised(run)[7]["tokens"])
+    os.kill(run.ranks[0].pid, signal.SIGKILL)
+    run.wait_trainer(30)
+    assert read().compute_tokens <= 800
+    run.start_trainer()
+    until(lambda: run.step() >= 5, what="step 5 of RL")
+    first = read().supervised_tokens
+    assert first == supervised(run)[-1]["tokens"]
+    assert supervised(run)[-2]["tokens"] < 800 <= first, (
+        "mid-training ends with the step that reaches its share"
+    )
+    assert saved[0] < first
+    assert read().compute_tokens > first
+    run.coordinator.kill()
+    run.coordinator.join()
+    os.kill(run.ranks[1].pid, signal.SIGKILL)
+    run.wait_trainer(30)
+    run.start_coordinator()
+    assert read().compute_tokens > first, "the journal has both stages"
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    status = read()
+    assert (status.phase, status.stop_reason) == (wire.Phase.FINISHED, "maxComputeTokens")
+    assert status.supervised_tokens == first, "mid-training is not repeated"
+    tokens = [row["completion_tokens"] for row in run.rows()]
+    assert [row["step"] for row in run.rows()] == list(range(status.step))
+    assert status.compute_tokens == pytest.approx(first + 4 / 3 * sum(tokens))
+    assert first + 4 / 3 * sum(tokens[:-1]) < 1600 <= status.compute_tokens
+    assert meter == sorted(meter)
+
+
+def stop_trainer(run: Run) -> None:
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert run.wait_trainer(30) == [0, 0]
+
+
+def test_damaged_mid_training_checkpoints(new_run: Any) -> None:
+    """The newest good one is used; without one, or with another model, the exit code says that a restart does not help."""
+    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4, checkpoint__everySteps=4)
+    folder = run.paths.mid_training.checkpoints
+    run.start_coordinator()
+    run.start_trainer()
+    until(lambda: len(supervised(run)) >= 12, what="step 12")
+    stop_trainer(run)
+    before, newest = sorted(folder.glob("step-*"))
+
+    other = new_run(
+        model__scratch={**run.spec.model.scratch.model_dump(by_alias=True), "intermediateSize": 64}
+    )
+    run.paths.base_model.rename(run.paths.root / "own-model")
+    shutil.copytree(other.paths.base_model, run.paths.base_model)
+    run.start_trainer()
+    assert run.wait_trainer(60) == [2, 2]
+    message = f"{newest} is of another model: "
+    assert message in run.log("trainer-0")
+    assert "restore model.*, or start a new run" in run.log("trainer-0")
+    shutil.rmtree(run.paths.base_model)
+    (run.paths.root / "own-model").rename(run.paths.base_model)
+
+    shard = newest / "rank-00001.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    run.start_trainer()
+    expected = f"mid-training continues after step {int(before.name[5:])},"
+    until(lambda: expected in run.log("trainer-0"), what=expected)
+    assert f"checkpoint {int(newest.name[5:])} is damaged and will not be used: {shard} has" in run.log(
+        "trainer-0"
+    )
+    until(lambda: len(list(folder.glob("step-*"))) == 2, what="the next checkpoint")
+    stop_trainer(run)
+
+    for good in folder.glob("step-*"):
+        (good / "rank-00000.safetensors").unlink()
+    for _ in range(2):
+        run.start_trainer()
+        assert run.wait_trainer(60) == [2, 2]
+        last = run.log("trainer-0").splitlines()[-1]
+        assert f"{folder}: all checkpoints are damaged: damaged-step-" in last
+        assert f"or remove {run.paths.mid_training.root} to begin mid-training again" in last
+    shutil.rmtree(run.paths.mid_training.root)
+    run.start_trainer()
+    until(lambda: any(folder.glob("step-*")), what="a new mid-training")
+    assert supervised(run)[0]["step"] == 0
+
+
+def test_mid_training_checkpoint_without_its_state(new_run: Any) -> None:
+    """As of a release that kept the stage's state in another file, or otherwise."""
+    run = new_run(warmStart__steps=100_000, warmStart__batchSize=4, checkpoint__everySteps=4)
+    run.start_coordinator()
+    run.start_trainer()
+    until(lambda: len(supervised(run)) >= 5, what="step 5")
+    stop_trainer(run)
+    newest = max(run.paths.mid_training.checkpoints.glob("step-*"))
+    manifest = Manifest.decode((newest / MANIFEST).read_bytes())
+    (newest / STAGE).unlink()
+    kept = [record for record in manifest.files if record.path != STAGE]
+    (newest / MANIFEST).write_bytes(msgspec.structs.replace(manifest, files=kept).encode())
+    run.start_trainer()
+    assert run.wait_trainer(60) == [2, 2]
+    last = run.log("trainer-0").splitlines()[-1]
+    assert f"{newest / STAGE} cannot be read: " in last
+    assert f"remove {run.paths.mid_training.root} to begin mid-training again" in last
+
+
+def test_directory_of_release_without_mid_training_checkpoints(new_run: Any) -> None:
+    """A run that has trained resumes without its files of mid-training; one that has not begins it."""
+    run = new_run(budget__maxSteps=9, checkpoint__everySteps=3, warmStart__steps=3, warmStart__batchSize=4)
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 4, what="step 4")
+    stop_trainer(run)
+    stopped = run.step()
+    run.paths.supervised_metrics.unlink()
+    run.paths.warm_started_weights.unlink()
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert f"registered: version {stopped}," in run.log("trainer-0")
+    assert run.step() == 9
+    assert not supervised(run)
+
+    killed = new_run(
+        budget__maxSteps=1, warmStart__steps=60, warmStart__batchSize=4, checkpoint__everySteps=9
+    )
+    killed.start()
+    until(lambda: len(supervised(killed)) >= 9, what="step 9")
+    os.kill(killed.ranks[0].pid, signal.SIGKILL)
+    killed.wait_trainer(30)
+    shutil.rmtree(killed.paths.mid_training.root, ignore_errors=True)
+    killed.paths.supervised_metrics.unlink()
+    killed.start_trainer()
+    assert killed.wait_trainer() == [0, 0]
+    assert [row["step"] for row in supervised(killed)] == list(range(60))
 
 
 def test_stop_ends_mid_training(new_run: Any) -> None:

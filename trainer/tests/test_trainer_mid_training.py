@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,7 +26,7 @@ from scalerl_trainer.errors import BadBatchError, MidTrainingError
 from scalerl_trainer.mid_training import Pairs, held_out_examples, keep_rows, of_source, solved_pairs
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.prepare import prepare
-from scalerl_trainer.sft import Progress, encode_pair, encode_usable
+from scalerl_trainer.sft import Progress, encode_pair, encode_shard, encode_usable
 
 
 @pytest.mark.parametrize("form", ["Raw", "Chat"])
@@ -168,3 +173,63 @@ def test_resume_with_other_examples_raises(tmp_path: Path) -> None:
         match=r"warmStart.jsonl: .*own.jsonl, digest bbbbbbbbbbbb, is not .* step 7, digest aaaaaaaaaaaa: put .* back",
     ):
         of_source(saved, spec, "b" * 64)
+
+
+class Together:
+    """Ranks in threads; counts the texts that each one encodes."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._barrier = threading.Barrier(world, timeout=30)
+        self._values: list[Any] = [None] * world
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def run(self, call: Callable[[Any], Any]) -> list[Any]:
+        ranks = [
+            SimpleNamespace(rank=rank, world=self.world, all_gather=partial(self.gather, rank))
+            for rank in range(self.world)
+        ]
+        with ThreadPoolExecutor(self.world) as pool:
+            return [future.result() for future in [pool.submit(call, rank) for rank in ranks]]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_encode_shard_encodes_own_examples_only(tmp_path: Path, world: int) -> None:
+    """The ranks' shards are those of the whole batch, also where an example is replaced, and each example is encoded once."""
+    spec = own_file_run(tmp_path)
+    paths = RunPaths(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    tokenizer = ModelTokenizer(paths.base_model, spec.task.prompt)
+    asked: list[int] = []
+
+    class Counted(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            if index == 4:
+                raise BadBatchError("pair 4 failed")
+            return super().__getitem__(index)
+
+    pairs = Counted((tokenizer.encode([f"{i}+1="])[0], f"{i + 1}") for i in range(10))
+    batch = [7, 4, 1, 0, 3]
+    whole = [encode_usable(tokenizer, pairs, index, 64)[0] for index in batch]
+    asked.clear()
+    found = Together(world).run(lambda ranks: encode_shard(ranks, tokenizer, pairs, batch, 64))
+    assert [own for own, _, _ in found] == [whole[rank::world] for rank in range(world)]
+    total = sum(len(sequence.completion) for sequence in whole)
+    assert [(tokens, problems) for _, tokens, problems in found] == [(total, ["pair 4 failed"])] * world
+    assert sorted(asked) == [0, 1, 3, 4, 5, 7]
+
+    def bad(ranks: Any) -> str:
+        with pytest.raises(BadBatchError, match="no usable example among 10") as caught:
+            encode_shard(ranks, tokenizer, pairs, batch, 1)
+        return str(caught.value)
+
+    assert len(set(Together(world).run(bad))) == 1, (
+        "a rank with a bad share does not leave the others waiting"
+    )

@@ -244,6 +244,11 @@ class CheckpointStore:
 
     # --- reading ------------------------------------------------------------------------------------------
 
+    @property
+    def root(self) -> Path:
+        """The folder of the checkpoints."""
+        return self._paths.checkpoints
+
     def steps(self) -> list[int]:
         """Steps of the folders named as checkpoints, newest first; not verified."""
         found = (_NAME.match(path.name) for path in self._folders("step-"))

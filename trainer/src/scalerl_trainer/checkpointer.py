@@ -65,7 +65,15 @@ class SaveResult:
 class Checkpointer:
     """Every method is a collective, except where noted."""
 
-    def __init__(self, store: CheckpointStore, ranks: Ranks, engine: Engine) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        ranks: Ranks,
+        engine: Engine,
+        otherwise: str = "start a new run",
+    ) -> None:
+        """``otherwise``: what a user can do who has no good copy of a damaged checkpoint."""
+        self._otherwise = otherwise
         self._store, self._ranks, self._engine = store, ranks, engine
         settings = engine.settings
         self._shape = {
@@ -192,8 +200,8 @@ class Checkpointer:
         quarantined = self._ranks.broadcast(self._store.quarantined() if self._ranks.is_leader else None)
         if steps or quarantined:
             raise NoUsableCheckpoint(
-                f"all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (for the reasons see the log of "
-                "the start that renamed them): put a good copy in place as step-*, or start a new run"
+                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (for the reasons "
+                f"see the log of the start that renamed them): put a good copy in place as step-*, or {self._otherwise}"
             )
         return None
 

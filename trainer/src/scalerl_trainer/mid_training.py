@@ -28,7 +28,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import INTERRUPTED
 from scalerl_tasks import JsonlSource, PromptError, PromptSource, TokenizerError, open_task, render_prompt
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpoint import STAGE, CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -61,7 +61,9 @@ class MidTraining:
         self._engine, self._spec, self._wanted = engine, spec, spec.warm_start
         self._paths, self._ranks, self._coordinator, self._stop = paths, ranks, coordinator, stop
         store = CheckpointStore(paths.mid_training, spec.checkpoint.keep)
-        self._checkpointer = Checkpointer(store, ranks, engine)
+        self._checkpointer = Checkpointer(
+            store, ranks, engine, f"remove {paths.mid_training.root} to begin mid-training again"
+        )
         self._begun = self._reported = time.monotonic()
 
     def run(self) -> Progress:
@@ -71,7 +73,7 @@ class MidTraining:
             Stopped: on all ranks, once ``stop`` is set on one or the run is interrupted; the state is saved.
             Unresumable: the coordinator refuses this trainer.
             MidTrainingError: too many examples are empty or longer than a micro-batch, they are not those of the checkpoint,
-                or the tokenizer does not fit the run.
+                the tokenizer does not fit the run, or the state of the checkpoint cannot be read.
             NoUsableCheckpoint: all of its checkpoints are damaged.
         """
         self._begun = self._reported = time.monotonic()
@@ -79,7 +81,7 @@ class MidTraining:
         step = self._checkpointer.load()
         done = Progress()
         if step is not None:
-            done = msgspec.json.decode(self._checkpointer.stage(step), type=Progress)
+            done = self._progress(step)
             log.info("mid-training continues after step %d, %d tokens", done.steps, done.tokens)
         if self._ranks.is_leader:
             keep_rows(self._paths.supervised_metrics, done.steps)
@@ -100,8 +102,7 @@ class MidTraining:
                 batch_size=wanted.batch_size,
                 learning_rate=float(wanted.learning_rate),
                 stop_at=float(wanted.stop_at_pass_rate) if wanted.stop_at_pass_rate else None,
-                rank=self._ranks.rank,
-                world=self._ranks.world,
+                ranks=self._ranks,
                 seed=self._spec.seed,
                 progress=done,
                 on_step=self._after_step,
@@ -117,6 +118,15 @@ class MidTraining:
                 *(done.steps, done.tokens, done.loss, done.solved, time.monotonic() - self._begun),
             )
         return done
+
+    def _progress(self, step: int) -> Progress:
+        try:
+            return msgspec.json.decode(self._checkpointer.stage(step), type=Progress)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise MidTrainingError(
+                f"{self._paths.mid_training.checkpoint(step) / STAGE} cannot be read: {error}: it is of another release, or of "
+                f"no mid-training; remove {self._paths.mid_training.root} to begin mid-training again"
+            ) from error
 
     def _hello(self) -> None:
         """Register at version 0, so that the coordinator accepts reports, or refuses this trainer before it trains."""
@@ -144,6 +154,8 @@ class MidTraining:
         if any(stop for stop, _, _ in states) or reason == INTERRUPTED:
             self._save(done)
             self._finish_checkpoint()
+            if self._ranks.is_leader:
+                self._report(done)
             raise Stopped(f"stopped after step {done.steps} of mid-training; the next start continues there")
         if reason:
             log.warning("mid-training ends after step %d: %s", done.steps, reason)

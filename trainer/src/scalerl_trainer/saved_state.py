@@ -122,7 +122,7 @@ class SavedState:
             if saved.get(name) != parameters.get(name):
                 raise EngineError(
                     f"{self._directory} is of another model: {name} has the shape {saved.get(name, 'nothing')} there, "
-                    f"{parameters.get(name, 'nothing')} in model.*"
+                    f"{parameters.get(name, 'nothing')} in model.*: restore model.*, or start a new run"
                 )
 
     def load(self, pieces: Iterator[Piece]) -> None:

@@ -17,11 +17,13 @@ from itertools import islice
 import msgspec
 import torch
 
+from scalerl_tasks import TokenizerError
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.algo.losses import Supervised
 from scalerl_trainer.engine import Engine, StepStats, TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
+from scalerl_trainer.ranks import Ranks
 
 # Number of the last examples whose mean probability is compared with ``stop_at``: ±.03 at .25 if each were 0 or 1.
 STOP_WINDOW_EXAMPLES = 256
@@ -79,7 +81,7 @@ def encode_usable(
     """The example at ``index``, and ``""``; if it is bad, the next good one, and what is wrong with the first.
 
     Bad: ``pairs`` raises ``BadBatchError`` for it, it has no tokens, or more than ``most_tokens``. Deterministic, so that
-    all ranks train on the same. Raises ``BadBatchError`` if 100 in a row are bad, or all.
+    the batch does not depend on the number of ranks. Raises ``BadBatchError`` if 100 in a row are bad, or all.
     """
     problem = ""
     for place in range(index, index + min(len(pairs), MAX_BAD_EXAMPLES)):
@@ -95,6 +97,31 @@ def encode_usable(
             f"({most_tokens}): raise it, or shorten the solution"
         )
     raise BadBatchError(f"no usable example among {min(len(pairs), MAX_BAD_EXAMPLES)}; the first: {problem}")
+
+
+def encode_shard(
+    ranks: Ranks,
+    tokenizer: ModelTokenizer,
+    pairs: Items[tuple[Items[int], str]],
+    batch: Items[int],
+    most_tokens: int,
+) -> tuple[list[Sequence], int, list[str]]:
+    """This rank's examples of ``batch``, the solution tokens of all ranks' examples, and what is wrong with those replaced.
+
+    A collective: each rank encodes its own share only. Raises ``BadBatchError`` on all ranks if it does on one.
+    """
+    own, problems, failure = [], [], ""
+    try:
+        for index in batch[ranks.rank :: ranks.world]:
+            sequence, problem = encode_usable(tokenizer, pairs, index, most_tokens)
+            own.append(sequence)
+            problems += [problem] if problem else []
+    except (BadBatchError, TokenizerError) as error:
+        failure = str(error)
+    parts = ranks.all_gather((sum(len(sequence.completion) for sequence in own), problems, failure))
+    if failure := next((failure for _, _, failure in parts if failure), ""):
+        raise BadBatchError(failure)
+    return own, sum(tokens for tokens, _, _ in parts), [one for _, part, _ in parts for one in part]
 
 
 def learning_rate_at(done: float, peak: float) -> float:
@@ -117,8 +144,7 @@ def train_supervised(
     *,
     batch_size: int,
     learning_rate: float,
-    rank: int,
-    world: int,
+    ranks: Ranks,
     steps: int | None = None,
     tokens: int | None = None,
     seed: int = 0,
@@ -126,7 +152,7 @@ def train_supervised(
     progress: Progress | None = None,
     on_step: Callable[[Progress, StepStats, float], bool] | None = None,
 ) -> Progress:
-    """Train on (prompt, worked solution) pairs; a collective: every rank passes the same arguments but ``rank``.
+    """Train on (prompt, worked solution) pairs; a collective: every rank passes the same arguments, with its ``ranks``.
 
     Each update takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen, in an order that
     ``seed`` fixes. The loss is the mean over the batch's solution tokens. Ends after ``steps`` updates, or with the one that
@@ -147,27 +173,31 @@ def train_supervised(
     """
     if not pairs:
         raise BadBatchError("supervised training needs at least one pair of prompt and solution")
-    if (steps is None and tokens is None) or batch_size < world:
-        raise BadBatchError(f"supervised training needs steps or tokens, and batch_size ≥ {world} ranks")
+    if (steps is None and tokens is None) or batch_size < ranks.world:
+        raise BadBatchError(
+            f"supervised training needs steps or tokens, and batch_size ≥ {ranks.world} ranks"
+        )
     done = progress or Progress()
     order = islice(_endless(len(pairs), seed), done.steps * batch_size, None)
     window = max(1, STOP_WINDOW_EXAMPLES // batch_size)
     while not _over(done, steps, tokens, stop_at, window):
         begin = time.perf_counter()
-        # Encoded again in each epoch: all examples of a long mid-training are gigabytes of integers on every rank.
-        batch, replaced = [], done.replaced
-        for index in islice(order, batch_size):
-            sequence, problem = encode_usable(tokenizer, pairs, index, engine.settings.micro_batch_tokens)
-            batch.append(sequence)
-            if problem:
-                replaced += 1
-                if rank == 0:
-                    log.warning("an example of mid-training is replaced (%d so far): %s", replaced, problem)
-        total = sum(len(sequence.completion) for sequence in batch)
+        # Encoded again in each epoch: all examples of a long mid-training are gigabytes of integers.
+        batch = list(islice(order, batch_size))
+        own, total, problems = encode_shard(
+            ranks, tokenizer, pairs, batch, engine.settings.micro_batch_tokens
+        )
+        replaced = done.replaced + len(problems)
+        if problems and ranks.is_leader:
+            log.warning(
+                "%d examples of mid-training are replaced (%d so far): %s",
+                len(problems),
+                replaced,
+                problems[0],
+            )
         share = max(
             (done.steps + 1) / steps if steps else 0.0, (done.tokens + total) / tokens if tokens else 0.0
         )
-        own = batch[rank::world]
         stats = engine.step(
             TrainBatch(own, torch.full((len(own),), 1.0 / total), torch.ones(len(own))),
             Supervised(),
