@@ -31,7 +31,7 @@ from scalerl_api import endpoints
 from scalerl_api.load import load_run
 from scalerl_tasks.sources import open_task
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 COMPLETIONS, MAX_TOKENS = 4, 1500
 

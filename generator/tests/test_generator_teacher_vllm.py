@@ -24,7 +24,7 @@ from scalerl_generator.teacher import Teacher, UnfitTeacher
 from scalerl_generator.vllm_replies import Sampled, ServerRefused
 from scalerl_tasks.text import ModelTokenizer
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 KEY = "of-the-teacher"
 CONTEXT = 127

@@ -47,7 +47,7 @@ from scalerl_generator.vllm_replies import (
 )
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOKEN = "the-run's-token"
 BUCKET_BYTES = 200_000

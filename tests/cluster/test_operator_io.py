@@ -132,7 +132,9 @@ async def test_quota_and_terminating_namespace_are_distinguished_from_missing_pe
     served.kubectl("-n", namespace, "create", "quota", "few", "--hard=count/configmaps=2")
     # kube-root-ca.crt is the other one, which a controller makes sooner or later.
     one = {"count/configmaps": "1"}
-    await until(lambda: served.get("resourcequota", "few", "-n", namespace)["status"].get("used") == one)
+    await until(
+        lambda: served.get("resourcequota", "few", "-n", namespace).get("status", {}).get("used") == one
+    )
     await asyncio.sleep(2)
     await api.apply(config_map(namespace, "a0"))
     with pytest.raises(errors.QuotaExceeded):
@@ -419,7 +421,8 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(
     configuration = await connection.load(str(bare.kubeconfig))
     made = await an_operator(bare, namespace, looks)
     async with KubeApi(configuration) as api, running(made) as operator:
-        await until(lambda: "waits for the first list of ScaleRLRun" in caplog.text)
+        await until(lambda: operator.address and "waits for the first list of ScaleRLRun" in caplog.text)
+        await asyncio.sleep(3)  # all but the runs are listed
         assert await asked(operator, "/readyz") == (503, "waits for the first list of ScaleRLRun\n")
         assert (await asked(operator, "/healthz"))[0] == 200
         serve_runs(bare)
