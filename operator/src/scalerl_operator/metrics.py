@@ -20,8 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api import operator_metric_names as names
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import Phase
 from scalerl_api.status import RunStatus
+from scalerl_operator.controller.conditions import is_problem
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.leader_election import Leader
@@ -106,31 +107,8 @@ class Metrics:
 
 
 def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
-    """Unhealthy conditions of a run, with their reasons.
-
-    A condition that has not begun, is off, or ended as the spec says is healthy. One that is slow to become true is
-    unhealthy; the alert has the time that it may take.
-    """
-    return tuple(
-        (condition.type, condition.reason)
-        for condition in status.conditions
-        if condition.reason == Reason.SUSPENDED_AS_BROKEN
-        or (
-            (condition.status == "True") is (condition.type in _BAD_IF_TRUE)
-            and condition.type not in _NEVER_BAD
-            and condition.reason not in _FINE
-        )
-    )
-
-
-_BAD_IF_TRUE: Final = frozenset({ConditionType.DEGRADED, ConditionType.FAILED})
-_NEVER_BAD: Final = frozenset({ConditionType.COMPLETED, ConditionType.SUSPENDED})
-_FINE: Final = frozenset(
-    {
-        Reason.NOT_STARTED, Reason.RUN_SUSPENDED, Reason.RUN_COMPLETED, Reason.RUN_FAILED, Reason.NOT_RUNNING, Reason.PREPARED, Reason.READY,
-        Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT,
-    }
-)  # fmt: skip
+    """Conditions of a run that indicate a problem, with their reasons."""
+    return tuple((c.type, c.reason) for c in status.conditions if is_problem(c))
 
 
 class _RunSample(NamedTuple):

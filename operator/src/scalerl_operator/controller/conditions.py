@@ -1,16 +1,16 @@
 """The conditions of a run, from what was observed and decided. Pure.
 
-:data:`CONDITIONS` is the table: each type with the function that says whether it is true, and why. A condition's time is
-when its ``status`` last changed. What is not observed while a run is suspended or finished (its pods) is ``False``, with the reason why
-there are none.
+:data:`CONDITIONS` is the table: each type with the function that says whether it is true and why, its Events, and which status
+is a problem, for the metric. A condition's time is when its ``status`` last changed. What is not observed while a run is
+suspended or finished (its pods) is ``False``, with the reason why there are none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal
 
 from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
 from scalerl_api.spec import ModelSpec
@@ -20,6 +20,7 @@ from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.volume import size_problem
+from scalerl_operator.kube.client import EventType
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import End, JobState
 from scalerl_operator.policy.problems import Problem
@@ -50,8 +51,11 @@ def conditions(context: RunContext) -> list[Condition]:
     never = context.accepted is None or (
         context.not_started is not None and context.before.start_time is None
     )
-    types = [type_ for type_ in CONDITIONS if not never or type_ in _ALWAYS]
-    return [_condition(context, type_, *CONDITIONS[type_](context)) for type_ in types]
+    return [
+        _condition(context, ConditionType(type_), *row.check(context))
+        for type_, row in CONDITIONS.items()
+        if row.always or not never
+    ]
 
 
 def _condition(context: RunContext, type_: ConditionType, value: bool, why: Problem) -> Condition:
@@ -220,23 +224,77 @@ def _ended(end: End, context: RunContext) -> Value:
     return False, Problem(Reason.RUN_COMPLETED if outcome.end is End.COMPLETED else Reason.RUN_FAILED, "")
 
 
-CONDITIONS: Final[Mapping[ConditionType, Callable[[RunContext], Value]]] = {
-    ConditionType.ACCEPTED: _accepted,
-    ConditionType.ADMITTED: _admitted,
-    ConditionType.PREPARED: _prepared,
-    ConditionType.COORDINATOR_READY: _coordinator_ready,
-    ConditionType.GENERATORS_READY: _generators_ready,
-    ConditionType.TRAINER_READY: _trainer_ready,
-    ConditionType.PROGRESSING: _progressing,
-    ConditionType.FORECAST_READY: _forecast_ready,
-    ConditionType.DEGRADED: _degraded,
-    ConditionType.SUSPENDED: _suspended,
-    ConditionType.COMPLETED: partial(_ended, End.COMPLETED),
-    ConditionType.FAILED: partial(_ended, End.FAILED),
+@dataclass(frozen=True)
+class Row:
+    """One type of condition.
+
+    check: whether it is true, and why. problem: the status that is one, for alerts; None: neither is.
+    events: the statuses whose onset gets an Event, with its type. always: also of a run that was never started.
+    """
+
+    check: Callable[[RunContext], Value]
+    problem: Literal["True", "False"] | None = "False"
+    events: Mapping[str, EventType] = field(default_factory=dict)
+    always: bool = False
+
+
+CONDITIONS: Final[Mapping[str, Row]] = {
+    ConditionType.ACCEPTED: Row(_accepted, events={"True": "Normal", "False": "Warning"}, always=True),
+    ConditionType.ADMITTED: Row(_admitted, events={"False": "Normal"}),
+    ConditionType.PREPARED: Row(_prepared, events={"True": "Normal"}),
+    ConditionType.COORDINATOR_READY: Row(_coordinator_ready),
+    ConditionType.GENERATORS_READY: Row(_generators_ready),
+    ConditionType.TRAINER_READY: Row(_trainer_ready),
+    ConditionType.PROGRESSING: Row(_progressing),
+    ConditionType.FORECAST_READY: Row(_forecast_ready),
+    ConditionType.DEGRADED: Row(_degraded, problem="True", events={"True": "Warning"}),
+    ConditionType.SUSPENDED: Row(_suspended, problem=None, events={"True": "Normal"}, always=True),
+    ConditionType.COMPLETED: Row(
+        partial(_ended, End.COMPLETED), problem=None, events={"True": "Normal"}, always=True
+    ),
+    ConditionType.FAILED: Row(
+        partial(_ended, End.FAILED), problem="True", events={"True": "Warning"}, always=True
+    ),
 }
-_ALWAYS: Final = frozenset(
-    {ConditionType.ACCEPTED, ConditionType.SUSPENDED, ConditionType.COMPLETED, ConditionType.FAILED}
+
+_NEEDS_A_PERSON: Final = frozenset(
+    {
+        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
+        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
+        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
+        *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
+    }
 )
+"""Reasons that get a Warning with a condition of any type that is False."""
+_NO_PROBLEM: Final = frozenset(
+    {
+        *(
+            Reason.NOT_STARTED,
+            Reason.RUN_SUSPENDED,
+            Reason.RUN_COMPLETED,
+            Reason.RUN_FAILED,
+            Reason.NOT_RUNNING,
+        ),
+        *(Reason.PREPARED, Reason.READY, Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT),
+    }
+)
+"""Reasons of what has not begun, is off, or ended as the spec says."""
+
+
+def event_type(condition: Condition) -> EventType | None:
+    """The type of the Event when a condition changes to this; None: it gets none."""
+    unresolved = condition.status == "False" and condition.reason in _NEEDS_A_PERSON
+    if unresolved or condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
+        return "Warning"
+    return CONDITIONS[condition.type].events.get(condition.status)
+
+
+def is_problem(condition: Condition) -> bool:
+    """Whether a condition indicates a problem. One that is slow to become true does; the alert waits for the time that it
+    may take."""
+    if condition.reason == Reason.SUSPENDED_AS_BROKEN:
+        return True
+    return condition.status == CONDITIONS[condition.type].problem and condition.reason not in _NO_PROBLEM
 
 
 def _was(context: RunContext, type_: ConditionType) -> bool:
@@ -322,55 +380,45 @@ def _not_saved_elsewhere(coordinator: Status | None) -> Problem | None:
 # --- faults that a run continues despite --------------------------------------------------------
 
 
-def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
-    """What is known of a run's faults after the coordinator's last status.
+_COUNTED: Final = {
+    "skipped_steps": ("last_skipped_step_time", Reason.STEP_SKIPPED),
+    "grading_errors": ("last_grading_error_time", Reason.GRADING_FAILED),
+    "given_up_rollouts": ("last_given_up_time", Reason.SLOTS_GIVEN_UP),
+}
+"""Fields of :class:`TroubleStatus`: a count, when it last rose, and the reason for which the run is degraded then."""
 
-    The coordinator counts over the whole run, so that a count alone would degrade a run for good: the times kept beside the
-    counts say when one last changed. Of a failed checkpoint and a newer one since the last status, which was first is not
-    known. It counts as saved: if it is not, the next failure tells. Counts from before the first status are no news.
+
+def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
+    """The faults of a run after the coordinator's last status.
+
+    The coordinator counts over the whole run, so that a count alone would degrade a run for good: the times beside the
+    counts say when each last rose. Of a failed checkpoint and a newer one since the last status, which was first is not
+    known. It counts as saved: if it is not, the next failure shows it. Counts from before the first status do not count.
     """
-    given_up = coordinator.counts.given_up + coordinator.counts.held_out_given_up
-    graded_at, skipped_at, given_up_at, unsaved, saved = (
-        before.last_grading_error_time,
-        before.last_skipped_step_time,
-        before.last_given_up_time,
-        before.unsaved_since,
-        before.checkpoint_version,
-    )
+    update: dict[str, Any] = {
+        "skipped_steps": coordinator.skipped_steps,
+        "grading_errors": coordinator.grading_errors,
+        "given_up_rollouts": coordinator.counts.given_up + coordinator.counts.held_out_given_up,
+        "checkpoint_failures": coordinator.checkpoint_failures,
+        "checkpoint_version": coordinator.checkpoint_version,
+    }
+    unsaved, saved = before.unsaved_since, before.checkpoint_version
     if saved is not None:
-        if coordinator.grading_errors > before.grading_errors:
-            graded_at = rfc3339(unix_seconds)
-        if coordinator.skipped_steps > before.skipped_steps:
-            skipped_at = rfc3339(unix_seconds)
-        if given_up > before.given_up_rollouts:
-            given_up_at = rfc3339(unix_seconds)
-        if coordinator.checkpoint_failures > before.checkpoint_failures and unsaved is None:
-            unsaved = saved
+        rose = {name for name, count in update.items() if count > getattr(before, name)}
+        update |= {last: rfc3339(unix_seconds) for name, (last, _) in _COUNTED.items() if name in rose}
+        unsaved = saved if "checkpoint_failures" in rose and unsaved is None else unsaved
     if unsaved is not None:
         # A trainer that went further back has written nothing by that.
         unsaved = None if coordinator.checkpoint_version > unsaved else coordinator.checkpoint_version
-    return TroubleStatus(
-        grading_errors=coordinator.grading_errors,
-        last_grading_error_time=graded_at,
-        skipped_steps=coordinator.skipped_steps,
-        last_skipped_step_time=skipped_at,
-        given_up_rollouts=given_up,
-        last_given_up_time=given_up_at,
-        checkpoint_failures=coordinator.checkpoint_failures,
-        unsaved_since=unsaved,
-        checkpoint_version=coordinator.checkpoint_version,
-    )
+    return before.model_copy(update=update | {"unsaved_since": unsaved})
 
 
 def _fault(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
     """A fault that the run has continued despite, without the numbers, which move."""
     if trouble.unsaved_since is not None:
         return Problem(Reason.CHECKPOINT_FAILED, "")
-    for last, reason in (
-        (trouble.last_skipped_step_time, Reason.STEP_SKIPPED),
-        (trouble.last_grading_error_time, Reason.GRADING_FAILED),
-        (trouble.last_given_up_time, Reason.SLOTS_GIVEN_UP),
-    ):
+    for name, reason in _COUNTED.values():
+        last = getattr(trouble, name)
         if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
             return Problem(reason, "")
     return None

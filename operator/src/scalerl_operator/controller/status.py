@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
@@ -25,7 +25,7 @@ from scalerl_api.status import (
     UsageStatus,
 )
 from scalerl_api.wire import Status
-from scalerl_operator.controller.conditions import conditions
+from scalerl_operator.controller.conditions import conditions, event_type
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
@@ -45,26 +45,6 @@ PROGRESS: Final = frozenset(
 """Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
 PROGRESS_SECONDS: Final = 15.0
 """Between two writes of a status in which only what moves all the time is new."""
-_LOUD: Final[dict[tuple[str, str], Literal["Normal", "Warning"]]] = {
-    (ConditionType.ACCEPTED, "False"): "Warning",
-    (ConditionType.FAILED, "True"): "Warning",
-    (ConditionType.DEGRADED, "True"): "Warning",
-    (ConditionType.ACCEPTED, "True"): "Normal",
-    (ConditionType.ADMITTED, "False"): "Normal",
-    (ConditionType.PREPARED, "True"): "Normal",
-    (ConditionType.COMPLETED, "True"): "Normal",
-    (ConditionType.SUSPENDED, "True"): "Normal",
-}
-"""Transitions that are worth an event; the others show in the conditions."""
-_TROUBLE: Final = frozenset(
-    {
-        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
-        *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
-        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
-        *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
-    }
-)
-"""Problems that a person has to solve, of whichever role: these get an Event too."""
 
 Path = tuple[str, ...]
 """Of a field; ``[]`` stands for the items of a list."""
@@ -335,13 +315,6 @@ async def _write_events(api: KubeApi, run: Object, was: RunStatus, status: RunSt
         await api.event(run, "Normal", status.phase, Phase(status.phase).text)
     for condition in status.conditions:
         before = was.condition(condition.type)
-        loudness = _LOUD.get((condition.type, condition.status))
-        if condition.status == "False" and condition.reason in _TROUBLE:
-            loudness = "Warning"
-        if condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
-            loudness = "Warning"
-        if loudness is None or (
-            before is not None and (before.status, before.reason) == (condition.status, condition.reason)
-        ):
-            continue
-        await api.event(run, loudness, condition.reason, f"{condition.type}: {condition.message}")
+        same = before is not None and (before.status, before.reason) == (condition.status, condition.reason)
+        if not same and (kind := event_type(condition)) is not None:
+            await api.event(run, kind, condition.reason, f"{condition.type}: {condition.message}")
