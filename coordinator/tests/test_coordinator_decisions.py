@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -179,20 +180,23 @@ def test_a_line_is_on_disk_before_it_is_acknowledged(tmp_path: Path, monkeypatch
     assert synced[2:] == [6]
 
 
-@pytest.fixture
+@contextmanager
 def little_space() -> Iterator[None]:
-    """Files can grow to 10 bytes and no further."""
+    """Files can grow to 10 bytes and no further; pytest's own output too, which may be a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_log_whole(tmp_path: Path, little_space: None) -> None:
+def test_a_full_disk_leaves_the_log_whole(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.jsonl")
-    log.append(0, b"12345\n")
-    with pytest.raises(OSError, match="File too large"):
-        log.append(6, b"123456789\n")
+    with little_space():
+        log.append(0, b"12345\n")
+        with pytest.raises(OSError, match="File too large"):
+            log.append(6, b"123456789\n")
     assert (tmp_path / "decisions.jsonl").read_bytes() == b"12345\n"
 
 
