@@ -137,7 +137,7 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
     )
     await journal.start()
     train = Prompts("train", 397)
-    server = Server(core, journal, RunFiles(paths), TOKEN, train, Prompts("held-out", 3))
+    server = Server(core, journal, RunFiles(paths), TOKEN, train, [Prompts("held-out", 3)])
     await server.start()
     served = runner(server.app, shutdown_seconds=1.0)
     await served.setup()

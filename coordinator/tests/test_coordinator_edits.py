@@ -15,8 +15,9 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.settings import Settings
 
 TAKEN = edits(refused=False)
-OWN_PODS = ("coordinator.podTemplate.", "images.", "trackers.")
-"""It restarts for these, and its settings have nothing of them (trackers: test_coordinator_trackers.py)."""
+OWN_PODS = ("coordinator.podTemplate.", "images.", "trackers.", "evaluation.forecastSet")
+"""It restarts for these, and its settings have nothing of them (trackers: test_coordinator_trackers.py), or nothing new
+without several sets (test_coordinator_evaluation_sets.py)."""
 READ = [
     edited
     for edited in TAKEN

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
-from coordinator_client import make_group
+from coordinator_client import make_group, run_text
 from coordinator_world import World, check_consistency, make_settings, ready
 
 from scalerl_api import wire
-from scalerl_api.curve import label_order, labels_csv
+from scalerl_api.curve import curve_points, label_order, labels_csv
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
 from scalerl_api.wire import LabelMean, PushResult, ReleaseCause, Split
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, fold_labels, summarize
+from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.generator_requests import OTHER_SETS_EVERY
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.settings import EvaluationSet
+from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.state import CoordinatorState
+from scalerl_tasks import Prompt
 
 POINT = summarize(
     Evaluation(0, 0, [], {0: PromptResult("a", 1.0, 2, 4, 0, False)}, 1), "held-out", "digest", 1.0, 1.0
@@ -172,3 +176,115 @@ def test_snapshot_with_one_evaluation_per_version_is_read():
     earlier = msgspec.msgpack.decode(state.encode())
     earlier["format"], earlier["evaluations"] = 2, {4: earlier["evaluations"][4, 0]}
     assert CoordinatorState.decode(msgspec.msgpack.encode(earlier)).evaluations == state.evaluations
+
+
+HARD: dict[str, object] = {
+    "name": "hard",
+    "task": {"jsonl": {"path": "/data/hard.jsonl"}, "verifier": {"name": "exact"}},
+    "everySteps": 4,
+    "samplesPerPrompt": 8,
+    "k": 4,
+}
+
+
+def settings_of(*sets: dict[str, object], **evaluation: object) -> Settings:
+    given = {"everySteps": 2, "samplesPerPrompt": 3, "sets": list(sets), **evaluation}
+    run = parse_run(run_text(evaluation=given), "test")
+    measured = [(f"digest-{one['name']}", 5) for one in sets if "task" in one]
+    return Settings.of_run(run, train_digest="t", held_out_digest="h", held_out_prompts=2, sets=measured)
+
+
+def test_sets_of_the_spec_become_tasks_of_their_own():
+    both = settings_of(HARD, {"name": "easy"})
+    assert both.identity.evaluation_set(0) == EvaluationSet("easy", "h", 2, 3)
+    assert both.identity.evaluation_set(1) == EvaluationSet("hard", "digest-hard", 5, 8, 4)
+    assert (both.every_steps(0), both.every_steps(1)) == (2, 4)
+    assert both.forecast_task == 1, "the first of the spec"
+    assert settings_of(HARD, {"name": "easy"}, forecastSet="easy").forecast_task == 0
+    assert list(settings_of(HARD).identity.set_tasks) == [1], "held-out prompts are not evaluated"
+
+
+def test_samples_of_a_set_may_change_and_its_prompts_not():
+    identity = two_sets().settings.identity
+    for changes, kept in (({"samples": 8}, True), ({"k": 2}, True), ({"digest": "x"}, False)):
+        sets = (msgspec.structs.replace(identity.sets[0], **changes),)
+        assert (msgspec.structs.replace(identity, sets=sets).fixed == identity.fixed) is kept
+
+
+def test_largest_k_bounds_pass_at_k():
+    evaluation = Evaluation(0, 0, [], {0: PromptResult("a", 1.0, 8, 4, 0, False, passed=1)}, 1)
+    assert [at.k for at in summarize(evaluation, "hard", "d", 1.0, 1.0).pass_at] == [2, 4, 8]
+    assert [at.k for at in summarize(evaluation, "hard", "d", 1.0, 1.0, 4).pass_at] == [2, 4]
+
+
+def test_unfinished_completions_of_another_set_are_continued_with_newer_weights():
+    """Publishes do not wait for it, so that its slots are mostly issued again to newer weights."""
+    world = two_sets()
+    leases = world.lease(world.member, 0)
+    for lease in leases:
+        if lease.prompt.task == 0:
+            world.push(world.member, make_group(lease, version=0))
+    world.report("t", 0)
+    world.publish("t")
+    world.beat(world.member, 1)
+    lease = next(one for one in leases if one.prompt.task == 1)
+    for sampled in (1, 2):
+        versions = [wire.VersionSpan(at, at) for at in range(sampled)]
+        tokens = wire.Partial(
+            start=0, token_ids=bytes(4 * sampled), logprobs=bytes(4 * sampled), versions=versions
+        )
+        begun = wire.PartialGroup(
+            lease_id=lease.lease_id,
+            prompt=lease.prompt,
+            slot=lease.slot,
+            temperature=lease.temperature,
+            prompt_token_ids=b"",
+            completions=[tokens] * lease.completions,
+        )
+        reported = wire.Partials(member_id=world.member, groups=[begun])
+        world.rollouts.receive_partials(reported, world.now)
+        released = wire.Release(member_id=world.member, lease_ids=[lease.lease_id], reason="drained")
+        world.rollouts.release(released, world.now)
+        slot = lease.slot
+        world.now += 2  # the slot is not offered again at once
+        offered = world.lease(world.member, 1)
+        lease = next(one for one in offered if (one.prompt.task, one.slot) == (1, slot))
+        assert lease.partial is not None
+        assert lease.partial.completions[0].token_ids == tokens.token_ids
+
+
+class Hard:
+    digest = "hard"
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(f"hard/{index}", "", "")
+
+    def difficulty(self, index: int) -> float | None:
+        return None
+
+
+async def test_prompts_are_those_of_the_lease_s_set(local):
+    local.server._prompts[1, Split.HELD_OUT] = Hard()
+    world = two_sets()
+    leases = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]
+    ids, failed = local.server._prompt_ids(leases)
+    assert ids == ["held-out/0", "held-out/1", "hard/0", "hard/1", "hard/2"]
+    assert not failed
+
+
+def test_curves_are_those_of_their_sets(tmp_path):
+    paths = RunPaths(tmp_path)
+    points = [
+        msgspec.structs.replace(POINT, task=task, set_name=name, reward=0.25 * (1 + task))
+        for task, name in enumerate(("easy", "hard"))
+    ]
+    RunFiles(paths).write_curves(points, 0)
+    assert curve_points(paths.curve.read_text())[0].reward == 0.25
+    assert curve_points(paths.set_curve("hard").read_text())[0].reward == 0.5
+    RunFiles(paths).write_curves(points, 1)
+    assert curve_points(paths.curve.read_text())[0].reward == 0.5
+    assert curve_points(paths.set_curve("easy").read_text())[0].reward == 0.25
+    assert not paths.set_curve("hard").exists(), "curve.csv has its points now"

@@ -237,7 +237,7 @@ def test_evaluation_continues_with_its_version_only():
     assert again.partial.completions[0] == partial([1, 2])
     key = partial_key(first.prompt, first.slot, 1)
     assert key != partial_key(first.prompt, first.slot, 0)
-    assert world.rollouts._partials.take(key, again, 0, 100) is None
+    assert world.rollouts._partials.take(key, again, range(1), 100) is None
 
 
 def lease(number: int = 0, **changes: Any) -> wire.Lease:
@@ -266,7 +266,7 @@ def test_store_is_bounded():
         "replaces a token"
     )
     assert store.nbytes == 96
-    kept = [slot for slot in range(5) if store.take(((0, Split.TRAIN, slot), -1), lease(slot), 0, 100)]
+    kept = [slot for slot in range(5) if store.take(((0, Split.TRAIN, slot), -1), lease(slot), range(1), 100)]
     assert kept == [0, 1, 2]
     store.drop(((0, Split.TRAIN, 1), -1))
     assert store.put(((0, Split.TRAIN, 3), -1), group(lease(3), partial([3] * 4))) == "stored"
@@ -276,7 +276,7 @@ def test_store_is_bounded():
 def test_store_gives_no_completions_of_other_settings(changes):
     store = PartialStore()
     store.put(((0, Split.TRAIN, 0), -1), group(lease(), partial([1])))
-    assert store.take(((0, Split.TRAIN, 0), -1), lease(**changes), 0, 100) is None
+    assert store.take(((0, Split.TRAIN, 0), -1), lease(**changes), range(1), 100) is None
 
 
 @settings(deadline=None)
@@ -304,7 +304,7 @@ def test_store_is_what_was_reported(reports):
         assert store.nbytes == 8 * len(tokens)
         if leased:
             number += 1
-            given = store.take(key, lease(0, lease_id=f"l{number}", policy_version=99), 0, 9999)
+            given = store.take(key, lease(0, lease_id=f"l{number}", policy_version=99), range(100), 9999)
             if given is None:  # leased twice in a row without a report that adds
                 tokens, versions = [], []
                 continue

@@ -215,7 +215,10 @@ class CoordinatorStandIn:
             self.members[message.member_id]
         given = [self.todo.popleft() for _ in range(min(message.max_groups, len(self.todo)))]
         self.leased |= {lease.lease_id: lease for lease in given}
-        partials = [self.partials.take(_key(lease), lease, 0, 1 << 30) for lease in given]
+        partials = [
+            self.partials.take(_key(lease), lease, range(lease.policy_version + 1), 1 << 30)
+            for lease in given
+        ]
         given = [
             msgspec.structs.replace(lease, partial=partial)
             for lease, partial in zip(given, partials, strict=True)

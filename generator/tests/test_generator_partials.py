@@ -132,7 +132,7 @@ def test_read_completions_are_those_given() -> None:
         ({}, {"policy_version": 4}, "versions"),
         ({}, {"policy_version": 7}, "versions"),  # version 4 is too old
         ({}, {"lost_version": 4}, "versions"),
-        ({}, {"policy_version": 4, "split": Split.HELD_OUT}, "versions"),
+        ({}, {"lost_version": 4, "split": Split.HELD_OUT}, "versions"),
     ],
 )
 def test_unusable_completions_are_refused(changes: dict[str, Any], of: dict[str, Any], reason: str) -> None:
@@ -181,7 +181,7 @@ def test_completions_continue_over_kills_and_hand_overs(events: list[tuple[str, 
                     report()
                 number += 1
                 taken = lease(number, policy_version=version)
-                group = store.take(KEY, taken, 0, 1 << 20)
+                group = store.take(KEY, taken, range(taken.policy_version + 1), 1 << 20)
                 # Dropped if two holders in a row added nothing, or never reported.
                 held = streams(taken, None if group is None else read(group, taken, k=99))
                 (completion,) = held.completions

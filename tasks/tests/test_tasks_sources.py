@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from scalerl_api.source import OP_GRAPH_CONTEXTS
-from scalerl_api.spec import TaskSpec, VerifierSpec
+from scalerl_api.spec import EvaluationSpec, RunSpec, TaskSpec, VerifierSpec
 from scalerl_tasks import (
+    EvaluationSetError,
     SourceError,
     TemplateError,
     VerifierConfig,
@@ -20,6 +21,7 @@ from scalerl_tasks import (
     open_jsonl,
     open_source,
     open_task,
+    open_tasks,
     open_verifier,
     verifier_config,
 )
@@ -82,8 +84,11 @@ def test_tasks_guide_sections_are_valid(tmp_path):
     guide = Path(__file__).parents[2] / "docs" / "tasks.md"
     blocks = re.findall(r"^```yaml\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
-    for block in blocks:
-        spec = TaskSpec.model_validate(yaml.safe_load(block)["task"])
+    for section in map(yaml.safe_load, blocks):
+        if "evaluation" in section:
+            EvaluationSpec.model_validate(section["evaluation"])
+            continue
+        spec = TaskSpec.model_validate(section["task"])
         check_template(spec.prompt.template)
         if spec.reasoning_gym is not None:
             assert open_task(spec).train[0].text
@@ -142,3 +147,60 @@ def test_op_graph_spec_has_the_limits_of_the_task():
         for outside in beyond[name]:
             with pytest.raises(ValueError, match=rf"opGraph\.{name}"):
                 section(opGraph=outside, reasoningGym=None, verifier={"name": "exact"})
+
+
+def two_sets(directory: Path, hard: list[str], train: list[str], **task: object) -> RunSpec:
+    for name, texts in (("hard", hard), ("train", train)):
+        lines = (json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in texts)
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+    source = {"jsonl": {"path": str(directory / "train.jsonl")}, "verifier": {"name": "exact"}}
+    hard_source = {"jsonl": {"path": str(directory / "hard.jsonl")}, "verifier": {"name": "number"}}
+    return RunSpec.model_validate(
+        {
+            "model": {"scratch": {}},
+            "task": source | {"heldOut": {"size": 2}, "prompt": {"template": "Q: {prompt}"}},
+            "evaluation": {"sets": [{"name": "all"}, {"name": "hard", "task": hard_source | task}]},
+            "budget": {"maxSteps": 1},
+        }
+    )
+
+
+def test_open_tasks_opens_each_set_with_its_own_prompts(tmp_path):
+    spec = two_sets(tmp_path, ["3+3=", "4+4="], [f"{n}+1=" for n in range(9)])
+    (hard,) = open_tasks(spec).sets
+    assert (hard.name, hard.field) == ("hard", "evaluation.sets.1")
+    assert {hard.prompts[at].text for at in range(len(hard.prompts))} == {"3+3=", "4+4="}
+    assert hard.prompt.template == "Q: {prompt}", "that of the run's task"
+    assert verifier_config(hard.spec).name == "number"
+    (one,) = open_tasks(two_sets(tmp_path, ["3+3=", "4+4="], ["1", "2", "3"], size=1)).sets
+    assert len(one.prompts) == 1
+
+
+def test_no_text_of_a_set_is_trained_on(tmp_path):
+    texts = [f"{n}+1=" for n in range(9)]
+    spec = two_sets(tmp_path, ["3+1=", "9+9="], texts)
+    opened = open_tasks(spec)
+    train = opened.task.train
+    alone = open_task(spec.task).train
+    held_out = {opened.task.held_out[at].text for at in range(2)}
+    assert "3+1=" not in {train[at].text for at in range(len(train))}
+    assert train.digest != alone.digest
+    if "3+1=" not in held_out:
+        assert "3+1=" in {alone[at].text for at in range(len(alone))}
+        assert "1 training prompts of task.jsonl.path" in opened.overlap(opened.sets[0], spec)
+    clean = two_sets(tmp_path, ["9+9="], texts)
+    assert not open_tasks(clean).overlap(open_tasks(clean).sets[0], clean)
+
+
+@pytest.mark.parametrize(
+    ("hard", "task", "message"),
+    [
+        ([], {}, "hard.jsonl"),
+        (["1", "2"], {"size": 3}, "3 prompts asked for, but the source has 2"),
+        (["1"], {"prompt": {"template": "{prompt} {x}"}}, "unknown placeholder"),
+    ],
+)
+def test_set_that_cannot_be_opened_is_named(tmp_path, hard, task, message):
+    spec = two_sets(tmp_path, hard, ["a", "b", "c"], **task)
+    with pytest.raises(EvaluationSetError, match=rf"evaluation.sets.1 \(hard\): .*{message}"):
+        open_tasks(spec)

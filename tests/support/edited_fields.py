@@ -53,6 +53,8 @@ OTHER: Final[dict[str, Object]] = {
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
     "model.path": {"model": {"scratch": None, "path": "/data/model"}},
     "model.scratch.hiddenSize": {"model": {"scratch": {"hiddenSize": 64}}},
+    "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
+    "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
     "task.opGraph.contexts": {

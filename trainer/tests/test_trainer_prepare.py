@@ -416,6 +416,29 @@ def test_check_grading_raises(tmp_path: Path, task: dict[str, Any], message: str
     assert not paths.base_model.exists()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "vocabulary", "message"),
+    [
+        ("77+1=", "none", 300, r"evaluation.sets.1.task.verifier: prompt .* has no number"),
+        ("3+1=", "4", 300, "evaluation.sets.1.task: 1 training prompts of task.jsonl.path"),
+        ("1+1=" * 30, "4", 300, "evaluation.sets.1.task: 1 of 1 prompts have more than the 56 tokens"),
+        ("é+1=", "4", 64, "evaluation.sets.1.task: prompt .* the model's tokenizer has no tokens for"),
+    ],
+)
+def test_evaluation_set_that_cannot_work_raises(
+    tmp_path: Path, prompt: str, answer: str, vocabulary: int, message: str
+) -> None:
+    file = tmp_path / "hard.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+    hard = {"jsonl": {"path": str(file)}, "verifier": {"name": "number"}}
+    sets = {"sets": [{"name": "all"}, {"name": "hard", "task": hard}]}
+    scratch = {"scratch": SCRATCH | {"vocabularySize": vocabulary}}
+    paths, spec = make(tmp_path, scratch, evaluation=sets)
+    with pytest.raises(PrepareError, match=message):
+        prepare(paths, spec, one_machine=True)
+    assert not paths.base_model.exists()
+
+
 @pytest.mark.parametrize(("devices", "message"), [(0, "needs an accelerator"), (1, "package flash-attn")])
 def test_check_model_flash_attention(tmp_path: Path, devices: int, message: str) -> None:
     if devices and importlib.util.find_spec("flash_attn") is not None:

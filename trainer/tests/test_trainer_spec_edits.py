@@ -102,10 +102,10 @@ ANNOTATED = {
         "publish_settings",
         "exported_config",
         "write_model",
-        "open_task",
+        "open_tasks",
     ),
 }
-"""Functions whose annotations name the part of the spec that they read; of ``open_task`` the trainer uses the prompts, which
+"""Functions whose annotations name the part of the spec that they read; of ``open_tasks`` the trainer uses the prompts, which
 cannot change."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""

@@ -170,6 +170,14 @@ EDITS: Final[Mapping[str, Edit]] = {
         Effect.COORDINATOR, f"Applies immediately; an evaluation in progress restarts. {_NEW_SET}"
     ),
     "evaluation.holdSeconds": _NEXT_EVALUATION,
+    "evaluation.sets": Edit(
+        Effect.REFUSED,
+        "the evaluation sets cannot change: the training prompts exclude theirs, and each has a curve. Create another run",
+    ),
+    "evaluation.forecastSet": Edit(
+        Effect.COORDINATOR,
+        "Applies immediately: curve.csv has the other set's points. The forecast restarts.",
+    ),
     "checkpoint": Edit(Effect.ALL),
     "budget.maxComputeTokens": Edit(
         Effect.ALL, "After mid-training, all of a change with budget.split is RL's."

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.earlier import translated
 from scalerl_api.recipe.presets import completed
-from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     document = {key: value for key, value in obj.items() if key != "status"} | {"metadata": kept}
     source = f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}"
     run = _validated(document, source)
-    jsonl = run.spec.task.jsonl
-    paths = {"spec.model.path": run.spec.model.path, "spec.task.jsonl.path": jsonl.path if jsonl else None}
+    paths = {"spec.model.path": run.spec.model.path} | jsonl_paths(run.spec)
     relative = [
         SpecProblem(where, "must be absolute on a cluster", f"got {path!r}")
         for where, path in paths.items()
@@ -175,6 +174,15 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     if relative:
         raise SpecError(source, relative)
     return run
+
+
+def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
+    """The path of each JSONL file of a task, by field; None where the field is not given."""
+    tasks: dict[str, ProblemSpec] = {"spec.task": spec.task}
+    tasks |= {
+        f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
+    }
+    return {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
 
 
 def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -236,8 +236,8 @@ class HeldOutSpec(Model):
     """Seed of the selection."""
 
 
-class TaskSpec(Model):
-    """The training task."""
+class ProblemSpec(Model):
+    """Problems, and how answers to them are scored: what training and evaluation have in common."""
 
     reasoning_gym: ReasoningGymSource | None = None
     """Problems made by a program; give this, jsonl or opGraph."""
@@ -247,25 +247,11 @@ class TaskSpec(Model):
     """Word problems whose difficulty is chosen, with worked solutions; give this, reasoningGym or jsonl."""
     verifier: VerifierSpec
     """How completions are scored, and the limits of scoring."""
-    prompt: PromptSpec = PromptSpec()
+    prompt: PromptSpec | None
     """How the text of a problem becomes a prompt."""
-    held_out: HeldOutSpec = HeldOutSpec()
-    """Prompts excluded from training; their mean score is the curve."""
 
-    rules = (
+    rules: ClassVar[tuple[Rule, ...]] = (
         exactly_one("reasoningGym", "jsonl", "opGraph"),
-        Rule(
-            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
-            "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
-            "heldOut.size",
-            lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
-        ),
-        Rule(
-            "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
-            "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
-            "heldOut.size",
-            lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
-        ),
         Rule(
             "!self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
             "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
@@ -278,5 +264,65 @@ class TaskSpec(Model):
             "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
             "verifier.name",
             lambda task: task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None,
+        ),
+    )
+
+    @property
+    def source_field(self) -> str:
+        """The field that is given of those that name a source."""
+        return "jsonl" if self.jsonl else "reasoningGym" if self.reasoning_gym else "opGraph"
+
+
+class TaskSpec(ProblemSpec):
+    """The training task."""
+
+    prompt: PromptSpec = PromptSpec()
+    """How the text of a problem becomes a prompt."""
+    held_out: HeldOutSpec = HeldOutSpec()
+    """Prompts excluded from training; their mean score is the curve."""
+
+    rules = (
+        *ProblemSpec.rules[:1],
+        Rule(
+            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
+            "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
+            "heldOut.size",
+            lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
+        ),
+        Rule(
+            "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
+            "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
+            "heldOut.size",
+            lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
+        ),
+        *ProblemSpec.rules[1:],
+    )
+
+
+class EvaluationTaskSpec(ProblemSpec):
+    """The problems of an evaluation set. No problem with the text of one of them is trained on."""
+
+    prompt: PromptSpec | None = None
+    """How the text of a problem becomes a prompt; default: ``task.prompt``."""
+    size: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Number of problems; default: 1000, or all of a source that has fewer."""
+    seed: Seed = 0
+    """Seed of their selection."""
+
+    rules = (
+        *ProblemSpec.rules,
+        Rule(
+            "!has(self.size) || !has(self.reasoningGym) || self.size <= self.reasoningGym.size",
+            "%(size)s must be at most %(reasoningGym.size)s, the problems that there are",
+            "size",
+            lambda task: (
+                task.size is None or task.reasoning_gym is None or task.size <= task.reasoning_gym.size
+            ),
+        ),
+        Rule(
+            "!has(self.size) || !has(self.opGraph) || self.size <= self.opGraph.size",
+            "%(size)s must be at most %(opGraph.size)s, the problems that there are",
+            "size",
+            lambda task: task.size is None or task.op_graph is None or task.size <= task.op_graph.size,
         ),
     )

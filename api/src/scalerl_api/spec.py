@@ -28,14 +28,16 @@ from scalerl_api.fields import (
     Rule,
     UnitDecimal,
 )
-from scalerl_api.pods import ObjectName, PodTemplate
+from scalerl_api.pods import ObjectName, PodTemplate, Unique
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import cel
 from scalerl_api.source import (
+    EvaluationTaskSpec,
     HeldOutSpec,
     HubModel,
     JsonlSource,
     ModelSpec,
+    ProblemSpec,
     PromptSpec,
     ReasoningGymSource,
     ScratchModel,
@@ -43,6 +45,7 @@ from scalerl_api.source import (
     VerifierSpec,
 )
 from scalerl_api.trackers import TrackersSpec
+from scalerl_api.wire.prompts import HELD_OUT_SET
 
 GROUP: Final = "scalerl.dev"
 VERSION: Final = "v1alpha1"
@@ -61,7 +64,9 @@ __all__ = [
     "BudgetSplit",
     "CheckpointSpec",
     "CoordinatorSpec",
+    "EvaluationSetSpec",
     "EvaluationSpec",
+    "EvaluationTaskSpec",
     "ExportSpec",
     "GeneratorSpec",
     "HeldOutSpec",
@@ -69,6 +74,7 @@ __all__ = [
     "JsonlSource",
     "ModelSpec",
     "ObjectMeta",
+    "ProblemSpec",
     "PromptSpec",
     "ReasoningGymSource",
     "RecipeSpec",
@@ -246,18 +252,99 @@ class WeightSyncSpec(Model):
     """Sequences that both sides score after a publish to measure the trainer–generator mismatch."""
 
 
-class EvaluationSpec(Model):
-    """Evaluations of single weight versions on the held-out prompts: the points of the curve."""
+_EVALUATION_STEPS = Annotated[int, Field(ge=1, le=100_000_000)]
+_EVALUATION_SAMPLES = Annotated[int, Field(ge=1, le=1024)]
+MAX_EVALUATION_SETS: Final = 16
 
-    every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 100
+
+class EvaluationSetSpec(Model):
+    """Problems that versions are evaluated on, with a curve of their own."""
+
+    name: Annotated[
+        str,
+        Field(max_length=63),
+        AfterValidator(
+            Matches(
+                r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+                "must be lower-case letters, digits and '-', with a letter or a digit at both ends, like hard-10",
+            )
+        ),
+    ]
+    """Name of the set: in ``curve-NAME.csv`` and in the label ``set`` of metrics."""
+    task: EvaluationTaskSpec | None = None
+    """The problems; default: the held-out prompts of the run's task."""
+    every_steps: _EVALUATION_STEPS | None = None
+    """Steps between evaluations; default: ``evaluation.everySteps``."""
+    samples_per_prompt: _EVALUATION_SAMPLES | None = None
+    """Completions per prompt; default: ``evaluation.samplesPerPrompt``."""
+    k: _EVALUATION_SAMPLES | None = None
+    """Largest k of pass@k; default: the completions per prompt."""
+
+
+class EvaluationSpec(Model):
+    """Evaluations of single weight versions on prompts that are not trained on: the points of the curve."""
+
+    every_steps: _EVALUATION_STEPS = 100
     """Steps between evaluations."""
-    samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Completions per held-out prompt; more samples reduce the standard error."""
+    samples_per_prompt: _EVALUATION_SAMPLES = 16
+    """Completions per prompt; more samples reduce the standard error."""
     temperature: NonNegativeDecimal = "1"
     """Sampling temperature of evaluations; 0 is greedy."""
     hold_seconds: Annotated[int, Field(ge=1, le=86400)] = 900
     """Maximum time that a publish waits for an evaluation of the previous version; afterwards the point is marked
     as mixed."""
+    sets: (
+        Annotated[
+            list[EvaluationSetSpec],
+            Field(min_length=1, max_length=MAX_EVALUATION_SETS),
+            AfterValidator(Unique("name")),
+        ]
+        | None
+    ) = None
+    """All evaluation sets; default: one, ``held-out``, of the held-out prompts of the task. A publish waits for
+    ``forecastSet`` only; generators evaluate the others beside training."""
+    forecast_set: Annotated[str, Field(max_length=63)] | None = None
+    """Name of the set that forecast, autoscaler, status and ``curve.csv`` follow; default: the first."""
+
+    rules = (
+        Rule(
+            "!has(self.sets) || self.sets.filter(s, !has(s.task)).size() <= 1",
+            "no more than one of sets may leave task out: they would evaluate the same prompts. Give the others a task",
+            "sets",
+            lambda evaluation: sum(s.task is None for s in evaluation.sets or ()) <= 1,
+        ),
+        Rule(
+            f"!has(self.forecastSet) || (has(self.sets) ? self.sets.exists(s, s.name == self.forecastSet) : "
+            f"self.forecastSet == '{HELD_OUT_SET}')",
+            f"%(forecastSet)s must be the name of one of sets ({HELD_OUT_SET} without them)",
+            "forecastSet",
+            lambda evaluation: (
+                evaluation.forecast_set is None
+                or evaluation.forecast_set in [s.name for s in evaluation.all_sets]
+            ),
+        ),
+        Rule(
+            "!has(self.sets) || self.sets.all(s, !has(s.k) || s.k <= (has(s.samplesPerPrompt) ? s.samplesPerPrompt : "
+            "self.samplesPerPrompt))",
+            "k of each of sets must be at most its samplesPerPrompt, or evaluation.samplesPerPrompt without it: pass@k needs "
+            "k completions. Raise the samples, or lower k",
+            "sets",
+            lambda evaluation: all(
+                s.k is None or s.k <= (s.samples_per_prompt or evaluation.samples_per_prompt)
+                for s in evaluation.sets or ()
+            ),
+        ),
+    )
+
+    @property
+    def all_sets(self) -> list[EvaluationSetSpec]:
+        """``sets``, or the one that there is without them."""
+        return self.sets or [EvaluationSetSpec(name=HELD_OUT_SET)]
+
+    @property
+    def forecast_name(self) -> str:
+        """``forecastSet``, or the one without it."""
+        return self.forecast_set or self.all_sets[0].name
 
 
 class CheckpointSpec(Model):
@@ -492,6 +579,18 @@ class RunSpec(Model):
             lambda spec: spec.generator.lease_seconds > spec.task.verifier.timeout_seconds,
         ),
         Rule(
+            "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || "
+            "self.generator.leaseSeconds > s.task.verifier.timeoutSeconds)",
+            "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds of each of evaluation.sets: one "
+            "completion that hangs the verifier would cost its whole group the lease",
+            "generator.leaseSeconds",
+            lambda spec: all(
+                spec.generator.lease_seconds > s.task.verifier.timeout_seconds
+                for s in spec.evaluation.sets or ()
+                if s.task is not None
+            ),
+        ),
+        Rule(
             f"{_RANKS} <= {_PROMPTS}",
             "the ranks of %(trainer.replicas)s and %(trainer.devices)s must be at most %(recipe.promptsPerStep)s: each "
             "rank takes a prompt or more",
@@ -518,6 +617,11 @@ class RunSpec(Model):
             ),
         ),
     )
+
+    @property
+    def tasks(self) -> list[ProblemSpec]:
+        """The task, and those of the evaluation sets that have one."""
+        return [self.task, *(one.task for one in self.evaluation.sets or () if one.task is not None)]
 
     @property
     def micro_batch_tokens(self) -> int:

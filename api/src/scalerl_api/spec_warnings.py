@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Final
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.load import SpecProblem
+from scalerl_api.load import SpecProblem, jsonl_paths
 from scalerl_api.memory import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.spec import RunSpec
@@ -62,8 +62,7 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     paths = {"spec.model.path": spec.model.path}
     if spec.trackers.tensor_board is not None:
         paths["spec.trackers.tensorBoard.directory"] = spec.trackers.tensor_board.directory
-    if spec.task.jsonl is not None:
-        paths["spec.task.jsonl.path"] = spec.task.jsonl.path
+    paths |= {field: path for field, path in jsonl_paths(spec).items() if path is not None}
     if spec.warm_start is not None and spec.warm_start.jsonl is not None:
         paths["spec.warmStart.jsonl.path"] = spec.warm_start.jsonl.path
     return [
@@ -157,14 +156,16 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
             if steps > most:
                 yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
     batch = recipe.prompts_per_step * recipe.completions_per_prompt
-    evaluation = spec.task.held_out.size * spec.evaluation.samples_per_prompt
-    if evaluation > batch * spec.evaluation.every_steps:
-        yield SpecProblem(
-            "spec.evaluation",
-            f"an evaluation samples {evaluation} completions, more than the {batch * spec.evaluation.every_steps} "
-            f"that are trained on between two",
-            "evaluate less often, or lower samplesPerPrompt or task.heldOut.size",
-        )
+    for at, one in enumerate(spec.evaluation.all_sets):
+        prompts = (one.task.size or 0) if one.task is not None else spec.task.held_out.size
+        evaluation = prompts * (one.samples_per_prompt or spec.evaluation.samples_per_prompt)
+        trained = batch * (one.every_steps or spec.evaluation.every_steps)
+        if evaluation > trained:
+            yield SpecProblem(
+                f"spec.evaluation.sets.{at}" if spec.evaluation.sets else "spec.evaluation",
+                f"an evaluation samples {evaluation} completions, more than the {trained} that are trained on between two",
+                "evaluate less often, or lower samplesPerPrompt or the number of prompts",
+            )
 
 
 def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:

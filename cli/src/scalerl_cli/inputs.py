@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
+from scalerl_api.spec import ModelSpec, ProblemSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
@@ -43,9 +43,13 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     if spec.model.path is not None:
         model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
         spec = spec.model_copy(update={"model": model})
-    if spec.task.jsonl is not None:
-        jsonl = spec.task.jsonl.model_copy(update={"path": _absolute(base, spec.task.jsonl.path)})
-        spec = spec.model_copy(update={"task": spec.task.model_copy(update={"jsonl": jsonl})})
+    spec = spec.model_copy(update={"task": _with_absolute_path(base, spec.task)})
+    if spec.evaluation.sets is not None:
+        sets = [
+            one if one.task is None else one.model_copy(update={"task": _with_absolute_path(base, one.task)})
+            for one in spec.evaluation.sets
+        ]
+        spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"sets": sets})})
     if spec.warm_start is not None and (own := spec.warm_start.jsonl) is not None:
         own = own.model_copy(update={"path": _absolute(base, own.path)})
         spec = spec.model_copy(update={"warm_start": spec.warm_start.model_copy(update={"jsonl": own})})
@@ -65,6 +69,13 @@ def _replace(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
         spec.pop(last, None)
     else:
         spec[last] = value
+
+
+def _with_absolute_path(base: Path, task: ProblemSpec) -> ProblemSpec:
+    if task.jsonl is None:
+        return task
+    jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})
+    return task.model_copy(update={"jsonl": jsonl})
 
 
 def _absolute(base: Path, path: str) -> str:
@@ -207,7 +218,7 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
 
 
 def _jsonl_problems(spec: RunSpec) -> Iterator[SpecProblem]:
-    if spec.task.jsonl is not None:
+    if any(task.jsonl is not None for task in spec.tasks):
         yield from task_problems(spec, answers=0)
 
 
@@ -216,7 +227,8 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
     import scalerl_tasks as tasks
 
     try:
-        opened = tasks.open_task(spec.task)
+        every = tasks.open_tasks(spec)
+        opened = every.task
         if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
             yield SpecProblem(
                 "spec.recipe.curriculum.sec",
@@ -225,10 +237,22 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
             )
         tasks.open_grading_pool(spec.task)
         yield from _mid_training_problems(spec, opened.train)
+        for one in every.sets:
+            tasks.open_grading_pool(one.spec)
+            if problem := every.overlap(one, spec):
+                yield SpecProblem(f"spec.{one.field}.task", problem)
+            if answers:
+                try:
+                    verifier = tasks.open_verifier(tasks.verifier_config(one.spec))
+                    tasks.check_answers(one.prompts, verifier, answers)
+                except tasks.VerifierError as error:
+                    yield SpecProblem(f"spec.{one.field}.task.verifier.name", str(error))
         if answers:
             verifier = tasks.open_verifier(tasks.verifier_config(spec.task))
             tasks.check_answers(opened.held_out, verifier, answers)
             tasks.check_answers(opened.train, verifier, answers)
+    except tasks.EvaluationSetError as error:
+        yield SpecProblem(f"spec.{error.field}", str(error.problem))
     except tasks.JsonlError as error:
         yield SpecProblem("spec.task.jsonl.path", str(error))
     except tasks.UnknownTaskError as error:

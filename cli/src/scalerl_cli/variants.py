@@ -174,9 +174,10 @@ def _data(run: ScaleRLRun) -> dict[str, Any]:
     """What the spec names and does not hold: the data by its content, a model by the names, sizes and both
     ends of its files."""
     data: dict[str, Any] = {}
-    if run.spec.task.jsonl is not None:
-        path = Path(run.spec.task.jsonl.path)
-        data["data"] = _digest_of(path, path.stat().st_mtime_ns)
+    for at, task in enumerate(run.spec.tasks):
+        if task.jsonl is not None:
+            path = Path(task.jsonl.path)
+            data["data" if at == 0 else f"data-{at}"] = _digest_of(path, path.stat().st_mtime_ns)
     if run.spec.model.path is not None:
         files = [file for file in Path(run.spec.model.path).iterdir() if file.is_file()]
         data["model"] = sorted((file.name, file.stat().st_size, _ends_of(file)) for file in files)

@@ -30,7 +30,7 @@ from scalerl_coordinator.leases import (
 )
 from scalerl_coordinator.membership import Member, Membership
 from scalerl_coordinator.prompt_sequence import Sampler
-from scalerl_coordinator.settings import FIXED, Settings
+from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 from scalerl_coordinator.transitions import apply
 
@@ -359,11 +359,10 @@ class Core:
 
 def check_identity(state: CoordinatorState, settings: Settings) -> None:
     """Raises Refusal where ``state`` belongs to a run with other prompts or another seed, naming every difference."""
-    there, here = state.identity, settings.identity
+    here = settings.identity.fixed
+    there = here if state.identity is None else state.identity.fixed
     differences = ", ".join(
-        f"{name} was {getattr(there, name)!r}, is {getattr(here, name)!r}"
-        for name in FIXED
-        if there is not None and getattr(there, name) != getattr(here, name)
+        f"{name} was {there[name]!r}, is {here[name]!r}" for name in here if there[name] != here[name]
     )
     if differences:
         raise Refusal(

@@ -74,9 +74,14 @@ def due(version: int, every_steps: int, max_steps: int | None, published_every: 
 
 
 def summarize(
-    evaluation: Evaluation, set_name: str, set_digest: str, wall_seconds: float, device_seconds: float
+    evaluation: Evaluation,
+    set_name: str,
+    set_digest: str,
+    wall_seconds: float,
+    device_seconds: float,
+    largest_k: int = 0,
 ) -> EvaluationPoint:
-    """The point of a complete evaluation.
+    """The point of a complete evaluation, with pass@k up to ``largest_k``; 0: up to the samples.
 
     ``reward`` is the mean over prompts of each prompt's mean score, and each of ``parts`` that of a part.
     ``standard_error`` is the standard error of the mean over prompts, s/√n with the n − 1 form of s (the set is fixed: it
@@ -88,8 +93,9 @@ def summarize(
     spread = math.fsum((m - reward) ** 2 for m in means)
     samples = sum(r.samples for r in results)
     sampled = max(1, sum(r.samples for r in results if not r.given_up))
+    least = min(r.samples for r in results)
     # A journal of an earlier release does not say how many passed.
-    ks = tries(min(r.samples for r in results)) if min(r.passed for r in results) >= 0 else []
+    ks = tries(min(largest_k or least, least)) if min(r.passed for r in results) >= 0 else []
     return EvaluationPoint(
         version=evaluation.version,
         work_tokens=evaluation.work_tokens,

@@ -77,7 +77,10 @@ class RunFiles:
         for point in points:
             if point.task != forecast_task:
                 others.setdefault(point.set_name, []).append(point)
-        _write_whole(self._paths.curve, curve_csv(p for p in points if p.task == forecast_task))
+        followed = [point for point in points if point.task == forecast_task]
+        _write_whole(self._paths.curve, curve_csv(followed))
+        for name in {point.set_name for point in followed}:
+            self._paths.set_curve(name).unlink(missing_ok=True)  # of when the forecast followed another set
         for name, curve in others.items():
             _write_whole(self._paths.set_curve(name), curve_csv(curve))
         if any(point.by_label for point in points):

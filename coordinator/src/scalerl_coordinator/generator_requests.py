@@ -160,7 +160,9 @@ class GeneratorRequests:
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
             key = partial_key(lease.prompt, lease.slot, lease.policy_version)
-            partial = self._partials.take(key, lease, self._oldest_version(lease), room)
+            # An evaluation that does not hold a publish is continued with newer weights than those that it measures.
+            versions = range(self._oldest_version(lease), member.version + 1)
+            partial = self._partials.take(key, lease, versions, room)
             if partial is not None:
                 room -= sum(2 * len(c.token_ids) for c in partial.completions)
                 lease = msgspec.structs.replace(lease, partial=partial)

@@ -31,7 +31,7 @@ from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state, new_nonce
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
-from scalerl_tasks import TaskError, open_task
+from scalerl_tasks import TaskError, open_tasks
 
 log = logging.getLogger("scalerl_coordinator")
 
@@ -89,12 +89,14 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     run = environment.load_run()
-    task = await asyncio.to_thread(open_task, run.spec.task, environment.paths.root)
+    opened = await asyncio.to_thread(open_tasks, run.spec, environment.paths.root)
+    task, sets = opened.task, [one.prompts for one in opened.sets]
     settings = Settings.of_run(
         run,
         train_digest=task.train.digest,
         held_out_digest=task.held_out.digest,
         held_out_prompts=len(task.held_out),
+        sets=[(prompts.digest, len(prompts)) for prompts in sets],
     )
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
@@ -102,11 +104,13 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
     sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed, task.train.difficulty)
-    core = Core.begin(settings, sampler, state, new_nonce(), 0.0, {0: fold_labels(task.held_out.labels)})
+    held_out = [task.held_out, *sets]
+    labels = {at: fold_labels(prompts.labels) for at, prompts in enumerate(held_out)}
+    core = Core.begin(settings, sampler, state, new_nonce(), 0.0, labels)
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)
-    server = Server(core, journal, files, environment.token, task.train, task.held_out, trackers.status)
+    server = Server(core, journal, files, environment.token, task.train, held_out, trackers.status)
     await server.start()
     trackers.start()
     try:

@@ -104,8 +104,8 @@ class PartialStore:
         self._add(key, group)
         return "stored"
 
-    def take(self, key: PartialKey, lease: Lease, oldest_version: int, max_bytes: int) -> PartialGroup | None:
-        """What ``lease`` may continue: at most ``max_bytes``, of versions from ``oldest_version`` to the lease's own.
+    def take(self, key: PartialKey, lease: Lease, versions: range, max_bytes: int) -> PartialGroup | None:
+        """What ``lease`` may continue: at most ``max_bytes``, of ``versions``, the last of which is that of its weights.
 
         It is kept, as the new lease's. What another lease may continue stays until this one reports: what is newer than its
         weights or too large for this answer. What none may continue is dropped.
@@ -114,13 +114,13 @@ class PartialStore:
         if group is None:
             return None
         sampled = group.versions or {lease.policy_version}
-        if max(sampled) > lease.policy_version or group.nbytes > max_bytes:
+        if max(sampled) >= versions.stop or group.nbytes > max_bytes:
             return None
         self.drop(key)
         group.idle = group.idle + 1 if group.nbytes == group.leased_bytes else 0
         if (
             group.idle == _MAX_IDLE
-            or min(sampled) < oldest_version
+            or min(sampled) < versions.start
             or (group.temperature, len(group.completions)) != (lease.temperature, lease.completions)
         ):
             return None

@@ -16,7 +16,7 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -64,7 +64,10 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Server:
-    """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`."""
+    """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`.
+
+    held_out: the prompts of each evaluation set, by task.
+    """
 
     def __init__(
         self,
@@ -73,13 +76,15 @@ class Server:
         files: RunFiles,
         token: str,
         train: PromptSource,
-        held_out: PromptSource,
+        held_out: Sequence[PromptSource],
         trackers: Callable[[], list[wire.Tracker]] = list,
     ) -> None:
         self._core = core
         self._journal = journal
         self._files = files
-        self._prompts = {wire.Split.TRAIN: train, wire.Split.HELD_OUT: held_out}
+        self._prompts = {(0, wire.Split.TRAIN): train} | {
+            (task, wire.Split.HELD_OUT): prompts for task, prompts in enumerate(held_out)
+        }
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
@@ -303,7 +308,7 @@ class Server:
         ids, failed = [], {}
         for lease in leases:
             try:
-                ids.append(self._prompts[lease.split][lease.prompt.index].id)
+                ids.append(self._prompts[lease.prompt.task, lease.split][lease.prompt.index].id)
             except PromptError as problem:
                 ids.append("")
                 failed[lease.lease_id] = str(problem)

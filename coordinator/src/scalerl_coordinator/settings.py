@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
-from scalerl_api.spec import ScaleRLRun
+from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
 from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, PromptRef, Split
 
 _COMPLETION_SLACK_BYTES = 2**14
@@ -25,10 +26,12 @@ class EvaluationSet(msgspec.Struct, frozen=True, array_like=True):
     prompts: int
     samples: int
     """Completions per prompt."""
+    k: int = 0
+    """Largest k of pass@k; 0: the samples."""
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """The settings that records depend on. Those not in :data:`FIXED` may change between processes."""
+    """The settings that records depend on. Those not in :attr:`fixed` may change between processes."""
 
     prompts_per_step: int
     completions_per_prompt: int
@@ -52,19 +55,27 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Further evaluation sets; the n-th (from 1) is :attr:`~scalerl_api.wire.PromptRef.task` n of its held-out prompts."""
     reference: bool = False
     """The reference policy of ``recipe.kl.penalty`` scores the completions."""
+    held_out_name: str = HELD_OUT_SET
+    """Of the evaluation set of the task's held-out prompts; empty: they are not evaluated."""
+    held_out_k: int = 0
+    """Its :attr:`EvaluationSet.k`."""
 
     def evaluation_set(self, task: int) -> EvaluationSet:
         """The evaluation set of ``task``; of 0, the held-out prompts of the run's task."""
         if task:
             return self.sets[task - 1]
         return EvaluationSet(
-            HELD_OUT_SET, self.held_out_digest, self.held_out_prompts, self.evaluation_samples
+            self.held_out_name,
+            self.held_out_digest,
+            self.held_out_prompts,
+            self.evaluation_samples,
+            self.held_out_k,
         )
 
     @property
     def set_tasks(self) -> range:
         """The tasks of all evaluation sets."""
-        return range(len(self.sets) + 1)
+        return range(0 if self.held_out_name else 1, len(self.sets) + 1)
 
     def completions(self, prompt: PromptRef) -> int:
         """Completions of a group of ``prompt``."""
@@ -81,9 +92,15 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_completion_tokens)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    @property
+    def fixed(self) -> dict[str, object]:
+        """What may not change between processes: it defines which prompt an index is."""
+        return {name: getattr(self, name) for name in _FIXED} | {
+            "sets": tuple((one.name, one.digest, one.prompts) for one in self.sets)
+        }
 
-FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts", "tasks", "sets")
-"""Fields of :class:`Identity` that may not change: they define which prompt an index is."""
+
+_FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts", "held_out_name", "tasks")
 
 
 @dataclass(frozen=True)
@@ -133,9 +150,17 @@ class Settings:
         train_digest: str,
         held_out_digest: str,
         held_out_prompts: int,
+        sets: Sequence[tuple[str, int]] = (),
     ) -> Settings:
-        """The settings of ``run`` and of its task."""
+        """The settings of ``run`` and of its task. sets: digest and number of prompts of each evaluation set with a task."""
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
+        held_out = next((one for one in evaluation.all_sets if one.task is None), None)
+        others = [one for one in evaluation.all_sets if one.task is not None]
+        names = [held_out.name if held_out is not None else "", *(one.name for one in others)]
+
+        def samples(given: EvaluationSetSpec | None) -> int:
+            return (given.samples_per_prompt if given is not None else None) or evaluation.samples_per_prompt
+
         return cls(
             identity=Identity(
                 prompts_per_step=recipe.prompts_per_step,
@@ -147,14 +172,23 @@ class Settings:
                 train_digest=train_digest,
                 held_out_digest=held_out_digest,
                 held_out_prompts=held_out_prompts,
-                evaluation_samples=evaluation.samples_per_prompt,
+                evaluation_samples=samples(held_out),
                 evaluation_temperature=float(evaluation.temperature),
                 steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
                 max_tries=recipe.refill.max_tries if recipe.refill else 1,
                 reference=recipe.kl.penalty is not None,
+                held_out_name=names[0],
+                held_out_k=(held_out.k if held_out is not None else None) or 0,
+                sets=tuple(
+                    EvaluationSet(one.name, digest, prompts, samples(one), one.k or 0)
+                    for one, (digest, prompts) in zip(others, sets, strict=True)
+                ),
             ),
             temperature=float(recipe.temperature),
-            evaluation_every=evaluation.every_steps,
+            evaluation_every=(held_out.every_steps if held_out is not None else None)
+            or evaluation.every_steps,
+            set_every=tuple(one.every_steps or evaluation.every_steps for one in others),
+            forecast_task=names.index(evaluation.forecast_name),
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,

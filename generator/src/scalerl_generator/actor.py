@@ -69,15 +69,15 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, sample_plain
+from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Section, Strategy, sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_generator.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
-from scalerl_tasks.prompts import PromptSource
-from scalerl_tasks.sources import Task, open_grading_pool, open_task
+from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.sources import RunTasks, open_grading_pool, open_tasks, verifier_config
 from scalerl_tasks.text import check_interruption
 
 logger = logging.getLogger("scalerl.actor")
@@ -159,12 +159,18 @@ async def run_actor(
         if not opening.done():
             _raise_failure(watching)
             return
-        task, codec = opening.result()
-        grader = await stack.enter_async_context(open_grading_pool(spec.task))
+        tasks, codecs = opening.result()
+        task, codec = tasks.task, codecs[0]
+        graders = await _graders(stack, spec, tasks)
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
-        sources: dict[Split, PromptSource] = {Split.TRAIN: task.train, Split.HELD_OUT: task.held_out}
+        sections = {
+            (0, Split.TRAIN): Section(task.train, codec, graders[0]),
+            (0, Split.HELD_OUT): Section(task.held_out, codec, graders[0]),
+        }
+        for at, one in enumerate(tasks.sets, 1):
+            sections[at, Split.HELD_OUT] = Section(one.prompts, codecs[at], graders[at])
         partials = PartialReports(
             coordinator,
             registration,
@@ -179,10 +185,8 @@ async def run_actor(
             monitor,
             state,
             busy,
-            codec,
-            grader,
             metrics,
-            sources,
+            sections,
             thread,
             max_sequences=capacity,
             kept=KeptCompletions(
@@ -249,23 +253,39 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
     return ThoughtInterrupter(Interruption(first, last, phrase), spec.seed, texts, metrics)
 
 
-async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[Task, PromptCodec]:
-    """Open prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile."""
+async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTasks, list[PromptCodec]]:
+    """Open prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile. Returns the codecs
+    of the task and of each evaluation set with a task; equal formats share one."""
     started = time.monotonic()
-    task, codec = await asyncio.gather(
-        asyncio.to_thread(open_task, spec.task, environment.paths.root),
-        asyncio.to_thread(
-            PromptCodec, environment.paths.base_model, spec.task.prompt, spec.model.context_tokens
-        ),
-    )
+    tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
+    prompts = [spec.task.prompt, *(one.prompt for one in tasks.sets)]
+    model, context_tokens = environment.paths.base_model, spec.model.context_tokens
+    codecs: list[PromptCodec] = []
+    for at, one in enumerate(prompts):
+        first = prompts.index(one)
+        codecs.append(
+            codecs[first] if first < at else await asyncio.to_thread(PromptCodec, model, one, context_tokens)
+        )
     logger.info(
-        "%d training and %d held-out prompts, end tokens %s; opened in %.1f s",
-        len(task.train),
-        len(task.held_out),
-        codec.tokenizer.stop_token_ids,
+        "%d training and %d held-out prompts%s, end tokens %s; opened in %.1f s",
+        len(tasks.task.train),
+        len(tasks.task.held_out),
+        "".join(f", {len(one.prompts)} of {one.name}" for one in tasks.sets),
+        codecs[0].tokenizer.stop_token_ids,
         time.monotonic() - started,
     )
-    return task, codec
+    return tasks, codecs
+
+
+async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
+    """The grading pools of the task and of each evaluation set with a task, equal ones once."""
+    sections = [spec.task, *(one.spec for one in tasks.sets)]
+    keys = [(one.verifier, verifier_config(one)) for one in sections]
+    pools: list[GradingPool] = []
+    for at, one in enumerate(sections):
+        first = keys.index(keys[at])
+        pools.append(pools[first] if first < at else await stack.enter_async_context(open_grading_pool(one)))
+    return pools
 
 
 async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, Split
 from scalerl_generator.completion_streams import TOGETHER_TOKENS, CompletionStreams
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, Refused, UnknownMember
 from scalerl_generator.kept_completions import are_usable
@@ -68,7 +68,9 @@ def read_partials(
         raise UnusablePartials("lengths")
     completions = [_read(partial, lease.max_tokens, vocabulary_size) for partial in group.completions]
     newest = max((span.version for c in completions for span in c.weight_versions), default=MASKED)
-    if newest > lease.policy_version or not are_usable(completions, lease, max_staleness_steps):
+    # What an evaluation measures may be older than the weights of those who generate it.
+    too_new = lease.split is Split.TRAIN and newest > lease.policy_version
+    if too_new or not are_usable(completions, lease, max_staleness_steps):
         raise UnusablePartials("versions")
     return completions
 

@@ -78,10 +78,20 @@ async def sample_plain(streams: CompletionStreams) -> None:
 
 
 @dataclass(frozen=True)
+class Section:
+    """Prompts of a run that are rendered and graded alike."""
+
+    source: PromptSource
+    codec: PromptCodec
+    grader: GradingPool
+
+
+@dataclass(frozen=True)
 class Generated:
     """A sampled group that is not graded yet."""
 
     lease: Lease
+    section: Section
     prompt: Prompt
     encoded: EncodedPrompt
     completions: list[Sampled]
@@ -92,7 +102,7 @@ class RolloutGenerator:
     """Makes groups from leases, with the run's prompts, server and verifier.
 
     Args:
-        sources: the prompts of each split; leases index into them.
+        sections: by task and split, as leases name them.
         thread: generates and tokenizes prompts and decodes completions, which can take seconds (a generated puzzle, a long
             context); with one thread, leases are served in order of arrival.
         max_sequences: maximum of completions in one request (the server's limit).
@@ -104,10 +114,8 @@ class RolloutGenerator:
         monitor: ServerMonitor,
         state: ServerState,
         busy: BusyClock,
-        codec: PromptCodec,
-        grader: GradingPool,
         metrics: ActorMetrics,
-        sources: Mapping[Split, PromptSource],
+        sections: Mapping[tuple[int, Split], Section],
         thread: Executor,
         *,
         max_sequences: int,
@@ -117,8 +125,7 @@ class RolloutGenerator:
         teacher: Teacher | None = None,
     ) -> None:
         self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
-        self._codec, self._grader, self._metrics = codec, grader, metrics
-        self._sources = sources
+        self._metrics, self._sections = metrics, sections
         self._thread = thread
         self._logged_grading_errors: set[str] = set()
         self._max_sequences = max_sequences
@@ -136,7 +143,7 @@ class RolloutGenerator:
             PromptTooLong: no server of this run can serve this prompt.
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
-        prompt, encoded = await self._in_thread(self._encoded, lease)
+        section, prompt, encoded = await self._in_thread(self._encoded, lease)
         await self._state.serving()
         started, server_start = time.monotonic(), self._state.start_count
         kept, handed_over = self._kept.take(lease), self._partials.read(lease, encoded)
@@ -149,7 +156,7 @@ class RolloutGenerator:
             self._metrics,
             lease,
             encoded,
-            stop_token_ids=self._codec.tokenizer.stop_token_ids,
+            stop_token_ids=section.codec.tokenizer.stop_token_ids,
             max_sequences=self._max_sequences,
             on_tokens=on_tokens,
             completions=begun,
@@ -173,7 +180,7 @@ class RolloutGenerator:
         completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
-        return Generated(lease, prompt, encoded, completions, seconds)
+        return Generated(lease, section, prompt, encoded, completions, seconds)
 
     async def grade(
         self,
@@ -232,36 +239,39 @@ class RolloutGenerator:
 
     async def _verdicts(self, generated: Generated, on_graded: Callable[[], None]) -> Verdicts:
         started = time.monotonic()
-        texts = await self._in_thread(self._codec.texts, [c.token_ids for c in generated.completions])
-        graded = await self._grader.score_group(
+        section = generated.section
+        texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
+        graded = await section.grader.score_group(
             generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
         )
         self._metrics.grading_seconds.observe(time.monotonic() - started)
-        verdicts = group_verdicts(graded, self._grader.part_names)
+        verdicts = group_verdicts(graded, section.grader.part_names)
         self._log_grading_errors(generated.prompt, list(verdicts.errors.values()))
         return verdicts
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
 
-    def _encoded(self, lease: Lease) -> tuple[Prompt, EncodedPrompt]:
-        prompt = self._prompt(lease)
-        return prompt, self._codec.encode(prompt, lease.max_tokens)
+    def _encoded(self, lease: Lease) -> tuple[Section, Prompt, EncodedPrompt]:
+        section, prompt = self._prompt(lease)
+        return section, prompt, section.codec.encode(prompt, lease.max_tokens)
 
-    def _prompt(self, lease: Lease) -> Prompt:
-        source, index = self._sources[lease.split], lease.prompt.index
-        where = f"{lease.split.value} prompt {index}"
-        if lease.prompt.task or not 0 <= index < len(source):
+    def _prompt(self, lease: Lease) -> tuple[Section, Prompt]:
+        section, index = self._sections.get((lease.prompt.task, lease.split)), lease.prompt.index
+        where = f"{lease.split.value} prompt {index} of task {lease.prompt.task}"
+        if section is None or not 0 <= index < len(section.source):
+            there = "has no such task" if section is None else f"has {len(section.source)}"
             raise PromptMismatch(
-                f"lease {lease.lease_id}: {where} of task {lease.prompt.task} is not among the {len(source)} of this actor's only task"
+                f"lease {lease.lease_id}: {where} is not among this actor's prompts: it {there}"
             )
+        source = section.source
         prompt = source[index]
         if prompt.id != lease.prompt_id:
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is {prompt.id!r} here, the coordinator means {lease.prompt_id!r}: "
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
-        return prompt
+        return section, prompt
 
     def _log_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
         """Count all errors, and log each kind (the error without its numbers and quotations) once."""

@@ -9,7 +9,7 @@ from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.spec import RunSpec, ScaleRLRun
+from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
@@ -86,9 +86,20 @@ def forecaster(spec: RunSpec) -> Workload:
     return Workload(Role.FORECASTER, Lifetime.SERVICE, (container,), essential=False)
 
 
+def _graders_memory_bytes(spec: RunSpec) -> int:
+    """Of all scoring processes of a generator; equal verifiers have theirs once."""
+    graders: list[tuple[VerifierSpec, ReasoningGymSource | None]] = []
+    for task in spec.tasks:
+        grader = task.verifier, task.reasoning_gym if task.verifier.name == "reasoning-gym" else None
+        if grader not in graders:
+            graders.append(grader)
+    return sum(quantity_bytes(verifier.memory) * verifier.workers for verifier, _ in graders)
+
+
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
     run = Volume(f"$({DIR})", writable=writable)
-    jsonl = (Volume(literal(spec.task.jsonl.path)),) if spec.task.jsonl else ()
+    files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
+    jsonl = (Volume(literal(path)) for path in files)
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     return (run, *model, *jsonl)
 
@@ -143,7 +154,6 @@ def _generator(spec: RunSpec) -> Workload:
         volumes=_volumes(spec, sources=False, writable=False),
         **_probes("/health", "/health", "vllm", stuck_seconds=120),
     )
-    verifier = spec.task.verifier
     actor = Container(
         name="actor",
         argv=(
@@ -159,7 +169,7 @@ def _generator(spec: RunSpec) -> Workload:
         ),
         env=_environment(spec),
         ports=("control",),
-        resources=Resources(cpu_threads=1, memory_bytes=quantity_bytes(verifier.memory) * verifier.workers),
+        resources=Resources(cpu_threads=1, memory_bytes=_graders_memory_bytes(spec)),
         volumes=_volumes(spec, sources=False, writable=False),
         **_probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60),
     )

@@ -2,6 +2,7 @@
 
 The way of a task, from prompt to grade::
 
+    spec ──────▶ open_tasks(): each of evaluation.sets with a task, then
     spec.task ─▶ open_task()
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
@@ -25,6 +26,7 @@ a source, a verifier or a tokenizer imports what that one needs.
 from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
+    EvaluationSetError,
     GradingError,
     JsonlError,
     ParameterError,
@@ -42,14 +44,17 @@ from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.sources import (
+    EvaluationPrompts,
+    RunTasks,
     Task,
     check_answers,
     open_grading_pool,
     open_source,
     open_task,
+    open_tasks,
     verifier_config,
 )
-from scalerl_tasks.split import HeldOut, Train, split_held_out
+from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
@@ -58,6 +63,8 @@ __all__ = [
     "MAX_LINE_BYTES",
     "SCORE_RANGE",
     "VERIFIERS",
+    "EvaluationPrompts",
+    "EvaluationSetError",
     "Graded",
     "GradingError",
     "GradingPool",
@@ -72,6 +79,7 @@ __all__ = [
     "PromptSource",
     "ReasoningGymSource",
     "RenderedPrompt",
+    "RunTasks",
     "SourceError",
     "SplitError",
     "Task",
@@ -93,8 +101,10 @@ __all__ = [
     "open_reasoning_gym",
     "open_source",
     "open_task",
+    "open_tasks",
     "open_verifier",
     "render_prompt",
+    "select_prompts",
     "split_held_out",
     "verifier_config",
 ]

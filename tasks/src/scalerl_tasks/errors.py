@@ -9,6 +9,7 @@
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
     │   └── SplitError         the held-out set cannot be taken from this source
+    ├── EvaluationSetError     a set of evaluation.sets cannot be opened, or not beside the task
     ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
     ├── TokenizerError         the model's tokenizer does not fit the run
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
@@ -87,6 +88,19 @@ class JsonlError(SourceError):
 
 class SplitError(SourceError):
     """The requested held-out set cannot be taken from this source."""
+
+
+class EvaluationSetError(TaskError):
+    """A set of ``evaluation.sets`` cannot be used.
+
+    Attributes:
+        field: the set in the spec, with its index.
+        problem: why.
+    """
+
+    def __init__(self, name: str, field: str, problem: TaskError) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field} ({name}): {problem}")
 
 
 class TemplateError(TaskError):

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl_tasks.errors import SourceError, VerifierError
+from scalerl_tasks.errors import EvaluationSetError, SourceError, TaskError, VerifierError
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.split import HeldOut, Train, split_held_out
+from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
 from scalerl_tasks.verifiers import Verifier, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.spec import TaskSpec
+    from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec
 
 
 def open_source(
-    spec: TaskSpec, directory: Path | None = None
+    spec: ProblemSpec, directory: Path | None = None
 ) -> ReasoningGymSource | JsonlSource | OpGraphSource:
     """Open the prompt source of a task section.
 
@@ -46,13 +47,13 @@ def open_source(
     raise SourceError("task: give one of reasoningGym, jsonl and opGraph")
 
 
-def verifier_config(spec: TaskSpec) -> VerifierConfig:
+def verifier_config(spec: ProblemSpec) -> VerifierConfig:
     """The verifier of a task section, for a grading process to open."""
     name = spec.verifier.name
     return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
 
 
-def open_grading_pool(spec: TaskSpec) -> GradingPool:
+def open_grading_pool(spec: ProblemSpec) -> GradingPool:
     """The grading pool of a task section; not started yet.
 
     Raises:
@@ -88,16 +89,83 @@ class Task:
         return render_prompt(prompt, self.template, self.system)
 
 
-def open_task(spec: TaskSpec, directory: Path | None = None) -> Task:
-    """Open the source, take the held-out set, check the template.
+@dataclass(frozen=True, slots=True)
+class EvaluationPrompts:
+    """Prompts that are only evaluated on, with what renders and scores them."""
+
+    name: str
+    field: str
+    """In the spec, with the index of the set."""
+    prompts: HeldOut
+    spec: ProblemSpec
+    """Of their source and verifier."""
+    prompt: PromptSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RunTasks:
+    """All prompts of a run."""
+
+    task: Task
+    """Of its training prompts; no text of an evaluation set is among them."""
+    sets: tuple[EvaluationPrompts, ...]
+    """The evaluation sets with a task of their own, in the spec's order."""
+
+    def overlap(self, one: EvaluationPrompts, spec: RunSpec) -> str:
+        """Why the training file and a set cannot be used together: it has prompts of the set. Empty where none is found.
+
+        Generated training prompts are not searched, which are too many: :class:`~.split.Train` leaves out those of the sets.
+        """
+        if spec.task.jsonl is None:
+            return ""
+        shared = self.task.train.shared(one.prompts)
+        return (
+            f"{len(shared)} training prompts of task.jsonl.path ({spec.task.jsonl.path}) have the text of a prompt of this "
+            f"set, the first of them {shared[0].id!r}: take them out of one of the two"
+            if shared
+            else ""
+        )
+
+
+def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[HeldOut] = ()) -> Task:
+    """Open the source, take the held-out set, check the template. ``others``: prompts not to train on either.
 
     Raises:
         SourceError: the source is bad or too small for the held-out set.
         TemplateError: the template is bad.
     """
     check_template(spec.prompt.template)
-    train, held_out = split_held_out(open_source(spec, directory), spec.held_out.size, spec.held_out.seed)
+    source = open_source(spec, directory)
+    train, held_out = split_held_out(source, spec.held_out.size, spec.held_out.seed, others)
     return Task(train, held_out, spec.prompt.template, spec.prompt.system)
+
+
+def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
+    """Open the task of a run, and its evaluation sets.
+
+    Raises:
+        EvaluationSetError: of a set, as :func:`open_task` of the task; its cause is that error.
+        SourceError, TemplateError: of the task, as :func:`open_task`.
+    """
+    sets = tuple(
+        _open_set(at, spec, directory)
+        for at, one in enumerate(spec.evaluation.sets or ())
+        if one.task is not None
+    )
+    return RunTasks(open_task(spec.task, directory, [one.prompts for one in sets]), sets)
+
+
+def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPrompts:
+    given = (spec.evaluation.sets or [])[at]
+    task = given.task
+    assert task is not None
+    prompt, field = task.prompt or spec.task.prompt, f"evaluation.sets.{at}"
+    try:
+        check_template(prompt.template)
+        prompts = select_prompts(open_source(task, directory), task.size, task.seed)
+    except TaskError as error:
+        raise EvaluationSetError(given.name, field, error) from error
+    return EvaluationPrompts(given.name, field, prompts, task, prompt)
 
 
 def check_answers(source: PromptSource, verifier: Verifier, limit: int | None = None) -> None:
@@ -113,7 +181,7 @@ def check_answers(source: PromptSource, verifier: Verifier, limit: int | None = 
         verifier.check(source[rank * total // count])
 
 
-def _gym_task(spec: TaskSpec) -> GymTask | None:
+def _gym_task(spec: ProblemSpec) -> GymTask | None:
     section = spec.reasoning_gym
     if section is None:
         return None

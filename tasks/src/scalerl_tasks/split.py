@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scalerl_tasks.errors import SplitError
 from scalerl_tasks.prompts import Prompt, PromptSource, check_index
 
 _VERSION = "1"  # part of the digests: another way to split gives other sets
 _MAX_PROBES = 64
+DEFAULT_SIZE = 1000
 
 
 class HeldOut:
     """The held-out prompts: chosen by the seed, all with different texts, in a fixed order."""
 
     def __init__(
-        self, source: PromptSource, indices: list[int], digest: str, labels: list[dict[str, str]]
+        self,
+        source: PromptSource,
+        indices: list[int],
+        texts: frozenset[bytes],
+        digest: str,
+        labels: list[dict[str, str]],
     ) -> None:
         self._source = source
-        self._indices = indices
+        self.indices = indices
+        """In the source, in this order."""
+        self.texts = texts
+        """Keys of the prompts' texts."""
         self._digest = digest
         self.labels = labels
         """Of each prompt: those that the source gives, or its difficulty."""
@@ -30,15 +39,15 @@ class HeldOut:
         return self._digest
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int, /) -> Prompt:
-        check_index(index, len(self._indices))
-        return self._source[self._indices[index]]
+        check_index(index, len(self.indices))
+        return self._source[self.indices[index]]
 
     def difficulty(self, index: int, /) -> float | None:
-        check_index(index, len(self._indices))
-        return self._source.difficulty(self._indices[index])
+        check_index(index, len(self.indices))
+        return self._source.difficulty(self.indices[index])
 
 
 class Train:
@@ -50,14 +59,14 @@ class Train:
     """
 
     def __init__(
-        self, source: PromptSource, held_out: list[int], texts: frozenset[bytes], digest: str
+        self, source: PromptSource, held_out: HeldOut, others: frozenset[bytes], digest: str
     ) -> None:
         self._source = source
-        self._held_out = sorted(held_out)
+        self._held_out = sorted(held_out.indices)
         # The p-th index that is not held out is p + (number of held-out indices before it); at these positions that
         # number increases.
         self._steps = [index - rank for rank, index in enumerate(self._held_out)]
-        self._texts = texts
+        self._held_out_texts, self._texts = held_out.texts, held_out.texts | others
         self._digest = digest
 
     @property
@@ -88,6 +97,16 @@ class Train:
         """Whether the prompt, of any source, has a held-out text."""
         return _text_key(prompt) in self._texts
 
+    def shared(self, prompts: HeldOut) -> list[Prompt]:
+        """The prompts of the source that have the text of one of ``prompts``, and would be trained on but for that. Reads all
+        of the source."""
+        texts = prompts.texts - self._held_out_texts
+        return [
+            prompt
+            for prompt in map(self._source.__getitem__, range(len(self._source)))
+            if _text_key(prompt) in texts
+        ]
+
     def _source_index(self, position: int) -> int:
         return position + bisect.bisect_right(self._steps, position)
 
@@ -99,17 +118,20 @@ class Train:
         yield from range(len(self))
 
 
-def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, HeldOut]:
+def split_held_out(
+    source: PromptSource, size: int, seed: int, others: Sequence[HeldOut] = ()
+) -> tuple[Train, HeldOut]:
     """Split a source into train and held-out prompts.
 
-    Both depend only on ``source.digest``, ``size`` and ``seed``. No text is in both. Costs about ``size``
-    reads of the source (more where texts repeat), and memory for ``size`` hashes, whatever the source's
-    length.
+    Both depend only on ``source.digest``, ``size`` and ``seed``, and the training prompts on the digests of ``others``. No
+    text is in both. Costs about ``size`` reads of the source (more where texts repeat), and memory for ``size`` hashes,
+    whatever the source's length.
 
     Args:
         source: the source to split.
         size: number of held-out prompts, all with different texts (1,000 in ScaleRL [P]).
         seed: selects them.
+        others: prompts of other sources whose texts the training prompts shall not have either.
 
     Raises:
         SplitError: the source has too few prompts, or too few different ones.
@@ -124,26 +146,50 @@ def split_held_out(source: PromptSource, size: int, seed: int) -> tuple[Train, H
             f"{size} held-out prompts asked for, but the source has {total}, and at least one must be left to "
             f"train on; lower task.heldOut.size"
         )
+    held_out = _chosen(source, size, seed, "task.heldOut.size")
+    texts = frozenset[bytes]().union(*(other.texts for other in others))
+    identity = "/".join([f"{_VERSION}/{source.digest}/{size}/{seed}", *(other.digest for other in others)])
+    train = Train(source, held_out, texts, _sha256(f"train/{identity}"))
+    train[0]  # raises if no prompt is left to train on
+    return train, held_out
+
+
+def select_prompts(source: PromptSource, size: int | None, seed: int) -> HeldOut:
+    """Prompts of a source that is not trained on, chosen as :func:`split_held_out` does.
+
+    Args:
+        source: the source.
+        size: number of prompts, all with different texts; None: :data:`DEFAULT_SIZE`, or all of a source with fewer.
+        seed: selects them.
+
+    Raises:
+        SplitError: the source has fewer different prompts than ``size``.
+    """
+    if size is not None and size > len(source):
+        raise SplitError(f"{size} prompts asked for, but the source has {len(source)}; lower size")
+    return _chosen(source, size, seed, "size")
+
+
+def _chosen(source: PromptSource, size: int | None, seed: int, field: str) -> HeldOut:
     indices: list[int] = []
     texts: set[bytes] = set()
     labels: list[dict[str, str]] = []
-    for index in _shuffled(total, f"split/{_VERSION}/{source.digest}/{seed}"):
+    for index in _shuffled(len(source), f"split/{_VERSION}/{source.digest}/{seed}"):
         prompt = source[index]
         if (key := _text_key(prompt)) not in texts:
             texts.add(key)
             labels.append(_labels(prompt))
             indices.append(index)
-            if len(indices) == size:
+            if len(indices) == (DEFAULT_SIZE if size is None else size):
                 break
     else:
-        raise SplitError(
-            f"{size} different held-out prompts asked for, but the source has only {len(texts)} different texts; "
-            f"lower task.heldOut.size or widen the task's parameters"
-        )
-    identity = f"{_VERSION}/{source.digest}/{size}/{seed}"
-    train = Train(source, indices, frozenset(texts), _sha256(f"train/{identity}"))
-    train[0]  # raises if no prompt is left to train on
-    return train, HeldOut(source, indices, _sha256(f"held-out/{identity}"), labels)
+        if size is not None:
+            raise SplitError(
+                f"{size} different prompts asked for, but the source has only {len(texts)} different texts; "
+                f"lower {field} or widen the task's parameters"
+            )
+    identity = f"{_VERSION}/{source.digest}/{len(indices)}/{seed}"
+    return HeldOut(source, indices, frozenset(texts), _sha256(f"held-out/{identity}"), labels)
 
 
 def _labels(prompt: Prompt) -> dict[str, str]:

@@ -110,7 +110,8 @@ class ModelTokenizer:
         found.no_truncation()
         found.no_padding()
         self._tokenizer: Tokenizer = found
-        self._unknown = _token_id(found, self._special.get("unk_token"))
+        self.unknown_token_id: int | None = _token_id(found, self._special.get("unk_token"))
+        """What stands for text without tokens."""
         self._chat_template = config.chat_template if prompt.format == "Chat" else None
         self._after_question = prompt.template.rpartition("{prompt}")[2]
         self.end_token_id: int = ends[0]
@@ -163,7 +164,7 @@ class ModelTokenizer:
         (ids,) = self.encode([text])
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
         # Many tokenizers add or drop a space at the beginning of what they encode or decode by itself.
-        return ids if self._unknown not in ids and decoded.lstrip() == text.lstrip() else None
+        return ids if self.unknown_token_id not in ids and decoded.lstrip() == text.lstrip() else None
 
     def opens_thought(self, prompt: RenderedPrompt) -> bool:
         """Whether template or chat template open a thought that the completion continues.

@@ -19,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
-from scalerl_api.spec import RunSpec
+from scalerl_api.spec import ProblemSpec, RunSpec
 from scalerl_tasks import (
+    EvaluationPrompts,
     JsonlSource,
     Prompt,
     PromptSource,
+    RunTasks,
     Task,
     VerifierError,
     check_answers,
     open_grading_pool,
     open_source,
     open_verifier,
+    render_prompt,
     verifier_config,
 )
 from scalerl_tasks.text import ModelTokenizer, check_interruption
@@ -63,18 +66,37 @@ def check_grading(spec: RunSpec) -> None:
         GradingError: no grader could be started.
     """
 
-    async def start() -> None:
-        async with open_grading_pool(spec.task):
-            pass
-
-    generated = spec.task.jsonl is None
-    parsed = spec.task.verifier.name == "math-verify"
     try:
-        asyncio.run(start())
-        limit = PARSED_ANSWERS if parsed else GENERATED_PROMPTS if generated else None
-        check_answers(open_source(spec.task), open_verifier(verifier_config(spec.task)), limit)
+        _check_grading(spec.task, open_source(spec.task))
     except VerifierError as error:
         raise PrepareError(f"task.verifier: {error}") from error
+
+
+def check_sets(spec: RunSpec, tasks: RunTasks) -> None:
+    """Check the evaluation sets: their answers can be graded, and no training file has their prompts.
+
+    Raises:
+        PrepareError: names the set.
+        GradingError: no grader could be started.
+    """
+    for one in tasks.sets:
+        try:
+            _check_grading(one.spec, one.prompts)
+        except VerifierError as error:
+            raise PrepareError(f"{one.field}.task.verifier: {error}") from error
+        if problem := tasks.overlap(one, spec):
+            raise PrepareError(f"{one.field}.task: {problem}")
+
+
+def _check_grading(spec: ProblemSpec, source: PromptSource) -> None:
+    async def start() -> None:
+        async with open_grading_pool(spec):
+            pass
+
+    asyncio.run(start())
+    parsed = spec.verifier.name == "math-verify"
+    limit = PARSED_ANSWERS if parsed else None if spec.jsonl else GENERATED_PROMPTS
+    check_answers(source, open_verifier(verifier_config(spec)), limit)
 
 
 def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
@@ -117,6 +139,39 @@ def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
         if len(too_long) > TOO_LONG_FRACTION * seen:
             raise PrepareError(problem)
         log.warning("%s. The run skips them.", problem)
+
+
+def check_set_prompts(tokenizer: ModelTokenizer, spec: RunSpec, one: EvaluationPrompts) -> None:
+    """Check that the tokenizer can write the prompts of an evaluation set, and that they leave room for completions.
+
+    Actors give up a prompt that is too long, which scores 0 at every point, so that a few only give a warning.
+
+    Raises:
+        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long, or one cannot be written.
+        TokenizerError: the chat template refuses a prompt.
+    """
+    room = spec.model.context_tokens - spec.recipe.max_completion_tokens
+    longest = too_long = 0
+    for batch in _batches(one.prompts, None):
+        prompts = [prompt for _, prompt in batch]
+        rendered = [render_prompt(prompt, one.prompt.template, one.prompt.system) for prompt in prompts]
+        for prompt, ids in zip(prompts, tokenizer.encode_prompts(rendered), strict=True):
+            longest, too_long = max(longest, len(ids)), too_long + (len(ids) > room)
+            if tokenizer.unknown_token_id is not None and tokenizer.unknown_token_id in ids:
+                raise PrepareError(
+                    f"{one.field}.task: prompt {prompt.id!r} has text that the model's tokenizer has no tokens for: "
+                    "raise model.scratch.vocabularySize to 300 or more, or take other problems"
+                )
+    if too_long:
+        problem = (
+            f"{one.field}.task: {too_long} of {len(one.prompts)} prompts have more than the {room} tokens that "
+            f"model.contextTokens ({spec.model.context_tokens}) less recipe.maxCompletionTokens "
+            f"({spec.recipe.max_completion_tokens}) leaves: raise contextTokens to "
+            f"{longest + spec.recipe.max_completion_tokens}, lower maxCompletionTokens, or drop them"
+        )
+        if too_long > TOO_LONG_FRACTION * len(one.prompts):
+            raise PrepareError(problem)
+        log.warning("%s. They score 0.", problem)
 
 
 def _check_examples(

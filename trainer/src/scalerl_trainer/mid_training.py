@@ -26,7 +26,7 @@ from scalerl_api.compute import supervised_tokens
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import INTERRUPTED
-from scalerl_tasks import JsonlSource, PromptError, PromptSource, TokenizerError, open_task, render_prompt
+from scalerl_tasks import JsonlSource, PromptError, PromptSource, TokenizerError, open_tasks, render_prompt
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import STAGE, CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer
@@ -260,7 +260,7 @@ def keep_rows(path: Path, steps: int) -> None:
 
 def held_out_examples(spec: RunSpec, tokenizer: ModelTokenizer) -> list[PackedSequence]:
     """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch."""
-    source = open_task(spec.task).held_out
+    source = open_tasks(spec).task.held_out
     count = min(HELD_OUT_EXAMPLES, len(source))
     pairs = Pairs(source, spec, tokenizer, np.arange(count))
     found = []
@@ -276,7 +276,7 @@ def examples(spec: RunSpec) -> tuple[PromptSource, npt.NDArray[np.int64]]:
 
     Raises ``MidTrainingError`` if none is left.
     """
-    train = open_task(spec.task).train
+    train = open_tasks(spec).task.train
     if spec.warm_start is None or spec.warm_start.jsonl is None:
         return train, np.arange(len(train))
     source = JsonlSource(Path(spec.warm_start.jsonl.path))

@@ -21,7 +21,7 @@ from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ModelSpec, RunSpec
-from scalerl_tasks import GradingError, JsonlSource, PromptSource, Task, TaskError, open_task
+from scalerl_tasks import GradingError, JsonlSource, PromptSource, RunTasks, Task, TaskError, open_tasks
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
@@ -32,6 +32,8 @@ from scalerl_trainer.checks import (
     check_mid_training_file,
     check_model,
     check_prompts,
+    check_set_prompts,
+    check_sets,
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
@@ -77,15 +79,17 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         TaskError: the task, or the model's tokenizer, cannot be used.
         OSError: the folder cannot be written.
     """
-    task = open_task(spec.task)
+    tasks = open_tasks(spec)
+    task = tasks.task
     check_grading(spec)
+    check_sets(spec, tasks)
     if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
         raise PrepareError(
             "recipe.curriculum.sec: the task's prompts have no difficulty: give each line of task.jsonl.path one, or "
             "use edgeOfCompetence, which measures it"
         )
     if spec.model.scratch is not None:
-        if spec.task.prompt.format == "Chat":
+        if any(one.prompt is not None and one.prompt.format == "Chat" for one in spec.tasks):
             raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
         # Before the weights are written, which needs the memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
@@ -93,7 +97,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     target = paths.base_model
     if target.exists():
         _check_prepared(target, identity)
-        _check(target, spec, task, one_machine)
+        _check(target, spec, tasks, one_machine)
         log.info("%s is ready", target)
         return
     staged = target.with_name(f".{target.name}-{os.getpid()}")
@@ -101,7 +105,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     staged.mkdir(parents=True)
     try:
         _write_model(staged, spec, task)
-        _check(staged, spec, task, one_machine)
+        _check(staged, spec, tasks, one_machine)
         (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
         for file in [*staged.iterdir(), staged]:
             flush(file)
@@ -112,12 +116,14 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     log.info("%s is made", target)
 
 
-def _check(directory: Path, spec: RunSpec, task: Task, one_machine: bool) -> None:
+def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
     check_model(directory, spec, one_machine)
     tokenizer = ModelTokenizer(directory, spec.task.prompt)
     check_length(tokenizer, spec)
-    check_prompts(tokenizer, spec, task)
-    check_mid_training_file(tokenizer, spec, task)
+    check_prompts(tokenizer, spec, tasks.task)
+    for one in tasks.sets:
+        check_set_prompts(ModelTokenizer(directory, one.prompt), spec, one)
+    check_mid_training_file(tokenizer, spec, tasks.task)
 
 
 def _identity(spec: RunSpec, task: Task) -> str:

@@ -213,7 +213,10 @@ class _Structural(GenerateJsonSchema):
     def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
         model = schema["cls"]
         fields = self.generate_inner(schema["schema"])
-        docstrings = _docstrings(sys.modules[model.__module__]).get(model.__name__, {})
+        docstrings: dict[str, Any] = {}
+        for base in reversed(model.__mro__):
+            if issubclass(base, BaseModel):
+                docstrings |= _docstrings(sys.modules[base.__module__]).get(base.__name__, {})
         for name, field in model.model_fields.items():
             if name not in docstrings:
                 raise NotExpressible(
