@@ -75,6 +75,39 @@ def test_versions_published_after_the_snapshot_are_ambiguous(world, reports):
     assert world.replay().lost == 2
 
 
+def test_lost_weights_reported_after_the_next_publish_are_ambiguous(world):
+    """A generator that was unreachable comes back once another version 2 is published; those that got that one do not count."""
+    train(world)
+    snapshot = world.checkpoint("t", [1])
+    world.lose_volume()
+    world.hello("t2", 1, snapshot)
+    other = world.register("h", version=1)
+    world.serve(other, 1)
+    world.report("t2", 1)
+    world.publish("t2")
+    world.register("h", version=2)
+    assert world.state.lost == -1
+    world.register("g", version=2)
+    assert world.state.lost == 2
+
+
+def test_lost_weights_are_marked_again_after_a_refused_write(world):
+    train(world)
+    snapshot = world.checkpoint("t", [1])
+    world.lose_volume()
+    world.hello("t2", 1, snapshot)
+    other = world.register("h", version=1)
+    world.serve(other, 1)
+    world.report("t2", 1)  # now 2 is a version of the present lineage, too
+    world.acknowledge()
+    member = world.register("g", version=2)
+    assert world.state.lost == 2
+    world.core.rebase(world.replay(), world.now)  # the disk refused the mark
+    assert world.state.lost == -1
+    world.beat(member, 2)
+    assert world.state.lost == 2
+
+
 def test_generator_without_later_weights_leaves_no_version_ambiguous(world):
     train(world)
     snapshot = world.checkpoint("t", [1])

@@ -88,6 +88,8 @@ class Core:
     """Training slots since the process began, on any lineage: served (``""``), or given up, by cause."""
     wake: set[str] = field(default_factory=set)
     """Long polls to wake: ``WORK`` (actors that request leases), ``TRAINER``."""
+    updated_since_restore: set[str] | None = None
+    """Names of the members that got weights since this process restored the state from a checkpoint; None where it did not."""
 
     @classmethod
     def begin(
@@ -130,6 +132,9 @@ class Core:
     def rebase(self, state: CoordinatorState, now: float) -> None:
         """Replace the state; keep the members, and the deadlines of leases that are still open."""
         self.state = state
+        for member in self.membership.members.values():
+            # What followed from its report may be among the records that are lost: the next report counts as the first.
+            member.version_reported = False
         self.outbox.clear()
         self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
         self.wake |= {WORK, TRAINER}
@@ -326,9 +331,13 @@ class Core:
         """Record the version that a member reports; returns whether it changed."""
         is_first = not member.version_reported
         changed = self.membership.report_version(member, version, now)
-        # Once a later version is published, a member that registers again may have that one.
-        is_restored = self.state.published <= self.state.restored
-        if (is_first and is_restored) or member.version > self.newest_possible:
+        updated = self.updated_since_restore
+        if updated is None:
+            # Once a later version is published, a member that registers again may have that one.
+            unaccounted = self.state.published <= self.state.restored
+        else:
+            unaccounted = member.name not in updated
+        if (is_first and unaccounted) or member.version > self.newest_possible:
             self.mark_lost(member.version)
         return changed
 

@@ -127,6 +127,7 @@ class TrainerRequests:
             )
         log.warning("no journal: the state is restored from the trainer's checkpoint of version %d", version)
         self.core.commit(r.Restored(snapshot))
+        self.core.updated_since_restore = set()
         for member in self.core.membership.members.values():
             self.core.mark_lost(member.version)
 
@@ -411,6 +412,8 @@ class TrainerRequests:
             member = members.members.get(member_id)
             if member is not None:
                 members.set_version(member, request.version, now)
+                if core.updated_since_restore is not None:
+                    core.updated_since_restore.add(member.name)
         for member_id in request.failed:
             member = members.remove(member_id)
             if member is not None:

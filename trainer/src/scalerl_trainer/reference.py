@@ -67,7 +67,8 @@ def load_reference(paths: RunPaths, spec: RunSpec) -> Any:
                 parameter.copy_(file.get_tensor(name))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(
-            f"recipe.kl: {path}, the weights after the warm start, cannot be read: {error}; put the file back, set recipe.kl "
-            "to {none: {}}, or create another run (releases before this field did not keep them)"
+            f"recipe.kl.penalty with a warmStart: {path}, the weights after the warm start, cannot be read: "
+            f"{error}; put the file back, set recipe.kl to {{none: {{}}}}, or create another run (releases before recipe.kl "
+            "did not keep them)"
         ) from error
     return model
