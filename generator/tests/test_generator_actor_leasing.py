@@ -36,7 +36,8 @@ class Maker:
 
     async def generate(self, lease: Lease, on_tokens: Grow) -> Generated:
         await self.generators[lease.lease_id](on_tokens)
-        return Generated(lease, cast(Any, None), cast(Any, None), [], 0.0)
+        unused = cast(Any, None)
+        return Generated(lease, unused, unused, unused, [], 0.0)
 
     async def grade(self, generated: Generated, on_graded: Callable[[], None], *_: Any) -> Group:
         async with self._grader:
