@@ -314,6 +314,13 @@ class EvaluationSpec(Model):
             lambda evaluation: sum(s.task is None for s in evaluation.sets or ()) <= 1,
         ),
         Rule(
+            # A list with keys is equal to one in another order.
+            "!has(self.sets) || !has(oldSelf.sets) || self.sets.map(s, s.name) == oldSelf.sets.map(s, s.name)",
+            "the order of the evaluation sets cannot change: the training prompts and the default of forecastSet depend on it",
+            "sets",
+            changes=True,
+        ),
+        Rule(
             f"!has(self.forecastSet) || (has(self.sets) ? self.sets.exists(s, s.name == self.forecastSet) : "
             f"self.forecastSet == '{HELD_OUT_SET}')",
             f"%(forecastSet)s must be the name of one of sets ({HELD_OUT_SET} without them)",
