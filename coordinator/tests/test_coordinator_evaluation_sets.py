@@ -150,6 +150,14 @@ def test_training_precedes_another_set_but_for_every_eighth_lease():
     assert sum(lease.prompt.task == 1 for lease in leases) == 16 // OTHER_SETS_EVERY
 
 
+def test_large_set_does_not_delay_a_small_one():
+    sets = (EvaluationSet("large", "digest-large", 50, 2), EvaluationSet("small", "digest-small", 2, 2))
+    world = ready_for_both(World(make_settings(sets=sets, set_every=(2, 2), prompts_per_step=2)))
+    leases = [lease for _ in range(8) for lease in world.lease(world.member, 0, 4)]
+    others = [lease.prompt.task for lease in leases if lease.prompt.task]
+    assert others[:3] == [2, 2, 1]
+
+
 def test_failures_of_a_prompt_do_not_count_for_its_position_in_another_set():
     world = two_sets()
     first = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]

@@ -176,6 +176,18 @@ def test_open_tasks_opens_each_set_with_its_own_prompts(tmp_path):
     assert len(one.prompts) == 1
 
 
+def test_digest_of_a_set_is_of_what_scores_it(tmp_path):
+    """Points with one digest are comparable."""
+
+    def digest(**task):
+        (one,) = open_tasks(two_sets(tmp_path, ["3+3=", "4+4="], ["1", "2", "3"], **task)).sets
+        return one.digest
+
+    assert digest() == digest()
+    other_verifier, other_prompt = {"verifier": {"name": "exact"}}, {"prompt": {"template": "A: {prompt}"}}
+    assert len({digest(), digest(**other_verifier), digest(**other_prompt)}) == 3
+
+
 def test_no_text_of_a_set_is_trained_on(tmp_path):
     texts = [f"{n}+1=" for n in range(9)]
     spec = two_sets(tmp_path, ["3+1=", "9+9="], texts)

@@ -51,3 +51,22 @@ def test_an_edit_that_cannot_be_is_refused_with_the_reason(
 def test_every_other_edit_is_taken(server: Server, started: Object, edited: Edited) -> None:
     taken: Any = edit(server, started, edited)
     assert value_at(taken, edited.path) == value_at(edited.manifest, edited.path)
+
+
+def test_evaluation_sets_keep_their_order(server: Server) -> None:
+    """A list with keys is equal to one in another order."""
+    problems = {"opGraph": {"operations": [2, 4]}, "verifier": {"name": "opgraph-outcome"}}
+    sets = [{"name": "held-out"}, {"name": "hard", "task": problems}]
+    created = server.create(
+        merged(BASE, {"metadata": {"name": "ordered"}, "spec": {"evaluation": {"sets": sets}}})
+    )
+    try:
+        created["spec"]["evaluation"]["sets"].reverse()
+        with pytest.raises(ApiException) as refused:
+            server.replace(created, dry_run="All")
+        assert (
+            "the order of the evaluation sets cannot change"
+            in json.loads(refused.value.body or "")["message"]
+        )
+    finally:
+        server.delete("ordered")

@@ -233,3 +233,13 @@ def test_encode_shard_encodes_own_examples_only(tmp_path: Path, world: int) -> N
     assert len(set(Together(world).run(bad))) == 1, (
         "a rank with a bad share does not leave the others waiting"
     )
+
+    class Unreadable(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("stale file handle")
+
+    def unreadable(ranks: Any) -> None:
+        with pytest.raises(BadBatchError, match="stale file handle"):
+            encode_shard(ranks, tokenizer, Unreadable(pairs) if ranks.rank == 0 else pairs, batch, 64)
+
+    Together(world).run(unreadable)

@@ -157,7 +157,7 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
                 yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
     batch = recipe.prompts_per_step * recipe.completions_per_prompt
     for at, one in enumerate(spec.evaluation.all_sets):
-        prompts = (one.task.size or 0) if one.task is not None else spec.task.held_out.size
+        prompts = (one.task.size or 1000) if one.task is not None else spec.task.held_out.size
         evaluation = prompts * (one.samples_per_prompt or spec.evaluation.samples_per_prompt)
         trained = batch * (one.every_steps or spec.evaluation.every_steps)
         if evaluation > trained:

@@ -14,6 +14,7 @@ from scalerl_api.wire import PromptRef, PushResult, ReleaseCause, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
+from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
 from scalerl_coordinator.leases import SlotKey, slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
@@ -180,7 +181,14 @@ class GeneratorRequests:
     ) -> list[tuple[PromptRef, int, int]]:
         """Prompts of the evaluations of the forecast's set (``holds``: a publish waits for them), or of the other sets."""
         issues: list[tuple[PromptRef, int, int]] = []
-        for (version, task), evaluation in sorted(self._core.state.evaluations.items()):
+        state = self._core.state
+
+        def turn(entry: tuple[tuple[int, int], Evaluation]) -> tuple[bool, int, tuple[int, int]]:
+            # A large set does not delay a small one, and a run waits at its end for evaluations of its last version alone.
+            key, evaluation = entry
+            return bool(self._core.end_reason) and key[0] != state.version, len(evaluation.todo), key
+
+        for (version, task), evaluation in sorted(state.evaluations.items(), key=turn):
             if (task == self._core.settings.forecast_task) is not holds:
                 continue
             if member.version == version or ((evaluation.released or not holds) and member.version > version):

@@ -90,13 +90,13 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         loop.add_signal_handler(number, stop.set)
     run = environment.load_run()
     opened = await asyncio.to_thread(open_tasks, run.spec, environment.paths.root)
-    task, sets = opened.task, [one.prompts for one in opened.sets]
+    task = opened.task
     settings = Settings.of_run(
         run,
         train_digest=task.train.digest,
         held_out_digest=task.held_out.digest,
         held_out_prompts=len(task.held_out),
-        sets=[(prompts.digest, len(prompts)) for prompts in sets],
+        sets=[(one.digest, len(one.prompts)) for one in opened.sets],
     )
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
@@ -104,7 +104,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
     sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed, task.train.difficulty)
-    held_out = [task.held_out, *sets]
+    held_out = [task.held_out, *(one.prompts for one in opened.sets)]
     labels = {at: fold_labels(prompts.labels) for at, prompts in enumerate(held_out)}
     core = Core.begin(settings, sampler, state, new_nonce(), 0.0, labels)
     await journal.start()

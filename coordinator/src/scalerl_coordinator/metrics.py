@@ -151,13 +151,22 @@ class _RunCollector(Collector):
         for at in status.points[-1].pass_at if status.points else ():
             pass_at.add_metric((str(at.k),), at.mean)
         yield pass_at
+        newest = [points[-1] for points in (status.points, *status.set_points.values()) if points]
+        by_set = GaugeMetricFamily(
+            _PREFIX + "evaluation_set_reward",
+            "Reward of the newest point of each evaluation set.",
+            labels=("set",),
+        )
+        for point in newest:
+            by_set.add_metric((point.set_name,), point.reward)
+        yield by_set
         by_label = GaugeMetricFamily(
             _PREFIX + "evaluation_label_reward",
             f"Reward of the newest point of each evaluation set by label of the prompts; of a label, {MAX_LABEL_VALUES} values "
             "and the rest as one.",
             labels=("set", "label", "value"),
         )
-        for point in (p[-1] for p in (status.points, *status.set_points.values()) if p):
+        for point in newest:
             for mean in point.by_label:
                 by_label.add_metric((point.set_name, mean.label, mean.value), mean.reward)
         yield by_label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,12 @@ class EvaluationPrompts:
     spec: ProblemSpec
     """Of their source and verifier."""
     prompt: PromptSpec
+
+    @property
+    def digest(self) -> str:
+        """Of all that a score follows from, besides model and sampling: prompts as they are rendered, and their verifier."""
+        parts = (self.prompts.digest, self.spec.verifier.name, self.prompt.model_dump_json())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

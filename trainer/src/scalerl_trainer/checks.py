@@ -157,7 +157,9 @@ def check_set_prompts(tokenizer: ModelTokenizer, spec: RunSpec, one: EvaluationP
         rendered = [render_prompt(prompt, one.prompt.template, one.prompt.system) for prompt in prompts]
         for prompt, ids in zip(prompts, tokenizer.encode_prompts(rendered), strict=True):
             longest, too_long = max(longest, len(ids)), too_long + (len(ids) > room)
-            if tokenizer.unknown_token_id is not None and tokenizer.unknown_token_id in ids:
+            # Only of a tokenizer made here: the unknown token of others may be the one that begins each text.
+            unknown = tokenizer.unknown_token_id if spec.model.scratch is not None else None
+            if unknown is not None and unknown in ids:
                 raise PrepareError(
                     f"{one.field}.task: prompt {prompt.id!r} has text that the model's tokenizer has no tokens for: "
                     "raise model.scratch.vocabularySize to 300 or more, or take other problems"
@@ -209,7 +211,7 @@ def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task
 
     if all(task.train.excludes(source[index]) for index in range(len(source))):
         raise PrepareError(
-            f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut: add others, or leave it out"
+            f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     for batch in _batches(source, None):
         for index, prompt in batch:

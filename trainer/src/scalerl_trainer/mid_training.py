@@ -283,11 +283,11 @@ def examples(spec: RunSpec) -> tuple[PromptSource, npt.NDArray[np.int64]]:
     kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
     if not len(kept):
         raise MidTrainingError(
-            f"warmStart.jsonl: {source.path}: every prompt is held out by task.heldOut: add others, or leave it out"
+            f"warmStart.jsonl: {source.path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     if len(kept) < len(source):
         log.warning(
-            "warmStart.jsonl: %s: %d of %d prompts are held out by task.heldOut, and not trained on",
+            "warmStart.jsonl: %s: %d of %d prompts are held out by task.heldOut or evaluation.sets, and not trained on",
             *(source.path, len(source) - len(kept), len(source)),
         )
     return source, kept

@@ -17,7 +17,7 @@ from itertools import islice
 import msgspec
 import torch
 
-from scalerl_tasks import TokenizerError
+from scalerl_tasks import TaskError
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.algo.losses import Supervised
 from scalerl_trainer.engine import Engine, StepStats, TrainBatch
@@ -116,7 +116,7 @@ def encode_shard(
             sequence, problem = encode_usable(tokenizer, pairs, index, most_tokens)
             own.append(sequence)
             problems += [problem] if problem else []
-    except (BadBatchError, TokenizerError) as error:
+    except (BadBatchError, TaskError, OSError) as error:
         failure = str(error)
     parts = ranks.all_gather((sum(len(sequence.completion) for sequence in own), problems, failure))
     if failure := next((failure for _, _, failure in parts if failure), ""):
