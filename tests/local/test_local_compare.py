@@ -71,6 +71,9 @@ def test_compare_resumes_after_sigterm_and_leaves_a_table(tmp_path: Path) -> Non
         ("small", "1", "0"),
         ("grpo loss", "1", "0"),
     ]
-    assert all(float(row["reward_low"]) <= float(row["reward"]) <= float(row["reward_high"]) for row in rows)
+    for row in rows:
+        reward = float(row["reward"])
+        # Samples that all fail, as the untrained model's may, give no interval.
+        assert reward == 0 or float(row["reward_low"]) <= reward <= float(row["reward_high"])
     assert (tmp_path / "compare/comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "| grpo loss | 1 |" in (tmp_path / "compare/comparison.md").read_text()
