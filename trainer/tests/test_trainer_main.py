@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -535,7 +536,7 @@ def test_split_run_has_one_meter(new_run: Any) -> None:
     until(lambda: len(supervised(run)) >= 15, what="supervised step 15")
     saved.append(supervised(run)[7]["tokens"])
     os.kill(run.ranks[0].pid, signal.SIGKILL)
-    run.wait_trainer(30)
+    run.wait_trainer()
     assert read().compute_tokens <= 800
     run.start_trainer()
     until(lambda: run.step() >= 5, what="step 5 of RL")
@@ -549,8 +550,8 @@ def test_split_run_has_one_meter(new_run: Any) -> None:
     run.coordinator.kill()
     run.coordinator.join()
     os.kill(run.ranks[1].pid, signal.SIGKILL)
-    run.wait_trainer(30)
     run.start_coordinator()
+    run.wait_trainer()  # the leader first gets an answer to the request that it repeats
     assert read().compute_tokens > first, "the journal has both stages"
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
@@ -561,13 +562,15 @@ def test_split_run_has_one_meter(new_run: Any) -> None:
     assert [row["step"] for row in run.rows()] == list(range(status.step))
     assert status.compute_tokens == pytest.approx(first + 4 / 3 * sum(tokens))
     assert first + 4 / 3 * sum(tokens[:-1]) < 1600 <= status.compute_tokens
-    assert meter == sorted(meter)
+    # A coordinator that is killed loses what it has not written yet.
+    assert all(later > earlier - 2 for earlier, later in pairwise(meter))
+    assert meter[-1] > meter[1]
 
 
 def stop_trainer(run: Run) -> None:
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer(30) == [0, 0]
+    assert run.wait_trainer() == [0, 0]
 
 
 def test_damaged_mid_training_checkpoints(new_run: Any) -> None:

@@ -95,7 +95,9 @@ def test_own_file_trains_on_no_held_out_text(tmp_path: Path, caplog: pytest.LogC
     pairs = solved_pairs(spec, tokenizer)
     trained = {pairs.source[int(index)].text for index in pairs.order}
     assert trained == {f"{i}+1=" for i in range(10)} - texts
-    assert "2 of 10 prompts are held out by task.heldOut, and not trained on" in caplog.text
+    assert (
+        "2 of 10 prompts are held out by task.heldOut or evaluation.sets, and not trained on" in caplog.text
+    )
     rows = [{"prompt": text, "answer": "1", "solution": "1"} for text in texts]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(MidTrainingError, match=r"warmStart.jsonl: .*every prompt is held out"):
