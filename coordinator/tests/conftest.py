@@ -29,7 +29,7 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
-from scalerl_coordinator.samplers import make_sampler
+from scalerl_coordinator.samplers import TaskSamplers, make_sampler
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state_loading import load_state
@@ -128,16 +128,15 @@ class Local:
 async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIterator[Local]:
     """A coordinator on ``root`` while the context lasts; then an orderly stop. ``options`` are the journal's."""
     settings = Settings.of_run(
-        parse_run(run_text(), "test"), train_digest="train", held_out_digest="held-out", held_out_prompts=3
+        parse_run(run_text(), "test"), train_digest="train", held_out=[("held-out", 3)]
     )
     paths = RunPaths(root)
     journal = Journal(paths.journal, **options)
-    core = Core.begin(
-        settings, make_sampler(settings.curriculum, 397, 0, float), load_state(journal), nonce, 0.0
-    )
+    samplers = TaskSamplers([make_sampler(settings.curriculum, 397, 0, float)])
+    core = Core.begin(settings, samplers, load_state(journal), nonce, 0.0)
     await journal.start()
     train = Prompts("train", 397)
-    server = Server(core, journal, RunFiles(paths), TOKEN, train, [Prompts("held-out", 3)])
+    server = Server(core, journal, RunFiles(paths), TOKEN, [train], [Prompts("held-out", 3)])
     await server.start()
     served = runner(server.app, shutdown_seconds=1.0)
     await served.setup()

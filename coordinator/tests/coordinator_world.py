@@ -19,7 +19,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.journal import Disk, Journal
-from scalerl_coordinator.samplers import make_sampler
+from scalerl_coordinator.samplers import TaskSamplers, make_sampler
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state
@@ -89,7 +89,9 @@ class World:
             task: [{"parity": str(p % 2)} for p in range(self.settings.identity.evaluation_set(task).prompts)]
             for task in self.settings.identity.set_tasks
         }
-        self.core = Core.begin(self.settings, sampler, state, f"p{self.process}", self.now, labels)
+        self.core = Core.begin(
+            self.settings, TaskSamplers([sampler]), state, f"p{self.process}", self.now, labels
+        )
         self.rollouts = GeneratorRequests(self.core)
         self.training = TrainerRequests(self.core)
         self.write()

@@ -23,7 +23,7 @@ TEACHER = struct.pack("<4f", -1.0, -2.0, 0.0, -4.0)
 
 def settings_of(recipe: dict[str, object]) -> Settings:
     run = parse_run(run_text(recipe=recipe | {"maxCompletionTokens": 16}), "run.yaml")
-    return Settings.of_run(run, train_digest="train", held_out_digest="held-out", held_out_prompts=2)
+    return Settings.of_run(run, train_digest="train", held_out=[("held-out", 2)])
 
 
 @pytest.fixture

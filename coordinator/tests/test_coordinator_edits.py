@@ -26,7 +26,7 @@ READ = [
 
 
 def settings(run: ScaleRLRun) -> Settings:
-    return Settings.of_run(run, train_digest="train", held_out_digest="held-out", held_out_prompts=3)
+    return Settings.of_run(run, train_digest="train", held_out=[("held-out", 3)])
 
 
 def under_way() -> World:

@@ -199,7 +199,7 @@ def settings_of(*sets: dict[str, object], **evaluation: object) -> Settings:
     given = {"everySteps": 2, "samplesPerPrompt": 3, "sets": list(sets), **evaluation}
     run = parse_run(run_text(evaluation=given), "test")
     measured = [(f"digest-{one['name']}", 5) for one in sets if "task" in one]
-    return Settings.of_run(run, train_digest="t", held_out_digest="h", held_out_prompts=2, sets=measured)
+    return Settings.of_run(run, train_digest="t", held_out=[("h", 2)], sets=measured)
 
 
 def test_sets_of_the_spec_become_tasks_of_their_own():

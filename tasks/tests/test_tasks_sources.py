@@ -192,9 +192,9 @@ def test_no_text_of_a_set_is_trained_on(tmp_path):
     texts = [f"{n}+1=" for n in range(9)]
     spec = two_sets(tmp_path, ["3+1=", "9+9="], texts)
     opened = open_tasks(spec)
-    train = opened.task.train
+    train = opened.tasks[0].train
     alone = open_task(spec.task).train
-    held_out = {opened.task.held_out[at].text for at in range(2)}
+    held_out = {opened.tasks[0].held_out[at].text for at in range(2)}
     assert "3+1=" not in {train[at].text for at in range(len(train))}
     assert train.digest != alone.digest
     if "3+1=" not in held_out:

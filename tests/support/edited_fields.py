@@ -47,6 +47,7 @@ BASE: Final[Object] = {
 }
 
 _OP_GRAPH: Final[Object] = {"operations": [2, 4]}
+_HALF: Final[Object] = {"weight": "0.5", "opGraph": _OP_GRAPH, "verifier": {"name": "exact"}}
 
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
@@ -56,6 +57,14 @@ OTHER: Final[dict[str, Object]] = {
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
     "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.mix": {
+        "task": {
+            "reasoningGym": None,
+            "verifier": None,
+            "heldOut": None,
+            "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
+        }
+    },
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
     "task.opGraph.contexts": {
         "task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"contexts": {"school": "1"}}}

@@ -54,7 +54,7 @@ def test_examples_are_generators_tokens(tmp_path: Path, form: str, eos: str | No
     opened = open_task(spec.task)
     prompts = [opened.train[i] for i in range(len(opened.train))]
     sampled = {tuple(codec.encode(prompt, 8).token_ids): prompt.answer for prompt in prompts}
-    pairs = solved_pairs(spec, tokenizer)
+    pairs = solved_pairs(spec, tmp_path)
     assert len(pairs) == 5
     for prompt, solution in pairs:
         example = encode_pair(tokenizer, prompt, solution)
@@ -89,10 +89,9 @@ def test_own_file_trains_on_no_held_out_text(tmp_path: Path, caplog: pytest.LogC
     spec = own_file_run(tmp_path)
     paths = RunPaths(tmp_path)
     prepare(paths, spec, one_machine=True)
-    tokenizer = ModelTokenizer(paths.base_model, spec.task.prompt)
     held_out = open_task(spec.task).held_out
     texts = {held_out[index].text for index in range(2)}
-    pairs = solved_pairs(spec, tokenizer)
+    pairs = solved_pairs(spec, paths.base_model)
     trained = {pairs.source[int(index)].text for index in pairs.order}
     assert trained == {f"{i}+1=" for i in range(10)} - texts
     assert (
@@ -101,7 +100,7 @@ def test_own_file_trains_on_no_held_out_text(tmp_path: Path, caplog: pytest.LogC
     rows = [{"prompt": text, "answer": "1", "solution": "1"} for text in texts]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(MidTrainingError, match=r"warmStart.jsonl: .*every prompt is held out"):
-        solved_pairs(spec, tokenizer)
+        solved_pairs(spec, paths.base_model)
     with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*every prompt is held out"):
         prepare(paths, spec, one_machine=True)
 
@@ -133,7 +132,7 @@ def test_encode_usable_replaces_bad_examples(tmp_path: Path, monkeypatch: pytest
 
     source = JsonlSource(tmp_path / "own.jsonl")
     monkeypatch.setattr(JsonlSource, "__getitem__", damaged)
-    pairs = Pairs(source, spec, tokenizer, np.arange(10))
+    pairs = Pairs(source, spec.task.prompt, tokenizer, np.arange(10))
     found = [encode_usable(tokenizer, pairs, index, 64) for index in range(10)]
     texts = [tokenizer.decode([sequence.completion])[0] for sequence, _ in found]
     assert texts == ["1", "2", "3", "7", "7", "7", "7", "8", "9", "10"]
@@ -143,7 +142,7 @@ def test_encode_usable_replaces_bad_examples(tmp_path: Path, monkeypatch: pytest
     assert "more than trainer.microBatchTokens (64)" in problems[5]
     assert [bool(problem) for problem in problems] == [False] * 3 + [True] * 3 + [False] * 4
     with pytest.raises(BadBatchError, match="no usable example among 2; the first: prompt 3 failed"):
-        encode_usable(tokenizer, Pairs(source, spec, tokenizer, np.array([3, 4])), 0, 64)
+        encode_usable(tokenizer, Pairs(source, spec.task.prompt, tokenizer, np.array([3, 4])), 0, 64)
 
 
 def test_held_out_examples_without_solution_are_left_out(
@@ -161,7 +160,7 @@ def test_held_out_examples_without_solution_are_left_out(
         return replace(prompt, solution="") if prompt.text == held_out[0].text else prompt
 
     monkeypatch.setattr(JsonlSource, "__getitem__", damaged)
-    (found,) = held_out_examples(spec, tokenizer)
+    (found,) = held_out_examples(spec, paths.base_model)
     assert tokenizer.decode([found.completion]) == [held_out[1].solution]
 
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import RunSpec, TaskSpec, WarmStartSpec
+from scalerl_api.spec import RunSpec, RunTaskSpec, WarmStartSpec
 from scalerl_tasks import TokenizerError, open_task
 from scalerl_trainer.models import load_model
 from scalerl_trainer.prepare import PrepareError, main, prepare
@@ -410,7 +410,7 @@ def test_check_prompts_long_solution_raises(tmp_path: Path) -> None:
 def test_check_grading_raises(tmp_path: Path, task: dict[str, Any], message: str) -> None:
     paths, spec = make(tmp_path)
     jsonl(paths.root, {"prompt": "seven", "answer": "eight"})
-    changed = TaskSpec.model_validate(spec.task.model_dump(by_alias=True) | task)
+    changed = RunTaskSpec.model_validate(spec.task.model_dump(by_alias=True) | task)
     with pytest.raises(PrepareError, match=message):
         prepare(paths, spec.model_copy(update={"task": changed}), one_machine=True)
     assert not paths.base_model.exists()

@@ -91,6 +91,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "task.reasoningGym": _of_the_run("the task"),
     "task.jsonl": _of_the_run("the task"),
     "task.opGraph": _of_the_run("the task"),
+    "task.mix": _of_the_run("the mix"),
     "task.prompt": _of_the_run("the prompt"),
     "task.heldOut": _of_the_run("the held-out set"),
     "task.verifier.name": _of_the_run("the verifier"),

@@ -1,8 +1,8 @@
-"""``spec.model`` and ``spec.task``: what is trained, and on what."""
+"""``spec.model``, and the sources of ``spec.task``: what is trained, and on what. A mix of tasks: :mod:`.mix`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -116,6 +116,17 @@ class JsonlSource(Model):
     """On one machine, relative to the run file; on a cluster, the absolute path of a mounted file."""
 
 
+ShareDecimal = Annotated[
+    DecimalString,
+    AfterValidator(
+        Matches(
+            r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
+            'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
+        )
+    ),
+]
+"""A part of a whole. Shares are compared and summed exactly, so they have few digits."""
+
 OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
 """Those that :mod:`scalerl_tasks.opgraph` has words for."""
 
@@ -129,21 +140,7 @@ class OpGraphSource(Model):
     ]
     """Least and greatest number of operations that an answer needs; each number between is as likely. A solution has letters
     for 50."""
-    contexts: Annotated[
-        dict[
-            str,
-            Annotated[
-                DecimalString,
-                AfterValidator(
-                    Matches(
-                        r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
-                        'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
-                    )
-                ),
-            ],
-        ],
-        Field(min_length=1, max_length=8),
-    ] = {"zoo": "1"}
+    contexts: Annotated[dict[str, ShareDecimal], Field(min_length=1, max_length=8)] = {"zoo": "1"}
     """Share of the problems by context: zoo, school, harbour, bakery. They sum to 1."""
     modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
     """``forward``: all is given, and the value at the end is asked for. ``reverse``: that value is given, and a constant is
@@ -210,6 +207,8 @@ class PromptSpec(Model):
     """Template of the user message; ``{prompt}`` is replaced by the text of the problem."""
     system: Annotated[str, Field(max_length=16_384)] | None = None
     """System message; requires ``format: Chat``."""
+    chat_template: Annotated[str, Field(min_length=1, max_length=65_536)] | None = None
+    """Chat template (Jinja) in place of the tokenizer's; requires ``format: Chat``. Exported models keep the tokenizer's."""
 
     rules = (
         Rule(
@@ -224,6 +223,12 @@ class PromptSpec(Model):
             "system",
             lambda prompt: prompt.system is None or prompt.format == "Chat",
         ),
+        Rule(
+            "!has(self.chatTemplate) || self.format == 'Chat'",
+            "chatTemplate needs format: Chat",
+            "chatTemplate",
+            lambda prompt: prompt.chat_template is None or prompt.format == "Chat",
+        ),
     )
 
 
@@ -236,8 +241,8 @@ class HeldOutSpec(Model):
     """Seed of the selection."""
 
 
-class ProblemSpec(Model):
-    """Problems, and how answers to them are scored: what training and evaluation have in common."""
+class SourcesSpec(Model):
+    """The one-of of sources."""
 
     reasoning_gym: ReasoningGymSource | None = None
     """Problems made by a program; give this, jsonl or opGraph."""
@@ -245,6 +250,50 @@ class ProblemSpec(Model):
     """Problems from a file; give this, reasoningGym or opGraph."""
     op_graph: OpGraphSource | None = None
     """Word problems whose difficulty is chosen, with worked solutions; give this, reasoningGym or jsonl."""
+
+
+VERIFIER_RULES: Final = (
+    Rule(
+        "!has(self.verifier) || !self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
+        "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
+        "use reasoning-gym, exact, number or math-verify",
+        "verifier.name",
+        lambda task: (
+            task.verifier is None
+            or not task.verifier.name.startswith("opgraph-")
+            or task.reasoning_gym is None
+        ),
+    ),
+    Rule(
+        "!has(self.verifier) || self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
+        "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
+        "verifier.name",
+        lambda task: (
+            task.verifier is None or task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None
+        ),
+    ),
+)
+"""Of a source and a verifier, as far as they are given."""
+HELD_OUT_RULES: Final = (
+    Rule(
+        "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
+        "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
+        "heldOut.size",
+        lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
+    ),
+    Rule(
+        "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
+        "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
+        "heldOut.size",
+        lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
+    ),
+)
+"""Of a source that is trained on."""
+
+
+class ProblemSpec(SourcesSpec):
+    """Problems, and how answers to them are scored: what training and evaluation have in common."""
+
     verifier: VerifierSpec
     """How completions are scored, and the limits of scoring."""
     prompt: PromptSpec | None
@@ -252,19 +301,7 @@ class ProblemSpec(Model):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         exactly_one("reasoningGym", "jsonl", "opGraph"),
-        Rule(
-            "!self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
-            "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
-            "use reasoning-gym, exact, number or math-verify",
-            "verifier.name",
-            lambda task: not task.verifier.name.startswith("opgraph-") or task.reasoning_gym is None,
-        ),
-        Rule(
-            "self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
-            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
-            "verifier.name",
-            lambda task: task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None,
-        ),
+        *VERIFIER_RULES,
     )
 
     @property
@@ -274,36 +311,21 @@ class ProblemSpec(Model):
 
 
 class TaskSpec(ProblemSpec):
-    """The training task."""
+    """A training task."""
 
     prompt: PromptSpec = PromptSpec()
     """How the text of a problem becomes a prompt."""
     held_out: HeldOutSpec = HeldOutSpec()
     """Prompts excluded from training; their mean score is the curve."""
 
-    rules = (
-        *ProblemSpec.rules[:1],
-        Rule(
-            "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
-            "%(heldOut.size)s must be less than %(reasoningGym.size)s: problems to train on have to be left",
-            "heldOut.size",
-            lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
-        ),
-        Rule(
-            "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
-            "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
-            "heldOut.size",
-            lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
-        ),
-        *ProblemSpec.rules[1:],
-    )
+    rules: ClassVar[tuple[Rule, ...]] = (ProblemSpec.rules[0], *HELD_OUT_RULES, *VERIFIER_RULES)
 
 
 class EvaluationTaskSpec(ProblemSpec):
     """The problems of an evaluation set. No problem with the text of one of them is trained on."""
 
     prompt: PromptSpec | None = None
-    """How the text of a problem becomes a prompt; default: ``task.prompt``."""
+    """How the text of a problem becomes a prompt; default: ``task.prompt``, of a run with a mix the text alone."""
     size: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of problems; default: 1000, or all of a source that has fewer."""
     seed: Seed = 0

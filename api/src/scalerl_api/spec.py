@@ -27,7 +27,9 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     Rule,
     UnitDecimal,
+    at_most_one,
 )
+from scalerl_api.mix import MixedTaskSpec, PlainName, RunTaskSpec, TrainingTask
 from scalerl_api.pods import ObjectName, PodTemplate, Unique
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import cel
@@ -45,7 +47,7 @@ from scalerl_api.source import (
     VerifierSpec,
 )
 from scalerl_api.trackers import TrackersSpec
-from scalerl_api.wire.prompts import HELD_OUT_SET
+from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 GROUP: Final = "scalerl.dev"
 VERSION: Final = "v1alpha1"
@@ -72,6 +74,7 @@ __all__ = [
     "HeldOutSpec",
     "HubModel",
     "JsonlSource",
+    "MixedTaskSpec",
     "ModelSpec",
     "ObjectMeta",
     "ProblemSpec",
@@ -79,10 +82,12 @@ __all__ = [
     "ReasoningGymSource",
     "RecipeSpec",
     "RunSpec",
+    "RunTaskSpec",
     "ScaleRLRun",
     "ScratchModel",
     "TaskSpec",
     "TrainerSpec",
+    "TrainingTask",
     "VerifierSpec",
     "WarmStartSpec",
     "WeightSyncSpec",
@@ -260,25 +265,20 @@ MAX_EVALUATION_SETS: Final = 16
 class EvaluationSetSpec(Model):
     """Problems that versions are evaluated on, with a curve of their own."""
 
-    name: Annotated[
-        str,
-        Field(max_length=63),
-        AfterValidator(
-            Matches(
-                r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
-                "must be lower-case letters, digits and '-', with a letter or a digit at both ends, like hard-10",
-            )
-        ),
-    ]
+    name: PlainName
     """Name of the set: in ``curve-NAME.csv`` and in the label ``set`` of metrics."""
     task: EvaluationTaskSpec | None = None
     """The problems; default: the held-out prompts of the run's task."""
+    held_out_of: Annotated[str, Field(max_length=63)] | None = None
+    """Of a run with ``task.mix``, in place of task: the name of the task whose held-out prompts the set has."""
     every_steps: _EVALUATION_STEPS | None = None
     """Steps between evaluations; default: ``evaluation.everySteps``."""
     samples_per_prompt: _EVALUATION_SAMPLES | None = None
     """Completions per prompt; default: ``evaluation.samplesPerPrompt``."""
     k: _EVALUATION_SAMPLES | None = None
     """Largest k of pass@k; default: the completions per prompt."""
+
+    rules = (at_most_one("task", "heldOutOf"),)
 
 
 class EvaluationSpec(Model):
@@ -301,17 +301,30 @@ class EvaluationSpec(Model):
         ]
         | None
     ) = None
-    """All evaluation sets; default: one, ``held-out``, of the held-out prompts of the task. A publish waits for
-    ``forecastSet`` only; generators evaluate the others beside training."""
+    """All evaluation sets; default: one, ``held-out``, of the held-out prompts of the task; of a mix, one for each task, with
+    its name. A publish waits for ``forecastSet`` only; generators evaluate the others beside training."""
     forecast_set: Annotated[str, Field(max_length=63)] | None = None
-    """Name of the set that forecast, autoscaler, status and ``curve.csv`` follow; default: the first."""
+    """Name of the set that forecast, autoscaler, status and ``curve.csv`` follow, or ``weighted-mean`` of the tasks of a mix;
+    default: the first of sets, and of a mix without sets the weighted mean."""
 
     rules = (
         Rule(
-            "!has(self.sets) || self.sets.filter(s, !has(s.task)).size() <= 1",
+            "!has(self.sets) || self.sets.filter(s, !has(s.task) && !has(s.heldOutOf)).size() <= 1",
             "no more than one of sets may leave task out: they would evaluate the same prompts. Give the others a task",
             "sets",
-            lambda evaluation: sum(s.task is None for s in evaluation.sets or ()) <= 1,
+            lambda evaluation: (
+                sum(s.task is None and s.held_out_of is None for s in evaluation.sets or ()) <= 1
+            ),
+        ),
+        Rule(
+            "!has(self.sets) || self.sets.all(s, !has(s.heldOutOf) || "
+            "self.sets.filter(o, has(o.heldOutOf) && o.heldOutOf == s.heldOutOf).size() == 1)",
+            "no two of sets may have the same heldOutOf: they would evaluate the same prompts. Leave one of them out",
+            "sets",
+            lambda evaluation: (
+                len(given := [s.held_out_of for s in evaluation.sets or () if s.held_out_of is not None])
+                == len(set(given))
+            ),
         ),
         Rule(
             # A list with keys is equal to one in another order.
@@ -319,16 +332,6 @@ class EvaluationSpec(Model):
             "the order of the evaluation sets cannot change: the training prompts and the default of forecastSet depend on it",
             "sets",
             changes=True,
-        ),
-        Rule(
-            f"!has(self.forecastSet) || (has(self.sets) ? self.sets.exists(s, s.name == self.forecastSet) : "
-            f"self.forecastSet == '{HELD_OUT_SET}')",
-            f"%(forecastSet)s must be the name of one of sets ({HELD_OUT_SET} without them)",
-            "forecastSet",
-            lambda evaluation: (
-                evaluation.forecast_set is None
-                or evaluation.forecast_set in [s.name for s in evaluation.all_sets]
-            ),
         ),
         Rule(
             "!has(self.sets) || self.sets.all(s, !has(s.k) || s.k <= (has(s.samplesPerPrompt) ? s.samplesPerPrompt : "
@@ -342,16 +345,6 @@ class EvaluationSpec(Model):
             ),
         ),
     )
-
-    @property
-    def all_sets(self) -> list[EvaluationSetSpec]:
-        """``sets``, or the one that there is without them."""
-        return self.sets or [EvaluationSetSpec(name=HELD_OUT_SET)]
-
-    @property
-    def forecast_name(self) -> str:
-        """``forecastSet``, or the one without it."""
-        return self.forecast_set or self.all_sets[0].name
 
 
 class CheckpointSpec(Model):
@@ -420,12 +413,14 @@ def _within_completions(path: str) -> Rule:
     def holds(spec: RunSpec) -> bool:
         chosen = getattr(spec.recipe.length, to_snake(rule))
         given = None if chosen is None else getattr(chosen, to_snake(field))
-        return given is None or given < spec.recipe.max_completion_tokens
+        limits = [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
+        return given is None or given < min([spec.recipe.max_completion_tokens, *limits])
 
     return Rule(
         f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
-        f"{length}.{field} < self.recipe.maxCompletionTokens",
-        f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s",
+        f"({length}.{field} < self.recipe.maxCompletionTokens && (!has(self.task.mix) || "
+        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {length}.{field} < t.maxCompletionTokens)))",
+        f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
         f"recipe.length.{path}",
         holds,
     )
@@ -452,8 +447,8 @@ class RunSpec(Model):
 
     model: ModelSpec
     """Source of the initial weights and the tokenizer. Immutable on a cluster."""
-    task: TaskSpec
-    """The training task. Immutable on a cluster."""
+    task: RunTaskSpec
+    """The training task, or a mix of several. Immutable on a cluster."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
     warm_start: WarmStartSpec | None = None
@@ -572,6 +567,18 @@ class RunSpec(Model):
             ),
         ),
         Rule(
+            "!has(self.warmStart) || !has(self.warmStart.jsonl) || !has(self.task.mix) || "
+            "self.task.mix.all(t, t.prompt == self.task.mix[0].prompt)",
+            "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl "
+            "out, to train on the prompts of the mix, or give all tasks the same prompt",
+            "warmStart.jsonl",
+            lambda spec: (
+                spec.warm_start is None
+                or spec.warm_start.jsonl is None
+                or all(t.prompt == spec.task.mix[0].prompt for t in spec.task.mix or ())
+            ),
+        ),
+        Rule(
             "!has(self.budget.split) || has(self.warmStart)",
             "budget.split divides the compute between warmStart and RL, and there is no warmStart: add it, or leave split "
             "out",
@@ -579,11 +586,85 @@ class RunSpec(Model):
             lambda spec: spec.budget.split is None or spec.warm_start is not None,
         ),
         Rule(
-            "self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
+            "!has(self.task.verifier) || self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
             "%(generator.leaseSeconds)s must be more than %(task.verifier.timeoutSeconds)s: one completion that hangs "
             "the verifier would cost its whole group the lease",
             "generator.leaseSeconds",
-            lambda spec: spec.generator.lease_seconds > spec.task.verifier.timeout_seconds,
+            lambda spec: (
+                spec.task.verifier is None
+                or spec.generator.lease_seconds > spec.task.verifier.timeout_seconds
+            ),
+        ),
+        Rule(
+            "!has(self.task.mix) || self.task.mix.all(t, "
+            "self.generator.leaseSeconds > t.verifier.timeoutSeconds)",
+            "%(generator.leaseSeconds)s must be more than verifier.timeoutSeconds of each of task.mix: one completion that "
+            "hangs the verifier would cost its whole group the lease",
+            "generator.leaseSeconds",
+            lambda spec: all(
+                spec.generator.lease_seconds > t.verifier.timeout_seconds for t in spec.task.mix or ()
+            ),
+        ),
+        Rule(
+            "!has(self.task.mix) || self.task.mix.all(t, !has(t.maxCompletionTokens) || "
+            "t.maxCompletionTokens <= self.recipe.maxCompletionTokens)",
+            "maxCompletionTokens of each of task.mix must be at most %(recipe.maxCompletionTokens)s, which memory is planned "
+            "for: raise that, or lower the task's",
+            "task.mix",
+            lambda spec: all(
+                (t.max_completion_tokens or 0) <= spec.recipe.max_completion_tokens
+                for t in spec.task.mix or ()
+            ),
+        ),
+        Rule(
+            "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.heldOutOf) || "
+            "(has(self.task.mix) && self.task.mix.exists(t, t.name == s.heldOutOf)))",
+            "heldOutOf of each of evaluation.sets must be the name of a task of task.mix",
+            "evaluation.sets",
+            lambda spec: (
+                {s.held_out_of for s in spec.evaluation.sets or ()}
+                <= {None, *(t.name for t in spec.task.mix or ())}
+            ),
+        ),
+        Rule(
+            "!has(self.task.mix) || !has(self.evaluation.sets) || self.evaluation.sets.all(s, "
+            f"(has(s.task) || has(s.heldOutOf)) && s.name != '{MEAN_SET}')",
+            f"with task.mix, each of evaluation.sets needs task or heldOutOf, and another name than {MEAN_SET}",
+            "evaluation.sets",
+            lambda spec: (
+                spec.task.mix is None
+                or all(
+                    (s.task is not None or s.held_out_of is not None) and s.name != MEAN_SET
+                    for s in spec.evaluation.sets or ()
+                )
+            ),
+        ),
+        Rule(
+            "!has(self.evaluation.forecastSet) || "
+            f"(has(self.task.mix) && self.evaluation.forecastSet == '{MEAN_SET}') || (has(self.evaluation.sets) ? "
+            "self.evaluation.sets.exists(s, s.name == self.evaluation.forecastSet) : has(self.task.mix) ? "
+            "self.task.mix.exists(t, t.name == self.evaluation.forecastSet) : "
+            f"self.evaluation.forecastSet == '{HELD_OUT_SET}')",
+            "%(evaluation.forecastSet)s must be the name of one of sets; without them, of a task of task.mix, or "
+            f"{HELD_OUT_SET} of a run with one task. With task.mix, also {MEAN_SET}",
+            "evaluation.forecastSet",
+            lambda spec: (
+                spec.evaluation.forecast_set is None
+                or spec.evaluation.forecast_set in [s.name for s in spec.evaluation_sets]
+                or (spec.task.mix is not None and spec.evaluation.forecast_set == MEAN_SET)
+            ),
+        ),
+        Rule(
+            f"!has(self.evaluation.forecastSet) || self.evaluation.forecastSet != '{MEAN_SET}' || "
+            "!has(self.task.mix) || !has(self.evaluation.sets) || self.task.mix.all(t, "
+            "self.evaluation.sets.exists(s, has(s.heldOutOf) && s.heldOutOf == t.name))",
+            f"evaluation.forecastSet {MEAN_SET} needs a set with heldOutOf for each task of task.mix: add those, or choose a set",
+            "evaluation.forecastSet",
+            lambda spec: (
+                spec.task.mix is None
+                or spec.evaluation.forecast_set != MEAN_SET
+                or {t.name for t in spec.task.mix} <= {s.held_out_of for s in spec.evaluation_sets}
+            ),
         ),
         Rule(
             "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || "
@@ -627,8 +708,30 @@ class RunSpec(Model):
 
     @property
     def tasks(self) -> list[ProblemSpec]:
-        """The task, and those of the evaluation sets that have one."""
-        return [self.task, *(one.task for one in self.evaluation.sets or () if one.task is not None)]
+        """The training tasks, and those of the evaluation sets that have one."""
+        return [
+            *(one.spec for one in self.task.tasks),
+            *(one.task for one in self.evaluation.sets or () if one.task is not None),
+        ]
+
+    @property
+    def completion_limits(self) -> list[int]:
+        """The maximum lengths of completions that leases have: the recipe's, and those of tasks of a mix. Ascending."""
+        own = {t.max_completion_tokens for t in self.task.mix or () if t.max_completion_tokens is not None}
+        return sorted(own | {self.recipe.max_completion_tokens})
+
+    @property
+    def evaluation_sets(self) -> list[EvaluationSetSpec]:
+        """``evaluation.sets``, or those that there are without them."""
+        of_tasks = [EvaluationSetSpec(name=t.name, held_out_of=t.name) for t in self.task.mix or ()]
+        return self.evaluation.sets or of_tasks or [EvaluationSetSpec(name=HELD_OUT_SET)]
+
+    @property
+    def forecast_set(self) -> str:
+        """``evaluation.forecastSet``, or the one without it."""
+        without_sets = MEAN_SET if self.task.mix is not None else HELD_OUT_SET
+        default = self.evaluation.sets[0].name if self.evaluation.sets else without_sets
+        return self.evaluation.forecast_set or default
 
     @property
     def micro_batch_tokens(self) -> int:

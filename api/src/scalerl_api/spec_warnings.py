@@ -15,6 +15,7 @@ from scalerl_api.load import SpecProblem, jsonl_paths
 from scalerl_api.memory import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.spec import RunSpec
+from scalerl_api.wire.prompts import MAIN_TASK
 
 HIGH_LEARNING_RATE: Final = 1e-3
 HIGH_TEMPERATURE: Final = 2.0
@@ -156,8 +157,9 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
             if steps > most:
                 yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
     batch = recipe.prompts_per_step * recipe.completions_per_prompt
-    for at, one in enumerate(spec.evaluation.all_sets):
-        prompts = (one.task.size or 1000) if one.task is not None else spec.task.held_out.size
+    held_out = {one.name: one.spec.held_out.size for one in spec.task.tasks}
+    for at, one in enumerate(spec.evaluation_sets):
+        prompts = (one.task.size or 1000) if one.task is not None else held_out[one.held_out_of or MAIN_TASK]
         evaluation = prompts * (one.samples_per_prompt or spec.evaluation.samples_per_prompt)
         trained = batch * (one.every_steps or spec.evaluation.every_steps)
         if evaluation > trained:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.spec import ModelSpec, ProblemSpec, RunSpec, ScaleRLRun
+from scalerl_api.source import SourcesSpec
+from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun, TaskSpec
 from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
@@ -19,6 +20,7 @@ from scalerl_operator.role_containers import plan
 if TYPE_CHECKING:
     from scalerl_tasks import PromptSource
 
+Section = TypeVar("Section", bound=SourcesSpec)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -43,7 +45,10 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     if spec.model.path is not None:
         model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
         spec = spec.model_copy(update={"model": model})
-    spec = spec.model_copy(update={"task": _with_absolute_path(base, spec.task)})
+    task = _with_absolute_path(base, spec.task)
+    if task.mix is not None:
+        task = task.model_copy(update={"mix": [_with_absolute_path(base, one) for one in task.mix]})
+    spec = spec.model_copy(update={"task": task})
     if spec.evaluation.sets is not None:
         sets = [
             one if one.task is None else one.model_copy(update={"task": _with_absolute_path(base, one.task)})
@@ -71,7 +76,7 @@ def _replace(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
         spec[last] = value
 
 
-def _with_absolute_path(base: Path, task: ProblemSpec) -> ProblemSpec:
+def _with_absolute_path(base: Path, task: Section) -> Section:
     if task.jsonl is None:
         return task
     jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})
@@ -164,7 +169,7 @@ def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
     if config is None:
         return
     from scalerl_tasks.errors import TokenizerError
-    from scalerl_tasks.text import TokenizerConfig
+    from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
 
     try:
         tokenizer = TokenizerConfig.read(folder)
@@ -177,12 +182,21 @@ def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
             f"{folder}: the tokenizer has no end-of-sequence token, so no completion could end",
             "set eos_token in tokenizer_config.json",
         )
-    if spec.task.prompt.format == "Chat" and tokenizer.chat_template is None:
-        yield SpecProblem(
-            "spec.task.prompt.format",
-            f"Chat needs a chat template, and the tokenizer in {folder} has none",
-            "use format: Raw, or a model with a template",
-        )
+    for one in spec.task.tasks:
+        prompt, field = one.spec.prompt, f"{one.field}.prompt"
+        if prompt.format == "Chat" and not (tokenizer.chat_template or prompt.chat_template):
+            yield SpecProblem(
+                f"spec.{field}.format",
+                f"Chat needs a chat template, and the tokenizer in {folder} has none",
+                "use format: Raw, give chatTemplate, or a model with a template",
+            )
+        elif prompt.chat_template is not None:
+            try:
+                ModelTokenizer(folder, prompt, field)
+            except TokenizerError as error:
+                yield SpecProblem(
+                    f"spec.{field}.chatTemplate", str(error).removeprefix(f"{field}.chatTemplate: ")
+                )
     length = config.get("max_position_embeddings")
     if isinstance(length, int) and model.context_tokens > length:
         yield SpecProblem(
@@ -228,47 +242,67 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
 
     try:
         every = tasks.open_tasks(spec)
-        opened = every.task
+    except tasks.EvaluationSetError as error:
+        yield SpecProblem(f"spec.{error.field}", str(error.problem))
+        return
+    except tasks.MixedTaskError as error:
+        at = int(error.field.rpartition(".")[2])
+        yield _source_problem(f"spec.{error.field}", spec.task.tasks[at].spec, error.problem)
+        return
+    except tasks.TaskError as error:
+        yield _source_problem("spec.task", spec.task.tasks[0].spec, error)
+        return
+    for given, opened in zip(spec.task.tasks, every.tasks, strict=True):
         if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
             yield SpecProblem(
                 "spec.recipe.curriculum.sec",
-                "the task's prompts have no difficulty: give each line of task.jsonl.path one, or use "
+                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, or use "
                 "edgeOfCompetence, which measures it",
             )
-        tasks.open_grading_pool(spec.task)
-        yield from _mid_training_problems(spec, opened.train)
-        for one in every.sets:
-            tasks.open_grading_pool(one.spec)
-            if problem := every.overlap(one, spec):
-                yield SpecProblem(f"spec.{one.field}.task", problem)
+        try:
+            tasks.open_grading_pool(given.spec)
             if answers:
-                try:
-                    verifier = tasks.open_verifier(tasks.verifier_config(one.spec))
-                    tasks.check_answers(one.prompts, verifier, answers)
-                except tasks.VerifierError as error:
-                    yield SpecProblem(f"spec.{one.field}.task.verifier.name", str(error))
-        if answers:
-            verifier = tasks.open_verifier(tasks.verifier_config(spec.task))
-            tasks.check_answers(opened.held_out, verifier, answers)
-            tasks.check_answers(opened.train, verifier, answers)
-    except tasks.EvaluationSetError as error:
-        yield SpecProblem(f"spec.{error.field}", str(error.problem))
-    except tasks.JsonlError as error:
-        yield SpecProblem("spec.task.jsonl.path", str(error))
-    except tasks.UnknownTaskError as error:
-        yield SpecProblem("spec.task.reasoningGym.name", str(error))
-    except tasks.ParameterError as error:
-        section = "reasoningGym.parameters" if spec.task.reasoning_gym is not None else "opGraph"
-        name = f".{error.parameter}" if error.parameter else ""
-        yield SpecProblem(f"spec.task.{section}{name}", str(error))
-    except tasks.SplitError as error:
-        yield SpecProblem("spec.task.heldOut.size", str(error))
-    except tasks.TemplateError as error:
-        yield SpecProblem("spec.task.prompt.template", str(error))
-    except tasks.VerifierError as error:
-        yield SpecProblem("spec.task.verifier.name", str(error))
-    except tasks.SourceError as error:
-        yield SpecProblem("spec.task" if spec.task.jsonl is None else "spec.task.jsonl.path", str(error))
+                verifier = tasks.open_verifier(tasks.verifier_config(given.spec))
+                tasks.check_answers(opened.held_out, verifier, answers)
+                tasks.check_answers(opened.train, verifier, answers)
+        except tasks.TaskError as error:
+            yield _source_problem(f"spec.{given.field}", given.spec, error)
+    # All tasks leave the same prompts out of what is trained on.
+    own = spec.warm_start is not None and spec.warm_start.jsonl is not None
+    for opened in every.tasks[: 1 if own else None]:
+        yield from _mid_training_problems(spec, opened.train)
+    for one in every.sets:
+        if problem := every.overlap(one, spec):
+            yield SpecProblem(f"spec.{one.field}.task", problem)
+        try:
+            tasks.open_grading_pool(one.spec)
+            if answers:
+                verifier = tasks.open_verifier(tasks.verifier_config(one.spec))
+                tasks.check_answers(one.prompts, verifier, answers)
+        except tasks.VerifierError as error:
+            yield SpecProblem(f"spec.{one.field}.task.verifier.name", str(error))
+
+
+def _source_problem(where: str, task: TaskSpec, error: Exception) -> SpecProblem:
+    """What is wrong with the task at ``where``, at the field that is to be mended."""
+    import scalerl_tasks as tasks
+
+    field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
+    match error:
+        case tasks.UnknownTaskError():
+            field = ".reasoningGym.name"
+        case tasks.ParameterError():
+            section = "reasoningGym.parameters" if task.reasoning_gym is not None else "opGraph"
+            field = f".{section}" + (f".{error.parameter}" if error.parameter else "")
+        case tasks.SplitError():
+            field = ".heldOut.size"
+        case tasks.TemplateError():
+            field = ".prompt.template"
+        case tasks.VerifierError():
+            field = ".verifier.name"
+        case tasks.SourceError() if task.jsonl is None:
+            field = ""
+    return SpecProblem(where + field, str(error))
 
 
 def _mid_training_problems(spec: RunSpec, train: PromptSource) -> Iterator[SpecProblem]:

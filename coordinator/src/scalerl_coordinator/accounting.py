@@ -161,6 +161,21 @@ class StepSums(msgspec.Struct, array_like=True):
         return {name: total / count for name, (total, count) in sorted(self.parts.items()) if count}
 
 
+def figures(sums: StepSums) -> Row:
+    """Sums as they stand in a line of metrics.jsonl; those of :data:`scalerl_api.task_figures.TASK_FIGURES`."""
+    return {
+        **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
+        "groups": sums.groups,
+        "filtered_groups": sums.filtered_groups,
+        "given_up_groups": sums.given_up_groups,
+        "rollouts": sums.rollouts,
+        "completion_tokens": sums.work_tokens,
+        "mean_completion_tokens": sums.work_tokens / max(1, sums.rollouts),
+        "truncated_fraction": sums.truncated / max(1, sums.rollouts),
+        "grading_errors": sums.grading_errors,
+    }
+
+
 def sum_step(step: int, groups: list[Accepted]) -> StepSums:
     """Sums over the groups of closed step ``step``. Staleness counts the tokens that are trained on."""
     sums = StepSums()

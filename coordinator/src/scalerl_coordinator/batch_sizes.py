@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 
 from scalerl_api.wire import Split
+from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize, first_slot, staleness
 from scalerl_coordinator.state import CoordinatorState
@@ -18,6 +19,9 @@ from scalerl_coordinator.state import CoordinatorState
 def change(state: CoordinatorState, identity: Identity) -> None:
     """Make ``identity`` the state's settings."""
     before, state.identity = state.identity, identity
+    for _ in range(len(state.histories), len(identity.tasks)):
+        state.histories.append(PromptHistory())
+        state.cursors.append(0)
     if before is None:
         state.batch_sizes = [BatchSize(0, 0, identity.prompts_per_step)]
     elif identity != before:
@@ -27,10 +31,11 @@ def change(state: CoordinatorState, identity: Identity) -> None:
 
 def _end_outdated_leases(state: CoordinatorState, before: Identity, identity: Identity) -> None:
     """End leases whose groups no longer fit the settings; restart evaluations whose set has changed."""
-    training_ended = (identity.completions_per_prompt, identity.max_completion_tokens) != (
-        before.completions_per_prompt,
-        before.max_completion_tokens,
-    )
+
+    def training_limits(one: Identity) -> tuple[int, int, tuple[int, ...]]:
+        return one.completions_per_prompt, one.max_completion_tokens, one.task_max_tokens
+
+    training_ended = training_limits(identity) != training_limits(before)
     tasks = identity.set_tasks  # the same as before: the sets are fixed
     changed = {task for task in tasks if identity.measured(task) != before.measured(task)}
     ended = changed | {

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
-from scalerl_api.wire import INTERRUPTED, PromptRef, Split
+from scalerl_api.wire import INTERRUPTED, EvaluationPoint, PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.leases import (
     MAX_FAILURES,
@@ -29,10 +29,11 @@ from scalerl_coordinator.leases import (
     slot_key,
 )
 from scalerl_coordinator.membership import Member, Membership
-from scalerl_coordinator.prompt_sequence import Sampler
+from scalerl_coordinator.samplers import TaskSamplers
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 from scalerl_coordinator.transitions import apply
+from scalerl_coordinator.weighted_mean import MEAN_TASK, weighted_mean
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Core:
     """What all decisions share."""
 
     settings: Settings
-    sampler: Sampler
+    samplers: TaskSamplers
     state: CoordinatorState
     membership: Membership
     book: LeaseBook
@@ -95,7 +96,7 @@ class Core:
     def begin(
         cls,
         settings: Settings,
-        sampler: Sampler,
+        samplers: TaskSamplers,
         state: CoordinatorState,
         nonce: str,
         now: float,
@@ -110,7 +111,7 @@ class Core:
         before = state.identity
         core = cls(
             settings,
-            sampler,
+            samplers,
             state,
             Membership(settings.heartbeat_seconds),
             LeaseBook(settings.lease_seconds),
@@ -298,6 +299,19 @@ class Core:
         """The labels of a prompt of an evaluation set."""
         labels = self.labels.get(prompt.task)
         return labels[prompt.index] if labels else {}
+
+    @property
+    def points(self) -> list[EvaluationPoint]:
+        """Of all evaluation sets, and of the weighted mean where it is the run's curve."""
+        points = list(self.state.points)
+        if self.settings.forecast_task == MEAN_TASK:
+            points += weighted_mean(points, self.settings.weights)
+        return points
+
+    @property
+    def curve(self) -> list[EvaluationPoint]:
+        """The run's curve, by version."""
+        return [point for point in self.points if point.task == self.settings.forecast_task]
 
     @property
     def end_reason(self) -> str:

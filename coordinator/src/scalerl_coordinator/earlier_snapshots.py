@@ -2,6 +2,7 @@
 
 Format 1, without the field ``format``: runs of one task, whose prompts are named by an index into their split.
 Format 2: runs of one evaluation set, whose incomplete evaluations are named by their version.
+Format 3: runs of one task, with one cursor; where it is 0, it is ``next_slot``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ def present_format(data: bytes) -> bytes:
         msgspec.DecodeError: it is no snapshot.
     """
     format = msgspec.msgpack.decode(data, type=_Head).format
-    if format > 2:
+    if format > 3:
         return data
     try:
         state = msgspec.msgpack.decode(data)
         state = _of_format_1(state) if format == 1 else state
-        state["format"] = 3
-        state["evaluations"] = {
-            (version, 0): evaluation for version, evaluation in state.get("evaluations", {}).items()
-        }
+        if format < 3:
+            state["evaluations"] = {
+                (version, 0): evaluation for version, evaluation in state.get("evaluations", {}).items()
+            }
+        state["format"] = 4
+        state["cursors"] = [state.pop("cursor", 0) or state.get("next_slot", 0)]
         return msgspec.msgpack.encode(state)
     except (AttributeError, TypeError, ValueError) as error:
         raise msgspec.DecodeError(f"a snapshot of an earlier release: {error}") from error

@@ -20,6 +20,7 @@ from scalerl_coordinator.leases import SlotKey, slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
+from scalerl_coordinator.prompt_history import KnownHistory
 from scalerl_coordinator.prompt_sequence import View
 from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
@@ -142,12 +143,12 @@ class GeneratorRequests:
         issues = self._evaluation_issues(member, wanted, now, holds=True)
         others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
         held_back: list[tuple[int, PromptRef]] = []
-        cursor = -1
+        cursors: dict[int, int] = {}
         if not core.end_reason:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            training, held_back, cursor = self._training_issues(member, wanted - len(issues), now)
+            training, held_back, cursors = self._training_issues(member, wanted - len(issues), now)
             issues += training
         issues += others[: wanted - len(issues)]
         if not issues:
@@ -156,7 +157,7 @@ class GeneratorRequests:
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered, held_back, cursor))
+        core.commit(r.LeasesIssued(member.name, numbered, held_back, cursors=cursors))
         leases, room = [], MAX_ANSWER_BYTES
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
@@ -189,7 +190,7 @@ class GeneratorRequests:
             return bool(self._core.end_reason) and key[0] != state.version, len(evaluation.todo), key
 
         for (version, task), evaluation in sorted(state.evaluations.items(), key=turn):
-            if (task == self._core.settings.forecast_task) is not holds:
+            if self._core.settings.follows(task) is not holds:
                 continue
             if member.version == version or ((evaluation.released or not holds) and member.version > version):
                 ready = (
@@ -203,9 +204,9 @@ class GeneratorRequests:
 
     def _training_issues(
         self, member: Member, wanted: int, now: float
-    ) -> tuple[list[tuple[PromptRef, int, int]], list[tuple[int, PromptRef]], int]:
+    ) -> tuple[list[tuple[PromptRef, int, int]], list[tuple[int, PromptRef]], dict[int, int]]:
         """Training slots for ``member``, the new slots (with their prompts) that are held back from its weights, and the
-        sampler's cursor after the newest slot; -1 without new ones."""
+        samplers' cursors after the newest slot, by task; empty without new ones."""
         core, identity = self._core, self._core.settings.identity
         state, version = core.state, member.version
         sizes, k = state.batch_sizes, identity.max_staleness_steps
@@ -221,26 +222,30 @@ class GeneratorRequests:
         for slot in state.reissue:
             if len(issues) >= wanted or slot >= limit:
                 break
-            if not too_old(slot) and self._may_issue((0, Split.TRAIN, slot), member, now):
-                issues.append((state.prompts[slot], slot, version))
+            prompt = state.prompts[slot]
+            if not too_old(slot) and self._may_issue(slot_key(prompt, slot), member, now):
+                issues.append((prompt, slot, version))
         held_back: list[tuple[int, PromptRef]] = []
-        cursor, issued_cursor = state.cursor, -1
-        history = state.histories[0]
-        known, known_step = history.as_of(0), -1
+        cursors, issued_cursors = dict(enumerate(state.cursors)), {}
+        known: dict[int, KnownHistory] = {}
+        known_step = -1
         for slot in range(state.next_slot, limit):
             if len(issues) >= wanted:
                 break
             if (step := state.step_of(slot)) != known_step:
-                known, known_step = history.as_of(step - k), step
-            index, cursor = core.sampler.choose(View(cursor, known))
-            prompt = PromptRef(0, Split.TRAIN, index)
+                known, known_step = {}, step
+            task = core.samplers.task(slot)
+            if task not in known:
+                known[task] = state.histories[task].as_of(step - k)
+            index, cursors[task] = core.samplers[task].choose(View(cursors[task], known[task]))
+            prompt = PromptRef(task, Split.TRAIN, index)
             if too_old(slot):
                 held_back.append((slot, prompt))
             else:
                 issues.append((prompt, slot, version))
-                issued_cursor = cursor
+                issued_cursors = dict(cursors)
         newest = max((slot for _, slot, _ in issues), default=-1)
-        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest], issued_cursor
+        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest], issued_cursors
 
     def _may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
         """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
@@ -258,7 +263,7 @@ class GeneratorRequests:
             slot=issue.slot,
             prompt_id="",
             completions=identity.completions(issue.prompt),
-            max_tokens=identity.max_completion_tokens,
+            max_tokens=identity.max_tokens(issue.prompt.task),
             temperature=identity.evaluation_temperature if held_out else core.settings.temperature,
             remaining_seconds=core.book.lease_seconds,
             policy_version=issue.policy_version,
@@ -281,9 +286,8 @@ class GeneratorRequests:
             if key is None:
                 continue
             try:
-                check_partials(
-                    group, identity.completions(group.prompt), identity.max_completion_tokens, state.newest
-                )
+                completions, most = identity.completions(group.prompt), identity.max_tokens(group.prompt.task)
+                check_partials(group, completions, most, state.newest)
             except InvalidGroup as problem:
                 log.warning(
                     "lease %s: unfinished completions of %s dropped: %s", group.lease_id, member.name, problem
@@ -366,7 +370,8 @@ class GeneratorRequests:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
             return self._reject(group, expected, PushResult.STALE, reason, now)
         verdicts = group.verdicts
-        given = rewards(verdicts, summary.lengths, settings.length, identity.max_completion_tokens)
+        most = identity.max_tokens(expected.prompt.task)
+        given = rewards(verdicts, summary.lengths, settings.length, most)
         next_prompt = self._refill(
             expected.slot, [g for at, g in enumerate(given) if at not in summary.ungraded]
         )
@@ -403,7 +408,7 @@ class GeneratorRequests:
             return None
         task = core.state.prompts[slot].task
         known = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
-        return PromptRef(task, Split.TRAIN, core.sampler.refill(slot, tries, known))
+        return PromptRef(task, Split.TRAIN, core.samplers[task].refill(slot, tries, known))
 
     def _expected(self, group: wire.Group) -> _Expected | Answer:
         """What the group's lease asked for, or the answer if the group is no longer needed."""
@@ -441,7 +446,7 @@ class GeneratorRequests:
         return summarize_group(
             group,
             identity.completions(expected.prompt),
-            identity.max_completion_tokens,
+            identity.max_tokens(expected.prompt.task),
             core.state.newest,
             teacher=core.settings.teacher and not held_out,
         )
@@ -489,7 +494,7 @@ class GeneratorRequests:
         core = self._core
         evaluation = core.state.evaluations[expected.policy_version, expected.prompt.task]
         measured, task = evaluation.version, evaluation.task
-        holds = task == core.settings.forecast_task
+        holds = core.settings.follows(task)
         slack = 0 if holds else core.settings.every_steps(task) // NEWER_SHARE
         if len(evaluation.results) + 1 == evaluation.prompts:
             core.flush_usage(now)  # the point that follows records the time

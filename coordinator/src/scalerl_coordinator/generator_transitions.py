@@ -31,7 +31,11 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
             issue.prompt, issue.slot, issue.policy_version, record.holder
         )
         state.next_lease = issue.number + 1
-    state.cursor = max(state.cursor, state.next_slot if record.cursor < 0 else record.cursor)
+    cursors = record.cursors
+    if not cursors and len(state.cursors) == 1:
+        cursors = {0: state.next_slot if record.cursor < 0 else record.cursor}
+    for task, cursor in cursors.items():
+        state.cursors[task] = max(state.cursors[task], cursor)
     state.fold_history()
 
 

@@ -44,8 +44,10 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     held_back: list[tuple[int, PromptRef]] = []
     """Skipped slots, each with its prompt, that wait for newer weights: they are issued later."""
     cursor: int = -1
-    """Of the sampler, after the newest of these slots; -1 without new slots, and in old journals, where it is that slot's
-    successor."""
+    """In journals of earlier releases, whose runs had one task: its ``cursors``. -1 without new slots, and where it is the
+    newest slot's successor."""
+    cursors: dict[int, int] = {}
+    """Of the samplers, by task, after the newest of these slots; empty without new slots."""
 
 
 class CloseReason(enum.StrEnum):

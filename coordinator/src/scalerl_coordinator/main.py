@@ -25,7 +25,7 @@ from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
-from scalerl_coordinator.samplers import make_sampler
+from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
@@ -90,12 +90,11 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         loop.add_signal_handler(number, stop.set)
     run = environment.load_run()
     opened = await asyncio.to_thread(open_tasks, run.spec, environment.paths.root)
-    task = opened.task
+    tasks = opened.tasks
     settings = Settings.of_run(
         run,
-        train_digest=task.train.digest,
-        held_out_digest=task.held_out.digest,
-        held_out_prompts=len(task.held_out),
+        train_digest=opened.digest,
+        held_out=[(task.held_out.digest, len(task.held_out)) for task in tasks],
         sets=[(one.digest, len(one.prompts)) for one in opened.sets],
     )
     journal = Journal(environment.paths.journal)
@@ -103,14 +102,17 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     _check_volume(environment.paths, state)
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
-    sampler = make_sampler(settings.curriculum, len(task.train), run.spec.seed, task.train.difficulty)
-    held_out = [task.held_out, *(one.prompts for one in opened.sets)]
+    train = [task.train for task in tasks]
+    samplers = make_samplers(
+        settings.curriculum, train, settings.identity.tasks, settings.weights, run.spec.seed
+    )
+    held_out = [*(task.held_out for task in tasks), *(one.prompts for one in opened.sets)]
     labels = {at: fold_labels(prompts.labels) for at, prompts in enumerate(held_out)}
-    core = Core.begin(settings, sampler, state, new_nonce(), 0.0, labels)
+    core = Core.begin(settings, samplers, state, new_nonce(), 0.0, labels)
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)
-    server = Server(core, journal, files, environment.token, task.train, held_out, trackers.status)
+    server = Server(core, journal, files, environment.token, train, held_out, trackers.status)
     await server.start()
     trackers.start()
     try:

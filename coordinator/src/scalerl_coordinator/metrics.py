@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api.curve import MAX_LABEL_VALUES
+from scalerl_api.task_figures import TASK_FIGURES, by_task
 from scalerl_api.wire import Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
@@ -151,6 +152,15 @@ class _RunCollector(Collector):
         for at in status.points[-1].pass_at if status.points else ():
             pass_at.add_metric((str(at.k),), at.mean)
         yield pass_at
+        tasks = by_task(status.last_step_stats)
+        for figure, text in TASK_FIGURES.items():
+            of_tasks = GaugeMetricFamily(
+                f"{_PREFIX}task_{figure}", f"{text} in the newest step, by task of a mix.", labels=("task",)
+            )
+            for task, found in tasks.items():
+                if figure in found:
+                    of_tasks.add_metric((task,), found[figure])
+            yield of_tasks
         newest = [points[-1] for points in (status.points, *status.set_points.values()) if points]
         by_set = GaugeMetricFamily(
             _PREFIX + "evaluation_set_reward",

@@ -50,7 +50,7 @@ def build_status(core: Core) -> wire.Status:
             )
             for m in members
         ],
-        points=_newest_by_label(state.curve(core.settings.forecast_task)),
+        points=_newest_by_label(core.curve),
         set_points={
             core.settings.identity.evaluation_set(task).name: _newest_by_label(state.curve(task))
             for task in core.settings.identity.set_tasks
@@ -132,7 +132,7 @@ def _waiting_for(core: Core, phase: Phase) -> str:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
     for (version, task), evaluation in sorted(state.evaluations.items()):
         what = f"{len(evaluation.results)} of {evaluation.prompts} {core.settings.identity.evaluation_set(task).name} prompts"
-        if task == core.settings.forecast_task or core.end_reason:
+        if core.settings.follows(task) or core.end_reason:
             return f"the evaluation of version {version}: {what}"
     if problem := _teacher_problem(core):
         return f"the teacher: {problem}"

@@ -1,5 +1,7 @@
 """Which prompt a slot has: the samplers of ``recipe.curriculum``.
 
+In a mix, each task has a sampler of its own (:class:`TaskSamplers`).
+
 The choice is made once, when a slot is first issued, and journaled with the cursor that follows it: a restart, a re-issue
 or a rollback does not choose again. It rests on the seed, the cursor and the history up to a step that does not depend
 on timing (:mod:`.prompt_history`), so a resumed run has the prompts of an uninterrupted one.
@@ -11,8 +13,9 @@ Those here walk one sequence, :class:`~.prompt_sequence.SeededEpochs`, and diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from hashlib import blake2b
 from typing import Protocol
 
@@ -21,6 +24,7 @@ from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
 from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
 from scalerl_coordinator.self_evolving_curriculum import SelfEvolvingCurriculum
+from scalerl_tasks import Mixture, PromptSource
 
 
 class Rule(Protocol):
@@ -127,3 +131,40 @@ def make_sampler(
         pools = spec.difficulty_pools
         rule = DifficultyPools(tuple(map(float, pools.edges)), tuple(map(float, pools.weights)), seed)
     return RuleSampler(prompts, seed, rule)
+
+
+class TaskSamplers:
+    """A sampler for each task of the run, and which task a slot has. Tasks share nothing but the slots: each sampler has its
+    own cursor and history, and a slot is of the same task whatever the others choose."""
+
+    def __init__(self, samplers: Sequence[Sampler], mixture: Mixture | None = None) -> None:
+        self._samplers, self._mixture = list(samplers), mixture
+
+    def task(self, slot: int) -> int:
+        """The task of a slot."""
+        return 0 if self._mixture is None else self._mixture.task(slot)
+
+    def __getitem__(self, task: int) -> Sampler:
+        return self._samplers[task]
+
+
+def make_samplers(
+    spec: CurriculumSpec,
+    train: Sequence[PromptSource],
+    names: Sequence[str],
+    weights: Sequence[Fraction],
+    seed: int,
+) -> TaskSamplers:
+    """The samplers of a run's tasks, by ``task``: training prompts, names and weights. seed: the run's."""
+    if len(train) == 1:
+        return TaskSamplers([make_sampler(spec, len(train[0]), seed, train[0].difficulty)])
+    samplers = [
+        make_sampler(spec, len(prompts), _seed(seed, name), prompts.difficulty)
+        for prompts, name in zip(train, names, strict=True)
+    ]
+    return TaskSamplers(samplers, Mixture(weights, seed))
+
+
+def _seed(seed: int, task: str) -> int:
+    """Of a task of a mix: two with as many prompts shall not have one order."""
+    return int.from_bytes(blake2b(f"{seed}/{task}".encode(), digest_size=6).digest(), "little")

@@ -66,7 +66,7 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Server:
     """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`.
 
-    held_out: the prompts of each evaluation set, by task.
+    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task.
     """
 
     def __init__(
@@ -75,15 +75,17 @@ class Server:
         journal: Journal,
         files: RunFiles,
         token: str,
-        train: PromptSource,
+        train: Sequence[PromptSource],
         held_out: Sequence[PromptSource],
         trackers: Callable[[], list[wire.Tracker]] = list,
     ) -> None:
         self._core = core
         self._journal = journal
         self._files = files
-        self._prompts = {(0, wire.Split.TRAIN): train} | {
-            (task, wire.Split.HELD_OUT): prompts for task, prompts in enumerate(held_out)
+        self._prompts = {
+            (task, split): prompts
+            for split, sources in ((wire.Split.TRAIN, train), (wire.Split.HELD_OUT, held_out))
+            for task, prompts in enumerate(sources)
         }
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = GeneratorRequests(core)
@@ -369,7 +371,7 @@ class Server:
         return msgspec.structs.replace(
             found,
             measured=self._training.has_evaluation(request.version),
-            points=len(self._core.state.curve(self._core.settings.forecast_task)),
+            points=len(self._core.curve),
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
@@ -498,7 +500,7 @@ class Server:
         return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
 
     async def _write_curve(self) -> None:
-        points, forecast = list(self._core.state.points), self._core.settings.forecast_task
+        points, forecast = self._core.points, self._core.settings.forecast_task
         if points != self._points_written and await self._on_files(
             lambda: self._files.write_curves(points, forecast)
         ):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Final
 
 import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
-from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, PromptRef, Split
+from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
+from scalerl_coordinator.weighted_mean import MEAN_TASK
 
 _COMPLETION_SLACK_BYTES = 2**14
 """Bound on names, version spans, a grading error's text, and MessagePack overhead."""
@@ -49,16 +51,19 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     max_tries: int = 1
     """Prompts that are tried for a slot until one has rewards that differ; 1: no refill."""
     tasks: tuple[str, ...] = (MAIN_TASK,)
-    """Names, by :attr:`~scalerl_api.wire.PromptRef.task`. The digests above are of the first."""
+    """Names, by :attr:`~scalerl_api.wire.PromptRef.task`. ``held_out_digest`` is of the first, ``train_digest`` of all."""
 
     sets: tuple[EvaluationSet, ...] = ()
-    """Further evaluation sets; the n-th (from 1) is :attr:`~scalerl_api.wire.PromptRef.task` n of its held-out prompts."""
+    """Further evaluation sets; the n-th (from 1) is :attr:`~scalerl_api.wire.PromptRef.task` n of its held-out prompts. Of a
+    mix, those of the other tasks are first. One without a name is not evaluated."""
     reference: bool = False
     """The reference policy of ``recipe.kl.penalty`` scores the completions."""
     held_out_name: str = HELD_OUT_SET
     """Of the evaluation set of the task's held-out prompts; empty: they are not evaluated."""
     held_out_k: int = 0
     """Its :attr:`EvaluationSet.k`."""
+    task_max_tokens: tuple[int, ...] = ()
+    """Maximum completion tokens of each task of a mix."""
 
     def evaluation_set(self, task: int) -> EvaluationSet:
         """The evaluation set of ``task``; of 0, the held-out prompts of the run's task."""
@@ -73,9 +78,13 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
-    def set_tasks(self) -> range:
+    def set_tasks(self) -> list[int]:
         """The tasks of all evaluation sets."""
-        return range(0 if self.held_out_name else 1, len(self.sets) + 1)
+        return [task for task in range(len(self.sets) + 1) if self.evaluation_set(task).name]
+
+    def max_tokens(self, task: int) -> int:
+        """Maximum completion tokens of a task, in training and on its held-out prompts, or of an evaluation set."""
+        return self.task_max_tokens[task] if task < len(self.task_max_tokens) else self.max_completion_tokens
 
     def completions(self, prompt: PromptRef) -> int:
         """Completions of a group of ``prompt``."""
@@ -89,7 +98,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
         Points with different digests do not belong to one curve. The number of samples only changes the error.
         """
-        parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_completion_tokens)
+        parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_tokens(task))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
@@ -118,7 +127,9 @@ class Settings:
     set_every: tuple[int, ...] = ()
     """``everySteps`` of each of :attr:`Identity.sets`."""
     forecast_task: int = 0
-    """The task whose evaluation set has the run's curve."""
+    """The task whose evaluation set has the run's curve; :data:`~.weighted_mean.MEAN_TASK`: all of the mix."""
+    weights: tuple[Fraction, ...] = (Fraction(1),)
+    """Of the training tasks."""
     length: LengthSpec = RecipeSpec().length
     curriculum: CurriculumSpec = RecipeSpec().curriculum
     teacher: bool = False
@@ -131,6 +142,12 @@ class Settings:
     def every_steps(self, task: int) -> int:
         """Steps between evaluations on the set of ``task``."""
         return self.set_every[task - 1] if task else self.evaluation_every
+
+    def follows(self, task: int) -> bool:
+        """Whether the evaluation set of ``task`` is part of the run's curve."""
+        return task == self.forecast_task or (
+            self.forecast_task == MEAN_TASK and 0 <= task < len(self.weights)
+        )
 
     @property
     def max_group_bytes(self) -> int:
@@ -148,19 +165,38 @@ class Settings:
         run: ScaleRLRun,
         *,
         train_digest: str,
-        held_out_digest: str,
-        held_out_prompts: int,
+        held_out: Sequence[tuple[str, int]],
         sets: Sequence[tuple[str, int]] = (),
     ) -> Settings:
-        """The settings of ``run`` and of its task. sets: digest and number of prompts of each evaluation set with a task."""
+        """The settings of ``run`` and of its tasks.
+
+        Args:
+            train_digest: of the training prompts of all tasks.
+            held_out: digest and number of the held-out prompts of each task.
+            sets: the same of each evaluation set with a task of its own.
+        """
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
-        held_out = next((one for one in evaluation.all_sets if one.task is None), None)
-        others = [one for one in evaluation.all_sets if one.task is not None]
-        names = [held_out.name if held_out is not None else "", *(one.name for one in others)]
+        tasks = spec.task.tasks
+        all_sets = spec.evaluation_sets
+        of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
+        # By task, as in a PromptRef; None: held-out prompts that are not evaluated.
+        given = [of_task.get(one.name) for one in tasks] + [one for one in all_sets if one.task is not None]
 
-        def samples(given: EvaluationSetSpec | None) -> int:
-            return (given.samples_per_prompt if given is not None else None) or evaluation.samples_per_prompt
+        def samples(one: EvaluationSetSpec | None) -> int:
+            return (one.samples_per_prompt if one is not None else None) or evaluation.samples_per_prompt
 
+        every = [(one.every_steps if one is not None else None) or evaluation.every_steps for one in given]
+        first, *others = [
+            EvaluationSet(
+                one.name if one is not None else "",
+                digest,
+                prompts,
+                samples(one),
+                (one.k if one is not None else None) or 0,
+            )
+            for one, (digest, prompts) in zip(given, [*held_out, *sets], strict=True)
+        ]
+        names = [first.name, *(one.name for one in others)]
         return cls(
             identity=Identity(
                 prompts_per_step=recipe.prompts_per_step,
@@ -170,25 +206,28 @@ class Settings:
                 zero_variance_filter=recipe.zero_variance_filter,
                 seed=spec.seed,
                 train_digest=train_digest,
-                held_out_digest=held_out_digest,
-                held_out_prompts=held_out_prompts,
-                evaluation_samples=samples(held_out),
+                held_out_digest=first.digest,
+                held_out_prompts=first.prompts,
+                evaluation_samples=first.samples,
                 evaluation_temperature=float(evaluation.temperature),
                 steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
                 max_tries=recipe.refill.max_tries if recipe.refill else 1,
+                tasks=tuple(one.name for one in tasks),
                 reference=recipe.kl.penalty is not None,
-                held_out_name=names[0],
-                held_out_k=(held_out.k if held_out is not None else None) or 0,
-                sets=tuple(
-                    EvaluationSet(one.name, digest, prompts, samples(one), one.k or 0)
-                    for one, (digest, prompts) in zip(others, sets, strict=True)
+                held_out_name=first.name,
+                held_out_k=first.k,
+                sets=tuple(others),
+                task_max_tokens=tuple(
+                    one.max_completion_tokens or recipe.max_completion_tokens for one in spec.task.mix or ()
                 ),
             ),
             temperature=float(recipe.temperature),
-            evaluation_every=(held_out.every_steps if held_out is not None else None)
-            or evaluation.every_steps,
-            set_every=tuple(one.every_steps or evaluation.every_steps for one in others),
-            forecast_task=names.index(evaluation.forecast_name),
+            evaluation_every=every[0],
+            set_every=tuple(every[1:]),
+            forecast_task=MEAN_TASK
+            if spec.task.mix is not None and spec.forecast_set == MEAN_SET
+            else names.index(spec.forecast_set),
+            weights=tuple(one.weight for one in tasks),
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,

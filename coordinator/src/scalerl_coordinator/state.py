@@ -43,7 +43,7 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True):
 class CoordinatorState(msgspec.Struct):
     """All fields follow from the journal's records. ``name=`` keeps the field names of existing snapshots."""
 
-    format: int = 3
+    format: int = 4
     """Of its snapshot: see :mod:`.earlier_snapshots`."""
     identity: Identity | None = None
     batch_sizes: list[BatchSize] = []
@@ -61,8 +61,8 @@ class CoordinatorState(msgspec.Struct):
     """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
     prompts: dict[int, PromptRef] = {}
     """Prompt of every issued slot that is kept."""
-    cursor: int = 0
-    """The sampler's, after the newest slot."""
+    cursors: list[int] = msgspec.field(default_factory=lambda: [0])
+    """Of the samplers, by task, after the newest slot."""
     histories: list[PromptHistory] = msgspec.field(default_factory=lambda: [PromptHistory()])
     """By task."""
     leases: dict[str, OpenLease] = {}
@@ -204,7 +204,6 @@ class CoordinatorState(msgspec.Struct):
         state = msgspec.msgpack.decode(present_format(data), type=CoordinatorState)
         if state.identity is not None and not state.batch_sizes:  # written when a run had one batch size
             state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
-        state.cursor = state.cursor or state.next_slot  # a snapshot of the release before
         return state
 
     def detached(self) -> CoordinatorState:

@@ -17,7 +17,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
-from scalerl_coordinator.evaluation import due
+from scalerl_coordinator.evaluation import Evaluation, due
 from scalerl_coordinator.leases import MAX_FINAL_ATTEMPTS
 from scalerl_coordinator.membership import Member
 from scalerl_coordinator.off_policy import scheme
@@ -208,7 +208,10 @@ class TrainerRequests:
         """Whether ``version``, which the trainer holds, has or will have a point: the last version of a run does."""
         core = self.core
         return not core.interrupted and (
-            bool(core.end_reason) or self._due(version, core.settings.forecast_task)
+            bool(core.end_reason)
+            or all(
+                self._due(version, t) for t in core.settings.identity.set_tasks if core.settings.follows(t)
+            )
         )
 
     def _due(self, version: int, task: int) -> bool:
@@ -351,7 +354,7 @@ class TrainerRequests:
         blocking = self._evaluations_in_the_way(request.version, {m.version for m in outdated})
         self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
         self._release_holds(now)
-        if any(not state.evaluations[v, self.core.settings.forecast_task].released for v in blocking):
+        if any(e.version in blocking and self._holds_publish(e) for e in state.evaluations.values()):
             return None
         members = [
             wire.Member(
@@ -361,7 +364,11 @@ class TrainerRequests:
         ]
         return wire.PublishPermit(ready=True, members=members)
 
-    def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> list[int]:
+    def _holds_publish(self, evaluation: Evaluation) -> bool:
+        """Whether it is of the run's curve, and has not waited too long."""
+        return self.core.settings.follows(evaluation.task) and not evaluation.released
+
+    def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
         """Versions under evaluation that a publish of ``version`` would take from a generator, or that none holds any more.
 
         A generator that joins under PPO-off-policy gets weights while others hold those of the batch, and continue with their
@@ -369,18 +376,20 @@ class TrainerRequests:
         """
         state = self.core.state
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
-        return [
+        return {
             v
-            for (v, task), evaluation in state.evaluations.items()
-            if task == self.core.settings.forecast_task and v < version and not evaluation.released
+            for (v, _), evaluation in state.evaluations.items()
+            if v < version and self._holds_publish(evaluation)
             if v in overwritten or (version > state.published and v not in present)
-        ]
+        }
 
     def _release_holds(self, now: float) -> None:
         core = self.core
         for version in list(self._holds):
-            evaluation = core.state.evaluations.get((version, core.settings.forecast_task))
-            if evaluation is None or evaluation.released:
+            evaluations = [
+                e for e in core.state.evaluations.values() if e.version == version and self._holds_publish(e)
+            ]
+            if not evaluations:
                 del self._holds[version]
                 continue
             hold = self._holds[version]
@@ -388,11 +397,12 @@ class TrainerRequests:
                 hold.last_measurable = now
             waited, unable = now - hold.since, now - hold.last_measurable
             if waited >= core.settings.hold_seconds or unable >= core.membership.timeout_seconds:
-                log.warning(
-                    "evaluation of version %d has %d of %d prompts after %.0f s; newer weights will finish it",
-                    *(version, len(evaluation.results), evaluation.prompts, waited),
-                )
-                core.commit(r.EvaluationReleased(version, evaluation.task))
+                for evaluation in evaluations:
+                    log.warning(
+                        "evaluation of version %d has %d of %d prompts after %.0f s; newer weights will finish it",
+                        *(version, len(evaluation.results), evaluation.prompts, waited),
+                    )
+                    core.commit(r.EvaluationReleased(version, evaluation.task))
                 del self._holds[version]
 
     def tick(self, now: float) -> None:
@@ -442,7 +452,7 @@ class TrainerRequests:
             if not self._due(version, task) or self._has_point(version, task):
                 continue
             begun = [e.version for e in state.evaluations.values() if e.task == task]
-            if not begun or (task == core.settings.forecast_task and version not in begun):
+            if not begun or (core.settings.follows(task) and version not in begun):
                 self._start_evaluation(version, task)
             elif version not in begun:
                 # Its generators have no room: points that come ever later would be of no use.
@@ -463,8 +473,7 @@ class TrainerRequests:
         self._check_version("the checkpoint is of version", request.step)
         self.core.flush_usage(now)
         state = self.core.state
-        curve = state.curve(self.core.settings.forecast_task)
-        whole = (p for p in curve if not p.mixed_versions and math.isfinite(p.reward))
+        whole = (p for p in self.core.curve if not p.mixed_versions and math.isfinite(p.reward))
         best = max(whole, key=lambda p: (p.reward, p.version), default=None)
         return wire.CheckpointSnapshot(
             step=request.step,

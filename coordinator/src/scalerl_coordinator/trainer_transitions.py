@@ -9,9 +9,10 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from scalerl_api.wire import Split
+from scalerl_api.task_figures import task_key
+from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Row, add_mismatches, extend, sum_step
+from scalerl_coordinator.accounting import Accepted, Row, add_mismatches, extend, figures, sum_step
 from scalerl_coordinator.prompt_history import tried
 from scalerl_coordinator.state import CoordinatorState
 
@@ -105,30 +106,46 @@ def _advance(
         "wall_seconds": state.usage.wall_seconds,
         "device_seconds": state.usage.device_seconds,
         "work_tokens": state.lineage.work_tokens,
-        **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
+        **figures(sums),
         **{f"reward_part_{name}": mean for name, mean in sums.part_means.items()},
-        "groups": sums.groups,
-        "filtered_groups": sums.filtered_groups,
         "skipped": int(skipped),
-        "given_up_groups": sums.given_up_groups,
         "refilled_groups": len(tries),
-        "rollouts": sums.rollouts,
-        "completion_tokens": sums.work_tokens,
-        "mean_completion_tokens": sums.work_tokens / max(1, sums.rollouts),
-        "truncated_fraction": sums.truncated / max(1, sums.rollouts),
-        "grading_errors": sums.grading_errors,
         "masked_tokens": sums.masked_tokens,
         "staleness_mean": sums.staleness_sum / sums.staleness_tokens if sums.staleness_tokens else 0.0,
         "staleness_max": sums.staleness_max,
         "generated_tokens": state.usage.generated_tokens,
         "trained_tokens": trained_tokens,
         "checkpoint_failures": state.checkpoint_failures,
-        "prompts_crc32": zlib.crc32(
-            repr([state.prompts[slot].index for slot in state.slots_of(step)]).encode()
-        ),
+        "prompts_crc32": _crc32([state.prompts[slot] for slot in state.slots_of(step)]),
+        **_task_figures(state, step),
     }
     state.rows[step] = state.last_row = {**stats, **state.publish_stats, **row}
     state.publish_stats = {}
+
+
+def _task_figures(state: CoordinatorState, step: int) -> Row:
+    """The figures of each task of a mix in a closed step."""
+    names = state.known_identity.tasks
+    if len(names) == 1:
+        return {}
+    groups: list[list[Accepted]] = [[] for _ in names]
+    for slot, group in zip(state.slots_of(step), state.step_groups(step), strict=True):
+        groups[state.prompts[slot].task].append(group)
+    for one in state.step_tries(step):
+        groups[one.prompt.task].append(one.group)
+    return {
+        task_key(figure, name): value
+        for name, of in zip(names, groups, strict=True)
+        for figure, value in figures(sum_step(step, of)).items()
+    }
+
+
+def _crc32(prompts: list[PromptRef]) -> int:
+    """Checksum of a step's prompts; of indices alone where they are all of the first task, as in earlier releases."""
+    named: list[Any] = [p.index for p in prompts]
+    if any(p.task for p in prompts):
+        named = [(p.task, p.index) for p in prompts]
+    return zlib.crc32(repr(named).encode())
 
 
 def published(state: CoordinatorState, record: r.Published) -> None:

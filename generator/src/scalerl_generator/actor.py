@@ -54,9 +54,10 @@ from numpy.typing import NDArray
 
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_api.spec import RunSpec
+from scalerl_api.spec import ProblemSpec, RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
+from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.interruption import (
@@ -160,17 +161,18 @@ async def run_actor(
             _raise_failure(watching)
             return
         tasks, codecs = opening.result()
-        task, codec = tasks.task, codecs[0]
+        codec = codecs[0]
         graders = await _graders(stack, spec, tasks)
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sections = {
-            (0, Split.TRAIN): Section(task.train, codec, graders[0]),
-            (0, Split.HELD_OUT): Section(task.held_out, codec, graders[0]),
+            (at, Split.TRAIN): Section(task.train, codecs[at], graders[at])
+            for at, task in enumerate(tasks.tasks)
         }
-        for at, one in enumerate(tasks.sets, 1):
-            sections[at, Split.HELD_OUT] = Section(one.prompts, codecs[at], graders[at])
+        evaluated = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
+        for at, prompts in enumerate(evaluated):
+            sections[at, Split.HELD_OUT] = Section(prompts, codecs[at], graders[at])
         partials = PartialReports(
             coordinator,
             registration,
@@ -210,7 +212,7 @@ async def run_actor(
         )
         gc.collect()
         gc.freeze()  # imported objects stay; collections skip them
-        heartbeats = _owned(stack, registration.run(task.train.digest))
+        heartbeats = _owned(stack, registration.run(tasks.digest))
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _lease(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
@@ -239,9 +241,11 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
     given = spec.recipe.length.interruption
     if given is None:
         return sample_plain
-    first, last = given.range(spec.recipe.max_completion_tokens)
-    phrase = check_interruption(given, codec.tokenizer, spec.recipe.max_completion_tokens)
-    if phrase is None:
+    interruptions: dict[int, Interruption] = {}
+    for most in spec.completion_limits:
+        if (phrase := check_interruption(given, codec.tokenizer, most)) is not None:
+            interruptions[most] = Interruption(*given.range(most), phrase)
+    if not interruptions:
         logger.info(
             "no thought is interrupted: the tokenizer cannot write the end of one, or recipe.maxCompletionTokens is too short"
         )
@@ -250,26 +254,37 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
     async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
         return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
 
-    return ThoughtInterrupter(Interruption(first, last, phrase), spec.seed, texts, metrics)
+    by_limit = {
+        most: ThoughtInterrupter(one, spec.seed, texts, metrics) for most, one in interruptions.items()
+    }
+
+    async def interrupt(streams: CompletionStreams) -> None:
+        await by_limit.get(streams.lease.max_tokens, sample_plain)(streams)
+
+    return interrupt
 
 
 async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTasks, list[PromptCodec]]:
     """Open prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile. Returns the codecs
-    of the task and of each evaluation set with a task; equal formats share one."""
+    of each task and of each evaluation set with a task; equal formats share one."""
     started = time.monotonic()
     tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
-    prompts = [spec.task.prompt, *(one.prompt for one in tasks.sets)]
+    given = [(one.spec.prompt, one.field) for one in spec.task.tasks]
+    given += [(one.prompt, f"{one.field}.task") for one in tasks.sets]
+    prompts = [prompt for prompt, _ in given]
     model, context_tokens = environment.paths.base_model, spec.model.context_tokens
     codecs: list[PromptCodec] = []
-    for at, one in enumerate(prompts):
+    for at, (one, field) in enumerate(given):
         first = prompts.index(one)
         codecs.append(
-            codecs[first] if first < at else await asyncio.to_thread(PromptCodec, model, one, context_tokens)
+            codecs[first]
+            if first < at
+            else await asyncio.to_thread(PromptCodec, model, one, context_tokens, f"{field}.prompt")
         )
     logger.info(
         "%d training and %d held-out prompts%s, end tokens %s; opened in %.1f s",
-        len(tasks.task.train),
-        len(tasks.task.held_out),
+        sum(len(task.train) for task in tasks.tasks),
+        sum(len(task.held_out) for task in tasks.tasks),
         "".join(f", {len(one.prompts)} of {one.name}" for one in tasks.sets),
         codecs[0].tokenizer.stop_token_ids,
         time.monotonic() - started,
@@ -278,8 +293,8 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTask
 
 
 async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
-    """The grading pools of the task and of each evaluation set with a task, equal ones once."""
-    sections = [spec.task, *(one.spec for one in tasks.sets)]
+    """The grading pools of each task and of each evaluation set with a task, equal ones once."""
+    sections: list[ProblemSpec] = [*(one.spec for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
     keys = [(one.verifier, verifier_config(one)) for one in sections]
     pools: list[GradingPool] = []
     for at, one in enumerate(sections):

@@ -39,17 +39,20 @@ class PromptCodec:
         model: see :class:`scalerl_tasks.text.ModelTokenizer`.
         spec: the run's template and format.
         context_tokens: longest prompt + completion.
+        field: path of ``spec`` in the run's.
 
     Raises:
         TokenizerError: no tokenizer, no end token, or no chat template where one is asked for.
         TemplateError: a bad ``task.prompt.template``.
     """
 
-    def __init__(self, model: Path, spec: PromptSpec, context_tokens: int) -> None:
+    def __init__(
+        self, model: Path, spec: PromptSpec, context_tokens: int, field: str = "task.prompt"
+    ) -> None:
         self._spec = spec
         self._context_tokens = context_tokens
         check_template(spec.template)
-        self.tokenizer = ModelTokenizer(model, spec)
+        self.tokenizer = ModelTokenizer(model, spec, field)
         self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_rendered)
 
     def encode(self, prompt: Prompt, max_tokens: int) -> EncodedPrompt:

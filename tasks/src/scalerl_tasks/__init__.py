@@ -3,7 +3,7 @@
 The way of a task, from prompt to grade::
 
     spec ──────▶ open_tasks(): each of evaluation.sets with a task, then
-    spec.task ─▶ open_task()
+    spec.task ─▶ open_task(), or of each task of a mix; Mixture.place() says which of them has a slot
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
                                  └▶ opgraph.OpGraphSource: see that package
@@ -29,8 +29,10 @@ from scalerl_tasks.errors import (
     EvaluationSetError,
     GradingError,
     JsonlError,
+    MixedTaskError,
     ParameterError,
     PromptError,
+    SectionError,
     SourceError,
     SplitError,
     TaskError,
@@ -42,6 +44,7 @@ from scalerl_tasks.errors import (
 from scalerl_tasks.grading.grading_pool import MAX_COMPLETION_CHARACTERS, Graded, GradingPool, PoolCounts
 from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
+from scalerl_tasks.mixture import Mixture
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.sources import (
     EvaluationPrompts,
@@ -72,6 +75,8 @@ __all__ = [
     "HeldOut",
     "JsonlError",
     "JsonlSource",
+    "MixedTaskError",
+    "Mixture",
     "ParameterError",
     "PoolCounts",
     "Prompt",
@@ -80,6 +85,7 @@ __all__ = [
     "ReasoningGymSource",
     "RenderedPrompt",
     "RunTasks",
+    "SectionError",
     "SourceError",
     "SplitError",
     "Task",

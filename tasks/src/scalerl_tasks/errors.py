@@ -9,7 +9,9 @@
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
     │   └── SplitError         the held-out set cannot be taken from this source
-    ├── EvaluationSetError     a set of evaluation.sets cannot be opened, or not beside the task
+    ├── SectionError           one of several sections of a run cannot be used
+    │   ├── EvaluationSetError a set of evaluation.sets cannot be opened, or not beside the task
+    │   └── MixedTaskError     a task of task.mix cannot be opened
     ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
     ├── TokenizerError         the model's tokenizer does not fit the run
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
@@ -90,17 +92,25 @@ class SplitError(SourceError):
     """The requested held-out set cannot be taken from this source."""
 
 
-class EvaluationSetError(TaskError):
-    """A set of ``evaluation.sets`` cannot be used.
+class SectionError(TaskError):
+    """One of several sections of a run cannot be used.
 
     Attributes:
-        field: the set in the spec, with its index.
+        field: the section in the spec, with its index.
         problem: why.
     """
 
     def __init__(self, name: str, field: str, problem: TaskError) -> None:
         self.field, self.problem = field, problem
         super().__init__(f"{field} ({name}): {problem}")
+
+
+class EvaluationSetError(SectionError):
+    """A set of ``evaluation.sets`` cannot be used."""
+
+
+class MixedTaskError(SectionError):
+    """A task of ``task.mix`` cannot be used."""
 
 
 class TemplateError(TaskError):

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl_tasks.errors import EvaluationSetError, SourceError, TaskError, VerifierError
+from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
+from scalerl_tasks.split import (
+    HeldOut,
+    Train,
+    choose_held_out,
+    open_train,
+    select_prompts,
+    split_held_out,
+)
 from scalerl_tasks.verifiers import Verifier, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec
+    from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
 def open_source(
@@ -113,25 +121,27 @@ class EvaluationPrompts:
 class RunTasks:
     """All prompts of a run."""
 
-    task: Task
-    """Of its training prompts; no text of an evaluation set is among them."""
+    tasks: tuple[Task, ...]
+    """Of its training prompts, in the order of ``task.mix``; no text of an evaluation set or of a task's held-out prompts is
+    among any of them."""
     sets: tuple[EvaluationPrompts, ...]
     """The evaluation sets with a task of their own, in the spec's order."""
+    digest: str
+    """Of the training prompts: equal digests mean equal prompts, in equal proportions."""
 
     def overlap(self, one: EvaluationPrompts, spec: RunSpec) -> str:
-        """Why the training file and a set cannot be used together: it has prompts of the set. Empty where none is found.
+        """Why a training file and a set cannot be used together: it has prompts of the set. Empty where none is found.
 
         Generated training prompts are not searched, which are too many: :class:`~.split.Train` leaves out those of the sets.
         """
-        if spec.task.jsonl is None:
-            return ""
-        shared = self.task.train.shared(one.prompts)
-        return (
-            f"{len(shared)} training prompts of task.jsonl.path ({spec.task.jsonl.path}) have the text of a prompt of this "
-            f"set, the first of them {shared[0].id!r}: take them out of one of the two"
-            if shared
-            else ""
-        )
+        for given, task in zip(spec.task.tasks, self.tasks, strict=True):
+            shared = task.train.shared(one.prompts) if given.spec.jsonl is not None else []
+            if given.spec.jsonl is not None and shared:
+                return (
+                    f"{len(shared)} training prompts of {given.field}.jsonl.path ({given.spec.jsonl.path}) have the text of a "
+                    f"prompt of this set, the first of them {shared[0].id!r}: take them out of one of the two"
+                )
+        return ""
 
 
 def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[HeldOut] = ()) -> Task:
@@ -148,18 +158,54 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
 
 
 def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
-    """Open the task of a run, and its evaluation sets.
+    """Open the tasks of a run, and its evaluation sets.
 
     Raises:
-        EvaluationSetError: of a set, as :func:`open_task` of the task; its cause is that error.
-        SourceError, TemplateError: of the task, as :func:`open_task`.
+        SectionError: of a set or of a task of a mix, as :func:`open_task`; its problem is that error.
+        SourceError, TemplateError: of the only task, as :func:`open_task`.
     """
     sets = tuple(
         _open_set(at, spec, directory)
         for at, one in enumerate(spec.evaluation.sets or ())
         if one.task is not None
     )
-    return RunTasks(open_task(spec.task, directory, [one.prompts for one in sets]), sets)
+    evaluated = [one.prompts for one in sets]
+    if spec.task.mix is None:
+        task = open_task(spec.task.tasks[0].spec, directory, evaluated)
+        return RunTasks((task,), sets, task.train.digest)
+    tasks = _open_mix(spec.task.tasks, directory, evaluated)
+    parts = [
+        (one.name, str(one.weight), task.train.digest)
+        for one, task in zip(spec.task.tasks, tasks, strict=True)
+    ]
+    return RunTasks(tasks, sets, hashlib.sha256(repr(parts).encode()).hexdigest())
+
+
+def _open_mix(
+    mix: Sequence[TrainingTask], directory: Path | None, others: Sequence[HeldOut]
+) -> tuple[Task, ...]:
+    """The tasks of a mix: none is trained on the held-out prompts of another."""
+    sources, held_out, tasks = [], [], []
+    for one in mix:
+        with _section(one):
+            check_template(one.spec.prompt.template)
+            sources.append(source := open_source(one.spec, directory))
+            held_out.append(choose_held_out(source, one.spec.held_out.size, one.spec.held_out.seed))
+    for at, (one, source) in enumerate(zip(mix, sources, strict=True)):
+        with _section(one):
+            excluded = [*held_out[:at], *held_out[at + 1 :], *others]
+            size, seed = one.spec.held_out.size, one.spec.held_out.seed
+            train = open_train(source, held_out[at], size, seed, excluded)
+            tasks.append(Task(train, held_out[at], one.spec.prompt.template, one.spec.prompt.system))
+    return tuple(tasks)
+
+
+@contextmanager
+def _section(one: TrainingTask) -> Iterator[None]:
+    try:
+        yield
+    except TaskError as error:
+        raise MixedTaskError(one.name, one.field, error) from error
 
 
 def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPrompts:

@@ -136,6 +136,12 @@ def split_held_out(
     Raises:
         SplitError: the source has too few prompts, or too few different ones.
     """
+    held_out = choose_held_out(source, size, seed)
+    return open_train(source, held_out, size, seed, others), held_out
+
+
+def choose_held_out(source: PromptSource, size: int, seed: int) -> HeldOut:
+    """The held-out prompts of :func:`split_held_out`, which has arguments and errors."""
     total = len(source)
     if size < 1:
         raise SplitError(
@@ -146,12 +152,18 @@ def split_held_out(
             f"{size} held-out prompts asked for, but the source has {total}, and at least one must be left to "
             f"train on; lower task.heldOut.size"
         )
-    held_out = _chosen(source, size, seed, "task.heldOut.size")
+    return _chosen(source, size, seed, "task.heldOut.size")
+
+
+def open_train(
+    source: PromptSource, held_out: HeldOut, size: int, seed: int, others: Sequence[HeldOut] = ()
+) -> Train:
+    """The training prompts of :func:`split_held_out`, which has arguments and errors."""
     texts = frozenset[bytes]().union(*(other.texts for other in others))
     identity = "/".join([f"{_VERSION}/{source.digest}/{size}/{seed}", *(other.digest for other in others)])
     train = Train(source, held_out, texts, _sha256(f"train/{identity}"))
     train[0]  # raises if no prompt is left to train on
-    return train, held_out
+    return train
 
 
 def select_prompts(source: PromptSource, size: int | None, seed: int) -> HeldOut:

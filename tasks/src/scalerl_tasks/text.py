@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from scalerl_api.recipe.spec import InterruptionSpec
     from scalerl_api.spec import PromptSpec
 
+_CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
+"""Text like ``<|im_start|>``: in a chat template, a token of its own."""
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
 
@@ -80,13 +83,15 @@ class ModelTokenizer:
 
     Args:
         model: the folder with ``tokenizer.json``, or with what transformers makes one from.
-        prompt: the run's ``task.prompt``.
+        prompt: ``task.prompt``, or that of a task of a mix or of an evaluation set.
+        field: its path in the spec, for messages.
 
     Raises:
-        TokenizerError: no tokenizer, no end token, or no chat template where the format is ``Chat``.
+        TokenizerError: no tokenizer, no end token, no chat template where the format is ``Chat``, or one of its own for another
+            tokenizer.
     """
 
-    def __init__(self, model: Path, prompt: PromptSpec) -> None:
+    def __init__(self, model: Path, prompt: PromptSpec, field: str = "task.prompt") -> None:
         config = TokenizerConfig.read(model)
         self._special = config.special
         found = _from_file(model / "tokenizer.json")
@@ -103,16 +108,27 @@ class ModelTokenizer:
                 "model: the tokenizer has no end-of-sequence token, so no completion could end: set eos_token in "
                 "tokenizer_config.json, or eos_token_id in generation_config.json"
             )
-        if prompt.format == "Chat" and config.chat_template is None:
+        chat_template = prompt.chat_template or config.chat_template
+        if prompt.format == "Chat" and chat_template is None:
             raise TokenizerError(
-                "task.prompt.format: the tokenizer has no chat template: use Raw, or add chat_template.jinja to the model"
+                f"{field}.format: the tokenizer has no chat template: use Raw, give {field}.chatTemplate, or add "
+                "chat_template.jinja to the model"
             )
+        foreign = [
+            text for text in _CONTROL.findall(prompt.chat_template or "") if _token_id(found, text) is None
+        ]
+        if foreign:
+            raise TokenizerError(
+                f"{field}.chatTemplate: {foreign[0]} is no token of the model's tokenizer, so the template is for another one, "
+                "and all tasks of a run have the model's: write it with the model's tokens, or train this task in another run"
+            )
+        self._field = field
         found.no_truncation()
         found.no_padding()
         self._tokenizer: Tokenizer = found
         self.unknown_token_id: int | None = _token_id(found, self._special.get("unk_token"))
         """What stands for text without tokens."""
-        self._chat_template = config.chat_template if prompt.format == "Chat" else None
+        self._chat_template = chat_template if prompt.format == "Chat" else None
         self._after_question = prompt.template.rpartition("{prompt}")[2]
         self.end_token_id: int = ends[0]
         """What a worked solution is taught to end with: the tokenizer's end token, else the first of the configs."""
@@ -194,7 +210,7 @@ class ModelTokenizer:
             )
         except TemplateError as error:
             raise TokenizerError(
-                f"task.prompt: the model's chat template refuses the prompt: {error}: use another system or format"
+                f"{self._field}: the chat template refuses the prompt: {error}: use another system or format"
             ) from error
         return str(text)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
-from scalerl_api.spec import ProblemSpec, RunSpec
+from scalerl_api.spec import ProblemSpec, RunSpec, TrainingTask
 from scalerl_tasks import (
     EvaluationPrompts,
     JsonlSource,
@@ -59,17 +59,18 @@ class PrepareError(TrainerError):
 
 
 def check_grading(spec: RunSpec) -> None:
-    """Start the graders once, and grade the task's own answers.
+    """Start the graders of each task once, and grade the task's own answers.
 
     Raises:
-        PrepareError: the verifier cannot grade this task.
+        PrepareError: the verifier cannot grade a task.
         GradingError: no grader could be started.
     """
 
-    try:
-        _check_grading(spec.task, open_source(spec.task))
-    except VerifierError as error:
-        raise PrepareError(f"task.verifier: {error}") from error
+    for one in spec.task.tasks:
+        try:
+            _check_grading(one.spec, open_source(one.spec))
+        except VerifierError as error:
+            raise PrepareError(f"{one.field}.verifier: {error}") from error
 
 
 def check_sets(spec: RunSpec, tasks: RunTasks) -> None:
@@ -102,11 +103,12 @@ def _check_grading(spec: ProblemSpec, source: PromptSource) -> None:
 def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
     """Check ``recipe.length`` against the tokenizer. Raises ``TokenizerError``."""
     if (interruption := spec.recipe.length.interruption) is not None:
-        check_interruption(interruption, tokenizer, spec.recipe.max_completion_tokens)
+        for most in spec.completion_limits:
+            check_interruption(interruption, tokenizer, most)
 
 
-def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
-    """Check that prompts, in tokens, leave room for completions, and warm-start examples.
+def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask, task: Task) -> None:
+    """Check that a task's prompts, in tokens, leave room for completions, and warm-start examples.
 
     Actors skip a prompt that is too long, so that a few only give a warning.
 
@@ -115,25 +117,28 @@ def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
             the limit), or an example of the warm start does not fit.
         TokenizerError: the chat template refuses a prompt.
     """
-    source = open_source(spec.task)
-    room = spec.model.context_tokens - spec.recipe.max_completion_tokens
+    source = open_source(given.spec)
+    most, limit = spec.recipe.max_completion_tokens, "recipe.maxCompletionTokens"
+    if given.max_completion_tokens is not None:
+        most, limit = given.max_completion_tokens, f"{given.field}.maxCompletionTokens"
+    room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(source, None if spec.task.jsonl else GENERATED_PROMPTS):
+    for batch in _batches(source, None if given.spec.jsonl else GENERATED_PROMPTS):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
         if spec.warm_start is not None and spec.warm_start.jsonl is None:
             _check_examples(
-                spec, lambda index: f"warmStart: {_place(spec, source, index)}", batch, lengths, tokenizer
+                spec, lambda index: f"warmStart: {_place(given, source, index)}", batch, lengths, tokenizer
             )
     if too_long:
         index, tokens = too_long[0]
-        most = max(n for _, n in too_long)
+        longest = max(n for _, n in too_long)
         problem = (
-            f"{_place(spec, source, index)} has {tokens} tokens, model.contextTokens ({spec.model.context_tokens}) less "
-            f"recipe.maxCompletionTokens ({spec.recipe.max_completion_tokens}) leaves {room}; {len(too_long)} of "
-            f"{seen} prompts are too long: raise contextTokens to {most + spec.recipe.max_completion_tokens}, lower "
+            f"{_place(given, source, index)} has {tokens} tokens, model.contextTokens ({spec.model.context_tokens}) less "
+            f"{limit} ({most}) leaves {room}; {len(too_long)} of "
+            f"{seen} prompts are too long: raise contextTokens to {longest + most}, lower "
             "maxCompletionTokens, or drop them"
         )
         if len(too_long) > TOO_LONG_FRACTION * seen:
@@ -239,12 +244,12 @@ def _batches(source: PromptSource, limit: int | None) -> Iterator[list[tuple[int
         yield batch
 
 
-def _place(spec: RunSpec, source: PromptSource, index: int) -> str:
+def _place(given: TrainingTask, source: PromptSource, index: int) -> str:
     """A prompt as its author finds it."""
-    prompt = source[index]
-    if spec.task.jsonl is None:
-        return f"task.{'reasoningGym' if spec.task.reasoning_gym else 'opGraph'}: prompt {prompt.id}"
-    return f"task.jsonl: {line_of(Path(spec.task.jsonl.path), index)}: prompt {prompt.id!r}"
+    prompt, field = source[index], f"{given.field}.{given.spec.source_field}"
+    if given.spec.jsonl is None:
+        return f"{field}: prompt {prompt.id}"
+    return f"{field}: {line_of(Path(given.spec.jsonl.path), index)}: prompt {prompt.id!r}"
 
 
 def line_of(path: Path, index: int) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,18 @@ import numpy.typing as npt
 
 from scalerl_api.compute import supervised_tokens
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import RunSpec
+from scalerl_api.spec import PromptSpec, RunSpec, TrainingTask
 from scalerl_api.wire import INTERRUPTED
-from scalerl_tasks import JsonlSource, PromptError, PromptSource, TokenizerError, open_tasks, render_prompt
+from scalerl_tasks import (
+    JsonlSource,
+    Mixture,
+    PromptError,
+    PromptSource,
+    TokenizerError,
+    Train,
+    open_tasks,
+    render_prompt,
+)
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import STAGE, CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer
@@ -87,10 +97,11 @@ class MidTraining:
             keep_rows(self._paths.supervised_metrics, done.steps)
         wanted = self._wanted
         try:
-            tokenizer = ModelTokenizer(self._paths.base_model, self._spec.task.prompt)
-            held_out = held_out_examples(self._spec, tokenizer)
-            pairs = solved_pairs(self._spec, tokenizer)
-            done = of_source(done, self._spec, pairs.source.digest)
+            # Of completions, which all tasks encode alike.
+            tokenizer = ModelTokenizer(self._paths.base_model, PromptSpec())
+            held_out = held_out_examples(self._spec, self._paths.base_model)
+            pairs = solved_pairs(self._spec, self._paths.base_model)
+            done = of_source(done, self._spec, pairs.digest)
             if done.steps == 0:
                 self._evaluate(held_out, done)
             done = train_supervised(
@@ -258,28 +269,27 @@ def keep_rows(path: Path, steps: int) -> None:
         log.error("cannot write %s: %s", path, error.strerror)
 
 
-def held_out_examples(spec: RunSpec, tokenizer: ModelTokenizer) -> list[PackedSequence]:
-    """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch."""
-    source = open_tasks(spec).task.held_out
-    count = min(HELD_OUT_EXAMPLES, len(source))
-    pairs = Pairs(source, spec, tokenizer, np.arange(count))
+def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
+    """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch. Of a mix,
+    each task has its share of them."""
     found = []
-    for index in range(count):
-        # Without a usable solution, it is still a prompt of the curve.
-        with contextlib.suppress(BadBatchError):
-            found.append(encode_pair(tokenizer, *pairs[index]))
+    for one, task in zip(spec.task.tasks, open_tasks(spec).tasks, strict=True):
+        tokenizer = ModelTokenizer(model, one.spec.prompt, f"{one.field}.prompt")
+        count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
+        pairs = Pairs(task.held_out, one.spec.prompt, tokenizer, np.arange(count))
+        for index in range(count):
+            # Without a usable solution, it is still a prompt of the curve.
+            with contextlib.suppress(BadBatchError):
+                found.append(encode_pair(tokenizer, *pairs[index]))
     return [pair for pair in found if pair.tokens <= spec.micro_batch_tokens]
 
 
-def examples(spec: RunSpec) -> tuple[PromptSource, npt.NDArray[np.int64]]:
-    """The source of mid-training, its own file or the training prompts of the task, and the indices that are not held out.
+def own_examples(path: Path, train: Train) -> tuple[PromptSource, npt.NDArray[np.int64]]:
+    """The prompts of mid-training's own file, and the indices that are not held out from any training.
 
     Raises ``MidTrainingError`` if none is left.
     """
-    train = open_tasks(spec).task.train
-    if spec.warm_start is None or spec.warm_start.jsonl is None:
-        return train, np.arange(len(train))
-    source = JsonlSource(Path(spec.warm_start.jsonl.path))
+    source = JsonlSource(path)
     kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
     if not len(kept):
         raise MidTrainingError(
@@ -305,17 +315,35 @@ def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
     return msgspec.structs.replace(done, source=digest)
 
 
-def solved_pairs(spec: RunSpec, tokenizer: ModelTokenizer) -> Pairs:
-    """The prompts in an order that the seed fixes, without those that ``steps`` cannot reach.
+def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
+    """The prompts in an order that the seed fixes, without those that ``steps`` cannot reach; those of a mix in its
+    proportions. model: the folder with the tokenizer.
 
-    Raises ``MidTrainingError`` as :func:`examples`.
+    Raises ``MidTrainingError`` as :func:`own_examples`.
     """
     wanted = spec.warm_start
     assert wanted is not None
     most = None if wanted.steps is None else wanted.steps * wanted.batch_size
-    source, kept = examples(spec)
-    order = kept[np.random.default_rng(spec.seed).permutation(len(kept))[:most]]
-    return Pairs(source, spec, tokenizer, order)
+    given, opened = spec.task.tasks, open_tasks(spec)
+
+    def pairs(
+        source: PromptSource, kept: npt.NDArray[np.int64], one: TrainingTask, seed: int | tuple[int, int]
+    ) -> Pairs:
+        tokenizer = ModelTokenizer(model, one.spec.prompt, f"{one.field}.prompt")
+        order = kept[np.random.default_rng(seed).permutation(len(kept))[:most]]
+        return Pairs(source, one.spec.prompt, tokenizer, order)
+
+    if wanted.jsonl is not None:
+        # No task's training prompts have the text of a held-out one of another.
+        return pairs(*own_examples(Path(wanted.jsonl.path), opened.tasks[0].train), given[0], spec.seed)
+    train = [task.train for task in opened.tasks]
+    if len(train) == 1:
+        return pairs(train[0], np.arange(len(train[0])), given[0], spec.seed)
+    parts = [
+        pairs(prompts, np.arange(len(prompts)), one, (spec.seed, at))
+        for at, (one, prompts) in enumerate(zip(given, train, strict=True))
+    ]
+    return MixedPairs.of(parts, [one.weight for one in given], spec.seed, opened.digest)
 
 
 @dataclass(frozen=True)
@@ -326,18 +354,47 @@ class Pairs(Sequence[tuple[Sequence[int], str]]):
     """
 
     source: PromptSource
-    spec: RunSpec
+    wording: PromptSpec
     tokenizer: ModelTokenizer
     order: npt.NDArray[np.int64]
+
+    @property
+    def digest(self) -> str:
+        """Of the source."""
+        return self.source.digest
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, index: Any) -> Any:
-        wording = self.spec.task.prompt
         try:
             prompt = self.source[int(self.order[index])]
-            (ids,) = self.tokenizer.encode_prompts([render_prompt(prompt, wording.template, wording.system)])
+            rendered = render_prompt(prompt, self.wording.template, self.wording.system)
+            (ids,) = self.tokenizer.encode_prompts([rendered])
             return ids, prompt.worked_solution
         except (PromptError, TokenizerError, ValueError) as error:
             raise BadBatchError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class MixedPairs(Sequence[tuple[Sequence[int], str]]):
+    """Pairs of the tasks of a mix, in its proportions, as many as the first task that is used up permits."""
+
+    parts: Sequence[Pairs]
+    mixture: Mixture
+    total: int
+    digest: str
+    """Of the training prompts of the mix."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Pairs], weights: Sequence[Fraction], seed: int, digest: str) -> MixedPairs:
+        """weights: of the parts. The parts of any beginning deviate from their shares by less than the number of tasks."""
+        sizes = [int((len(part) - len(parts)) / weight) for part, weight in zip(parts, weights, strict=True)]
+        return cls(parts, Mixture(weights, seed), max(1, min(sizes)), digest)
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: Any) -> Any:
+        at, place = self.mixture.place(int(index))
+        return self.parts[at][place % len(self.parts[at])]

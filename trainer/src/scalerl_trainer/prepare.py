@@ -80,20 +80,25 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         OSError: the folder cannot be written.
     """
     tasks = open_tasks(spec)
-    task = tasks.task
     check_grading(spec)
     check_sets(spec, tasks)
-    if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
-        raise PrepareError(
-            "recipe.curriculum.sec: the task's prompts have no difficulty: give each line of task.jsonl.path one, or "
-            "use edgeOfCompetence, which measures it"
-        )
+    for given, task in zip(spec.task.tasks, tasks.tasks, strict=True):
+        if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
+            raise PrepareError(
+                f"recipe.curriculum.sec: the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, "
+                "or use edgeOfCompetence, which measures it"
+            )
     if spec.model.scratch is not None:
-        if any(one.prompt is not None and one.prompt.format == "Chat" for one in spec.tasks):
-            raise PrepareError("task.prompt.format: a scratch model has no chat template; use Raw")
+        prompts = [(one.field, one.spec.prompt) for one in spec.task.tasks]
+        prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]
+        for field, prompt in prompts:
+            if prompt.format == "Chat" and prompt.chat_template is None:
+                raise PrepareError(
+                    f"{field}.prompt.format: a scratch model has no chat template; use Raw, or give {field}.prompt.chatTemplate"
+                )
         # Before the weights are written, which needs the memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
-    identity = _identity(spec, task)
+    identity = _identity(spec, tasks)
     target = paths.base_model
     if target.exists():
         _check_prepared(target, identity)
@@ -104,7 +109,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        _write_model(staged, spec, task)
+        _write_model(staged, spec, tasks)
         _check(staged, spec, tasks, one_machine)
         (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
         for file in [*staged.iterdir(), staged]:
@@ -118,19 +123,22 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
 
 def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
     check_model(directory, spec, one_machine)
-    tokenizer = ModelTokenizer(directory, spec.task.prompt)
-    check_length(tokenizer, spec)
-    check_prompts(tokenizer, spec, tasks.task)
-    for one in tasks.sets:
-        check_set_prompts(ModelTokenizer(directory, one.prompt), spec, one)
-    check_mid_training_file(tokenizer, spec, tasks.task)
+    given = spec.task.tasks
+    tokenizers = [ModelTokenizer(directory, one.spec.prompt, f"{one.field}.prompt") for one in given]
+    check_length(tokenizers[0], spec)
+    for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
+        check_prompts(tokenizer, spec, one, task)
+    for of_set in tasks.sets:
+        tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
+        check_set_prompts(tokenizer, spec, of_set)
+    check_mid_training_file(tokenizers[0], spec, tasks.tasks[0])
 
 
-def _identity(spec: RunSpec, task: Task) -> str:
+def _identity(spec: RunSpec, tasks: RunTasks) -> str:
     """Hash of all that the prepared model depends on."""
     model = spec.model.model_dump(mode="json", exclude={"attention"})
     if spec.model.scratch is not None:
-        model["task"], model["seed"] = task.train.digest, spec.seed
+        model["task"], model["seed"] = tasks.digest, spec.seed
         if float(spec.model.scratch.initializer_range) == FIRST_INITIALIZER_RANGE:
             del model["scratch"][
                 "initializer_range"
@@ -155,15 +163,16 @@ def _check_prepared(target: Path, identity: str) -> None:
 # --- the three sources -----------------------------------------------------------------------------------
 
 
-def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
+def _write_model(directory: Path, spec: RunSpec, tasks: RunTasks) -> None:
     model = spec.model
     if model.scratch is not None:
         from scalerl_trainer.models.scratch import write_scratch
 
         own = spec.warm_start.jsonl if spec.warm_start is not None else None
-        texts = _texts(task, task.train, with_solutions=spec.warm_start is not None and own is None)
+        solved = spec.warm_start is not None and own is None
+        texts = chain.from_iterable(_texts(task, task.train, with_solutions=solved) for task in tasks.tasks)
         if own is not None:
-            texts = chain(texts, _texts(task, JsonlSource(Path(own.path)), with_solutions=True))
+            texts = chain(texts, _texts(tasks.tasks[0], JsonlSource(Path(own.path)), with_solutions=True))
         try:
             write_scratch(
                 directory,
@@ -184,7 +193,7 @@ def _write_model(directory: Path, spec: RunSpec, task: Task) -> None:
         _link_or_copy(_download(model), directory, "model.hub")
 
 
-def _texts(task: Task, source: PromptSource, with_solutions: bool) -> Iterator[str]:
+def _texts(task: Task, source: PromptSource, *, with_solutions: bool) -> Iterator[str]:
     for index in range(min(TOKENIZER_TEXTS, len(source))):
         prompt = source[index]
         yield task.render(prompt).user

@@ -57,7 +57,7 @@ from scalerl_api.wire.control import (
     WeightReceive,
     WeightReceived,
 )
-from scalerl_api.wire.prompts import HELD_OUT_SET, MAIN_TASK, PromptRef, Split
+from scalerl_api.wire.prompts import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
 from scalerl_api.wire.trainer import (
     CheckpointBegin,
     CheckpointCommit,
@@ -106,6 +106,7 @@ __all__ = [
     "INTERRUPTED",
     "MAIN_TASK",
     "MASKED",
+    "MEAN_SET",
     "WIRE_HEADER",
     "WIRE_VERSION",
     "Ack",

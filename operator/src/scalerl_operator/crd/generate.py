@@ -57,6 +57,7 @@ _COLUMNS: Final = (
 
 _EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
 """Names of the release before, by the model that had them."""
+_WALKS: Final = (".all(", ".exists(")
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
 _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 """Bounds that the format ``int64`` has already."""
@@ -234,7 +235,11 @@ class _Structural(GenerateJsonSchema):
         # A rule across the sections of a spec is checked again at every edit, also one of `suspend`.
         # A walk over a list of oldSelf.value(), whose length an API server takes for unbounded, costs more than it permits.
         cel_rules.add(
-            fields, (replace(rule, kept=model is RunSpec and ".all(" not in rule.cel) for rule in model.rules)
+            fields,
+            (
+                replace(rule, kept=model is RunSpec and not any(walk in rule.cel for walk in _WALKS))
+                for rule in model.rules
+            ),
         )
         for (owner, name), edit in cel_rules.REFUSED_EDITS.items():
             if owner is model:

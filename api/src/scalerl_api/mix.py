@@ -1,0 +1,139 @@
+"""``spec.task``: one training task, or a mix of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field, model_validator
+
+from scalerl_api.fields import InRange, Matches, Rule, exactly_one
+from scalerl_api.pods import Unique
+from scalerl_api.source import (
+    HELD_OUT_RULES,
+    VERIFIER_RULES,
+    HeldOutSpec,
+    PromptSpec,
+    ShareDecimal,
+    SourcesSpec,
+    TaskSpec,
+    VerifierSpec,
+)
+from scalerl_api.wire.prompts import MAIN_TASK, MEAN_SET
+
+MAX_MIXED_TASKS: Final = 16
+PlainName = Annotated[
+    str,
+    Field(max_length=63),
+    AfterValidator(
+        Matches(
+            r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+            "must be lower-case letters, digits and '-', with a letter or a digit at both ends, like hard-10",
+        )
+    ),
+]
+"""A name that can be part of a file's name and a label of metrics."""
+
+
+class MixedTaskSpec(TaskSpec):
+    """A task of a mix."""
+
+    name: PlainName
+    """Name of the task: of its evaluation set, unless ``evaluation.sets`` are given, and in the label ``task`` of metrics."""
+    weight: Annotated[ShareDecimal, AfterValidator(InRange(above=0.0))]
+    """Share of the training prompts. The weights of a mix sum to 1."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Maximum length of this task's completions, in training and on its held-out prompts; default:
+    ``recipe.maxCompletionTokens``, which it may not exceed."""
+
+    rules = (
+        *TaskSpec.rules,
+        Rule(
+            f"self.name != '{MEAN_SET}'",
+            f"{MEAN_SET} is the mean of all tasks in evaluation.forecastSet; choose another name",
+            "name",
+            lambda task: task.name != MEAN_SET,
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_mix(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("mix") is not None:
+            raise ValueError(
+                "mix: a task of a mix cannot be a mix; list its tasks in task.mix, each with the product of the weights"
+            )
+        return given
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """A task of a run, of a mix or the only one."""
+
+    name: str
+    field: str
+    """In the spec, without ``spec``."""
+    spec: TaskSpec
+    weight: Fraction = Fraction(1)
+    max_completion_tokens: int | None = None
+    """None: that of the recipe."""
+
+
+class RunTaskSpec(SourcesSpec):
+    """What is trained on: one task, or several in fixed proportions."""
+
+    mix: (
+        Annotated[
+            list[MixedTaskSpec],
+            Field(min_length=2, max_length=MAX_MIXED_TASKS),
+            AfterValidator(Unique("name")),
+        ]
+        | None
+    ) = None
+    """Several tasks, each with a source, a verifier, held-out prompts and prompt format of its own; give this or one source."""
+    verifier: VerifierSpec | None = None
+    """How completions are scored, and the limits of scoring. Required, but for a mix, whose tasks have their own."""
+    prompt: PromptSpec = PromptSpec()
+    """How the text of a problem becomes a prompt; not for a mix, whose tasks have their own."""
+    held_out: HeldOutSpec = HeldOutSpec()
+    """Prompts excluded from training; their mean score is the curve. Not for a mix, whose tasks have their own."""
+
+    rules = (
+        exactly_one("reasoningGym", "jsonl", "opGraph", "mix"),
+        Rule(
+            "has(self.mix) != has(self.verifier)",
+            "give verifier, or with mix, each of its tasks its own verifier",
+            "verifier",
+            lambda task: (task.mix is None) != (task.verifier is None),
+        ),
+        Rule(
+            # An API server has applied the defaults.
+            "!has(self.mix) || (self.heldOut.size == 1000 && self.heldOut.seed == 0 && self.prompt.format == 'Raw' && "
+            "self.prompt.template == '{prompt}' && !has(self.prompt.system) && !has(self.prompt.chatTemplate))",
+            "prompt and heldOut are each task's own: move them into the tasks of mix",
+            "mix",
+            lambda task: task.mix is None or (task.prompt, task.held_out) == (PromptSpec(), HeldOutSpec()),
+        ),
+        Rule(
+            "!has(self.mix) || (self.mix.map(t, double(string(t.weight))).sum() > 0.9999999995 && "
+            "self.mix.map(t, double(string(t.weight))).sum() < 1.0000000005)",
+            "the weights of the tasks of mix must sum to 1: change one of them",
+            "mix",
+            lambda task: task.mix is None or sum(Fraction(t.weight) for t in task.mix) == 1,
+        ),
+        *HELD_OUT_RULES,
+        *VERIFIER_RULES,
+    )
+
+    @property
+    def tasks(self) -> list[TrainingTask]:
+        """The tasks: those of the mix, or the only one."""
+        if self.mix is None:
+            of_one = {name: getattr(self, name) for name in TaskSpec.model_fields}
+            return [TrainingTask(MAIN_TASK, "task", TaskSpec.model_construct(**of_one))]
+        return [
+            TrainingTask(t.name, f"task.mix.{at}", t, Fraction(t.weight), t.max_completion_tokens)
+            for at, t in enumerate(self.mix)
+        ]

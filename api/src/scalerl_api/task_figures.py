@@ -1,0 +1,39 @@
+"""Figures of each task of a mix in the lines of ``metrics.jsonl``: ``reward_task_NAME`` beside ``reward``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+TASK_FIGURES: Final[Mapping[str, str]] = {
+    "reward": "Mean score of the completions",
+    "groups": "Groups",
+    "filtered_groups": "Groups without a gradient",
+    "given_up_groups": "Slots that were given up",
+    "rollouts": "Completions",
+    "completion_tokens": "Tokens of the completions",
+    "mean_completion_tokens": "Mean tokens of a completion",
+    "truncated_fraction": "Part of the completions that were cut off at their maximum length",
+    "grading_errors": "Completions that could not be graded",
+}
+"""Figures of a task in a step, with their meaning. Without a graded completion there is no ``reward``."""
+_BETWEEN: Final = "_task_"
+
+
+def task_key(figure: str, task: str) -> str:
+    """Key of a task's figure in a line of ``metrics.jsonl``."""
+    return f"{figure}{_BETWEEN}{task}"
+
+
+def by_task(row: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The figures of each task in a line, by task; empty for a run with one.
+
+    >>> by_task({"reward": 0.25, "reward_task_sums": 0.5, "groups_task_sums": 4})
+    {'sums': {'reward': 0.5, 'groups': 4}}
+    """
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        figure, between, task = key.partition(_BETWEEN)
+        if between and figure in TASK_FIGURES:
+            found.setdefault(task, {})[figure] = value
+    return found
