@@ -19,7 +19,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.journal import Disk, Journal
-from scalerl_coordinator.samplers import TaskSamplers, make_sampler
+from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state
@@ -65,6 +65,16 @@ class QuickDisk(Disk):
         return None
 
 
+class _Prompts:
+    """What samplers ask of training prompts."""
+
+    def __len__(self) -> int:
+        return TRAIN_PROMPTS
+
+    def difficulty(self, prompt: int) -> float:
+        return prompt % 5
+
+
 class World:
     """A coordinator, its journal, and the time. Crashes lose what was not acknowledged, and nothing else."""
 
@@ -82,16 +92,14 @@ class World:
 
     def _begin(self, state: CoordinatorState) -> None:
         self.process += 1
-        sampler = make_sampler(
-            self.settings.curriculum, TRAIN_PROMPTS, self.settings.identity.seed, lambda prompt: prompt % 5
-        )
+        identity, weights = self.settings.identity, self.settings.weights
+        train = [_Prompts() for _ in identity.tasks]
+        samplers = make_samplers(self.settings.curriculum, train, identity.tasks, weights, identity.seed)
         labels = {
             task: [{"parity": str(p % 2)} for p in range(self.settings.identity.evaluation_set(task).prompts)]
             for task in self.settings.identity.set_tasks
         }
-        self.core = Core.begin(
-            self.settings, TaskSamplers([sampler]), state, f"p{self.process}", self.now, labels
-        )
+        self.core = Core.begin(self.settings, samplers, state, f"p{self.process}", self.now, labels)
         self.rollouts = GeneratorRequests(self.core)
         self.training = TrainerRequests(self.core)
         self.write()
