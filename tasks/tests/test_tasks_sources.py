@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from scalerl_api.source import OP_GRAPH_CONTEXTS
-from scalerl_api.spec import EvaluationSpec, RunSpec, TaskSpec, VerifierSpec
+from scalerl_api.spec import EvaluationSpec, RunSpec, RunTaskSpec, TaskSpec, VerifierSpec
 from scalerl_tasks import (
     EvaluationSetError,
     SourceError,
@@ -88,10 +88,10 @@ def test_tasks_guide_sections_are_valid(tmp_path):
         if "evaluation" in section:
             EvaluationSpec.model_validate(section["evaluation"])
             continue
-        spec = TaskSpec.model_validate(section["task"])
-        check_template(spec.prompt.template)
-        if spec.reasoning_gym is not None:
-            assert open_task(spec).train[0].text
+        for spec in (one.spec for one in RunTaskSpec.model_validate(section["task"]).tasks):
+            check_template(spec.prompt.template)
+            if spec.reasoning_gym is not None:
+                assert open_task(spec).train[0].text
     (sample,) = re.findall(r"^```json\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "sample.jsonl").write_text(sample)
     assert open_jsonl(tmp_path / "sample.jsonl")[1].solution

@@ -74,6 +74,7 @@ OTHER: Final[dict[str, Object]] = {
     "task.opGraph.seed": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"seed": 1}}},
     "task.opGraph.size": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"size": 5000}}},
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
+    "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
     "warmStart.steps": {"warmStart": {"steps": 1}},
     "warmStart.batchSize": {"warmStart": {"steps": 1, "batchSize": 8}},

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task
 from scalerl_tasks.text import ModelTokenizer
@@ -244,3 +244,25 @@ def test_encode_shard_encodes_own_examples_only(tmp_path: Path, world: int) -> N
             encode_shard(ranks, tokenizer, Unreadable(pairs) if ranks.rank == 0 else pairs, batch, 64)
 
     Together(world).run(unreadable)
+
+
+def test_examples_of_a_mix_have_its_proportions(tmp_path: Path) -> None:
+    spec = own_file_run(tmp_path, jsonl=None, batchSize=2)
+    (tmp_path / "task.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": f"{i + 1}"}) + "\n" for i in range(90))
+    )
+    document = spec.model_dump(by_alias=True, exclude_none=True, mode="json")
+    first = {"name": "a", "weight": "0.75", **document.pop("task")}
+    second = first | {"name": "b", "weight": "0.25", "prompt": {"template": "say {prompt}"}}
+    second["heldOut"] = {"size": 2, "seed": 1}
+    mixed = RunSpec.model_validate(document | {"task": {"mix": [first, second]}})
+    paths = RunPaths(tmp_path)
+    prepare(paths, mixed, one_machine=True)
+    pairs = solved_pairs(mixed, paths.base_model)
+    assert len(pairs) == int((88 - 2) / 0.75), "as many as the first task has"
+    texts = ModelTokenizer(paths.base_model, PromptSpec()).texts(
+        [ids for ids, _ in (pairs[i] for i in range(80))]
+    )
+    assert abs(sum("say" in text for text in texts) - 20) < 2
+    assert len(held_out_examples(mixed, paths.base_model)) == 4
+    assert solved_pairs(mixed, paths.base_model).digest == pairs.digest

@@ -250,7 +250,13 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"]]
         where = ".".join(location) or "file"
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden" and location[-1] == "mix" and "mix" in location[:-1]:
+            yield SpecProblem(
+                where,
+                "a task of a mix cannot be a mix",
+                "list its tasks in task.mix, each with the product of the weights",
+            )
+        elif item["type"] == "extra_forbidden":
             names = _field_names(ScaleRLRun, location[:-1])
             close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import InRange, Matches, Rule, exactly_one
 from scalerl_api.pods import Unique
@@ -57,15 +56,6 @@ class MixedTaskSpec(TaskSpec):
             lambda task: task.name != MEAN_SET,
         ),
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_no_mix(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("mix") is not None:
-            raise ValueError(
-                "mix: a task of a mix cannot be a mix; list its tasks in task.mix, each with the product of the weights"
-            )
-        return given
 
 
 @dataclass(frozen=True)

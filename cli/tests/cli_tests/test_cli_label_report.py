@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,33 @@ def test_what_cannot_be_reported_is_refused(
     assert main(["report", *filled, "--to", str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_report_of_a_mix_has_its_tasks_without_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The mean over completions: 4 with reward 1 and 8 with reward 0.25 in one tenth of the steps."""
+    rows = [
+        {"groups": 1, "filtered_groups": 1, "rollouts": 4, "completion_tokens": 40, "reward": 1.0}
+        | {"truncated_fraction": 0.5},
+        {"groups": 2, "filtered_groups": 0, "rollouts": 8, "completion_tokens": 20, "reward": 0.25}
+        | {"truncated_fraction": 0.0},
+    ]
+    other = {
+        "groups": 3,
+        "filtered_groups": 0,
+        "rollouts": 0,
+        "completion_tokens": 0,
+        "truncated_fraction": 0,
+    }
+    lines = [
+        {f"{k}_task_a": v for k, v in row.items()} | {f"{k}_task_b": v for k, v in other.items()}
+        for row in rows
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == 0
+    with (tmp_path / "report-tasks.csv").open() as file:
+        a, b = csv.DictReader(file)
+    assert (a["groups"], a["filtered"], a["first"], a["last"]) == ("3", "1", "1.0", "0.25")
+    assert (float(a["mean_tokens"]), float(a["truncated_fraction"])) == (5.0, pytest.approx(1 / 6))
+    assert (b["groups"], b["first"]) == ("6", "")
+    assert "| a | 3 | 33.3% | 1 |" in (tmp_path / "report.md").read_text()
+    assert "66.7%" in capsys.readouterr().out

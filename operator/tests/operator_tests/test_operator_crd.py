@@ -204,7 +204,16 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
         ),
         *(
             f".spec.task.{name}"
-            for name in ("reasoningGym", "jsonl", "opGraph", "prompt", "heldOut", "verifier.name")
+            for name in (
+                "reasoningGym",
+                "jsonl",
+                "opGraph",
+                "mix",
+                "prompt",
+                "heldOut",
+                "verifier.name",
+                "mix[].verifier.name",
+            )
         ),
         *(".spec.evaluation.sets", ".spec.evaluation.sets[].task.verifier.name"),
         *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode")),

@@ -1,4 +1,4 @@
-"""``scalerl report``: what runs can do by label of the prompts, such as their difficulty or context."""
+"""``scalerl report``: what runs can do by label of the prompts, such as their difficulty or context, and by task of a mix."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_cli import exits
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.task_report import TaskRow, task_csv, task_rows, task_table
 from scalerl_cli.output import replace_text, say
 
 Key = tuple[str, str, str]
@@ -46,19 +47,22 @@ class Row:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Print the table, and write ``report.md``, ``.csv`` and ``.png``; returns the exit code."""
+    """Print the tables, and write ``report.md``, ``.csv`` and ``.png``, of mixes ``report-tasks.csv``; returns the exit code."""
+    runs = named_runs(arguments.runs)
     try:
-        rows = report_rows(named_runs(arguments.runs), arguments.set, arguments.label)
-        folder: Path = arguments.to or (
-            named_runs(arguments.runs)[0][1] if len(arguments.runs) == 1 else Path("report")
-        )
-        written = write_report(rows, folder)
+        tasks = task_rows(runs)
+        # Prompts of a mix may have no labels; its tasks are reported all the same.
+        unlabelled = bool(tasks) and not any(RunPaths(directory).labels.exists() for _, directory in runs)
+        rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
+        folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
+        written = write_report(rows, folder, tasks)
     except CurveProblem as problem:
         say(str(problem), error=True)
         return exits.BAD_INPUT
-    for line in formatting.table(table(rows), indent=""):
-        say(line)
-    say()
+    for lines in ([table(rows)] if rows else []) + ([task_table(tasks)] if tasks else []):
+        for line in formatting.table(lines, indent=""):
+            say(line)
+        say()
     say(f"written: {', '.join(map(str, written))}")
     return exits.DONE
 
@@ -195,22 +199,29 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write ``report.md``, ``.csv`` and ``.png`` into ``folder``, which is made.
+def write_report(rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = ()) -> list[Path]:
+    """Write ``report.md``, and of the rows there are ``report.csv`` and ``.png``, of tasks ``report-tasks.csv``, into
+    ``folder``, which is made.
 
     Raises:
         CurveProblem: one cannot be written.
     """
     from scalerl_cli.curves.label_picture import draw_labels
 
-    written = [folder / f"report.{suffix}" for suffix in ("md", "csv", "png")]
+    tables = ([table(rows)] if rows else []) + ([task_table(tasks)] if tasks else [])
+    texts = {"report.md": "\n".join("\n".join(_markdown(lines)) + "\n" for lines in tables)}
+    texts |= {"report.csv": _csv(rows)} if rows else {}
+    texts |= {"report-tasks.csv": task_csv(tasks)} if tasks else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(written[0], "\n".join(_markdown(table(rows))) + "\n")
-        replace_text(written[1], _csv(rows))
+        for name, text in texts.items():
+            replace_text(folder / name, text)
     except OSError as error:
         raise CurveProblem(f"{folder}: {error.strerror}") from error
-    draw_labels(rows, written[2])
+    written = [folder / name for name in texts]
+    if rows:
+        draw_labels(rows, folder / "report.png")
+        written.append(folder / "report.png")
     return written
 
 

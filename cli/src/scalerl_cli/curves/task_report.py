@@ -1,0 +1,121 @@
+"""The tasks of mixes in ``scalerl report``: what each had and came to in training, of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from scalerl_api.paths import RunPaths
+from scalerl_api.task_figures import by_task
+from scalerl_cli.curves import formatting
+from scalerl_cli.curves.problem import CurveProblem
+
+_ENDS: Final = 10
+"""A tenth of the steps is the beginning, a tenth the end."""
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task of a run over all its steps.
+
+    first, last: mean score of the completions in the first and last tenth of the steps; None where none was graded.
+    """
+
+    run: str
+    task: str
+    groups: int
+    share: float
+    """Of the run's groups."""
+    filtered: int
+    rollouts: int
+    first: float | None
+    last: float | None
+    mean_tokens: float
+    truncated_fraction: float
+
+
+def task_rows(runs: Sequence[tuple[str, Path]]) -> list[TaskRow]:
+    """The rows of each run with a mix, by run and task.
+
+    Raises:
+        CurveProblem: a ``metrics.jsonl`` is not readable.
+    """
+    return [row for name, directory in runs for row in _of_run(name, directory)]
+
+
+def _of_run(name: str, directory: Path) -> list[TaskRow]:
+    path = RunPaths(directory).metrics
+    try:
+        steps = [by_task(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError) as error:
+        raise CurveProblem(f"{path}: {error}") from error
+    tasks = list(dict.fromkeys(task for step in steps for task in step))
+    tenth = max(1, len(steps) // _ENDS)
+    groups = {task: _sum(steps, task, "groups") for task in tasks}
+    every = sum(groups.values())
+    return [
+        TaskRow(
+            *(name, task, int(groups[task]), groups[task] / max(1, every)),
+            *(int(_sum(steps, task, "filtered_groups")), int(rollouts := _sum(steps, task, "rollouts"))),
+            *(_reward(steps[:tenth], task), _reward(steps[-tenth:], task)),
+            _sum(steps, task, "completion_tokens") / max(1, rollouts),
+            sum(of[task]["truncated_fraction"] * of[task]["rollouts"] for of in steps if task in of)
+            / max(1, rollouts),
+        )
+        for task in tasks
+    ]
+
+
+def _sum(steps: list[dict[str, dict[str, float]]], task: str, figure: str) -> float:
+    return sum(of.get(task, {}).get(figure, 0) for of in steps)
+
+
+def _reward(steps: list[dict[str, dict[str, float]]], task: str) -> float | None:
+    graded = [of[task] for of in steps if "reward" in of.get(task, {})]
+    rollouts = sum(one["rollouts"] for one in graded)
+    return sum(one["reward"] * one["rollouts"] for one in graded) / rollouts if rollouts else None
+
+
+def task_table(rows: Sequence[TaskRow]) -> list[list[str]]:
+    """The header and a line a row; the run is left out where there is one."""
+    runs = len({row.run for row in rows}) > 1
+    head = [
+        *(["run"] if runs else []),
+        "task",
+        "groups",
+        "share",
+        "filtered",
+        "reward, first",
+        "reward, last",
+    ]
+    return [
+        [*head, "tokens", "truncated"],
+        *(
+            [
+                *([row.run] if runs else []),
+                *(row.task, str(row.groups), f"{row.share:.1%}", str(row.filtered)),
+                *("" if value is None else formatting.reward(value, 3) for value in (row.first, row.last)),
+                *(f"{row.mean_tokens:.1f}", f"{row.truncated_fraction:.1%}"),
+            ]
+            for row in rows
+        ),
+    ]
+
+
+def task_csv(rows: Sequence[TaskRow]) -> str:
+    """The rows with all digits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    fields = list(TaskRow.__dataclass_fields__)
+    writer.writerow(fields)
+    writer.writerows(
+        ["" if (value := getattr(row, name)) is None else value for name in fields] for row in rows
+    )
+    return text.getvalue()
