@@ -12,6 +12,7 @@ from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_coordinator_evaluation_sets import ready_for_both
 from test_coordinator_samplers import CURRICULA, curriculum
 
 from scalerl_api import wire
@@ -39,13 +40,7 @@ def mixed(**changes: Any) -> World:
         "forecast_task": MEAN_TASK,
         "zero_variance_filter": False,
     }
-    world = World(make_settings(**given | changes))
-    world.member = world.register("g")
-    world.hello("t")
-    world.next("t")
-    world.publish("t")
-    world.beat(world.member, 0)
-    return world
+    return ready_for_both(World(make_settings(**given | changes)))
 
 
 def step(world: World, seen: dict[int, wire.PromptRef]) -> None:
@@ -77,6 +72,8 @@ def walk(name: str, crashes: frozenset[int] = frozenset()) -> dict[int, wire.Pro
                 world.now,
             )
         check_consistency(world)
+        points = world.state.points
+        assert world.core.points == points + weighted_mean(points, WEIGHTS)
     return seen
 
 

@@ -91,6 +91,9 @@ class Core:
     """Long polls to wake: ``WORK`` (actors that request leases), ``TRAINER``."""
     updated_since_restore: set[str] | None = None
     """Names of the members that got weights since this process restored the state from a checkpoint; None where it did not."""
+    _mean_of: list[EvaluationPoint] = field(default_factory=list)
+    """The points that ``_mean`` was computed from."""
+    _mean: list[EvaluationPoint] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -304,9 +307,12 @@ class Core:
     def points(self) -> list[EvaluationPoint]:
         """Of all evaluation sets, and of the weighted mean where it is the run's curve."""
         points = list(self.state.points)
-        if self.settings.forecast_task == MEAN_TASK:
-            points += weighted_mean(points, self.settings.weights)
-        return points
+        if self.settings.forecast_task != MEAN_TASK:
+            return points
+        # Read at every tick and poll, and dear to compute: .2 ms a version.
+        if points != self._mean_of:
+            self._mean_of, self._mean = points, weighted_mean(points, self.settings.weights)
+        return points + self._mean
 
     @property
     def curve(self) -> list[EvaluationPoint]:

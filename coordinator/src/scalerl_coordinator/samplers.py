@@ -166,5 +166,5 @@ def make_samplers(
 
 
 def _seed(seed: int, task: str) -> int:
-    """Of a task of a mix: two with as many prompts shall not have one order."""
+    """Of a task of a mix: tasks with equally many prompts get different orders."""
     return int.from_bytes(blake2b(f"{seed}/{task}".encode(), digest_size=6).digest(), "little")
