@@ -88,7 +88,7 @@ def test_tasks_guide_sections_are_valid(tmp_path):
         if "evaluation" in section:
             EvaluationSpec.model_validate(section["evaluation"])
             continue
-        for spec in (one.spec for one in RunTaskSpec.model_validate(section["task"]).tasks):
+        for spec in (one.section for one in RunTaskSpec.model_validate(section["task"]).tasks):
             check_template(spec.prompt.template)
             if spec.reasoning_gym is not None:
                 assert open_task(spec).train[0].text
@@ -199,9 +199,9 @@ def test_no_text_of_a_set_is_trained_on(tmp_path):
     assert train.digest != alone.digest
     if "3+1=" not in held_out:
         assert "3+1=" in {alone[at].text for at in range(len(alone))}
-        assert "1 training prompts of task.jsonl.path" in opened.overlap(opened.sets[0], spec)
+        assert "1 training prompts of task.jsonl.path" in opened.overlap(opened.sets[0])
     clean = two_sets(tmp_path, ["9+9="], texts)
-    assert not open_tasks(clean).overlap(open_tasks(clean).sets[0], clean)
+    assert not open_tasks(clean).overlap(open_tasks(clean).sets[0])
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,6 @@ ANNOTATED = {
         "MidTraining",
         "load_reference",
         "solved_pairs",
-        "examples",
         "of_source",
         "held_out_examples",
         "Pairs",

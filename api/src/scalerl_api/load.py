@@ -178,7 +178,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
     """The path of each JSONL file of a task, by field; None where the field is not given."""
-    tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.spec for one in spec.task.tasks}
+    tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
     tasks |= {
         f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
     }

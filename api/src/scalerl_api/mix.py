@@ -64,8 +64,8 @@ class TrainingTask:
 
     name: str
     field: str
-    """In the spec, without ``spec``."""
-    spec: TaskSpec
+    """Path of its section, without ``spec``."""
+    section: TaskSpec
     weight: Fraction = Fraction(1)
     max_completion_tokens: int | None = None
     """None: that of the recipe."""

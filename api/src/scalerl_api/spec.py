@@ -710,7 +710,7 @@ class RunSpec(Model):
     def tasks(self) -> list[ProblemSpec]:
         """The training tasks, and those of the evaluation sets that have one."""
         return [
-            *(one.spec for one in self.task.tasks),
+            *(one.section for one in self.task.tasks),
             *(one.task for one in self.evaluation.sets or () if one.task is not None),
         ]
 

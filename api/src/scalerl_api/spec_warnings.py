@@ -157,7 +157,7 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
             if steps > most:
                 yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
     batch = recipe.prompts_per_step * recipe.completions_per_prompt
-    held_out = {one.name: one.spec.held_out.size for one in spec.task.tasks}
+    held_out = {one.name: one.section.held_out.size for one in spec.task.tasks}
     for at, one in enumerate(spec.evaluation_sets):
         prompts = (one.task.size or 1000) if one.task is not None else held_out[one.held_out_of or MAIN_TASK]
         evaluation = prompts * (one.samples_per_prompt or spec.evaluation.samples_per_prompt)

@@ -183,7 +183,7 @@ def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
             "set eos_token in tokenizer_config.json",
         )
     for one in spec.task.tasks:
-        prompt, field = one.spec.prompt, f"{one.field}.prompt"
+        prompt, field = one.section.prompt, f"{one.field}.prompt"
         if prompt.format == "Chat" and not (tokenizer.chat_template or prompt.chat_template):
             yield SpecProblem(
                 f"spec.{field}.format",
@@ -247,12 +247,12 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
         return
     except tasks.MixedTaskError as error:
         at = int(error.field.rpartition(".")[2])
-        yield _source_problem(f"spec.{error.field}", spec.task.tasks[at].spec, error.problem)
+        yield _source_problem(f"spec.{error.field}", spec.task.tasks[at].section, error.problem)
         return
     except tasks.TaskError as error:
-        yield _source_problem("spec.task", spec.task.tasks[0].spec, error)
+        yield _source_problem("spec.task", spec.task.tasks[0].section, error)
         return
-    for given, opened in zip(spec.task.tasks, every.tasks, strict=True):
+    for given, opened in zip(every.sections, every.tasks, strict=True):
         if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
             yield SpecProblem(
                 "spec.recipe.curriculum.sec",
@@ -260,19 +260,19 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
                 "edgeOfCompetence, which measures it",
             )
         try:
-            tasks.open_grading_pool(given.spec)
+            tasks.open_grading_pool(given.section)
             if answers:
-                verifier = tasks.open_verifier(tasks.verifier_config(given.spec))
+                verifier = tasks.open_verifier(tasks.verifier_config(given.section))
                 tasks.check_answers(opened.held_out, verifier, answers)
                 tasks.check_answers(opened.train, verifier, answers)
         except tasks.TaskError as error:
-            yield _source_problem(f"spec.{given.field}", given.spec, error)
+            yield _source_problem(f"spec.{given.field}", given.section, error)
     # All tasks leave the same prompts out of what is trained on.
     own = spec.warm_start is not None and spec.warm_start.jsonl is not None
     for opened in every.tasks[: 1 if own else None]:
         yield from _mid_training_problems(spec, opened.train)
     for one in every.sets:
-        if problem := every.overlap(one, spec):
+        if problem := every.overlap(one):
             yield SpecProblem(f"spec.{one.field}.task", problem)
         try:
             tasks.open_grading_pool(one.spec)

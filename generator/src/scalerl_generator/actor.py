@@ -269,7 +269,7 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTask
     of each task and of each evaluation set with a task; equal formats share one."""
     started = time.monotonic()
     tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
-    given = [(one.spec.prompt, one.field) for one in spec.task.tasks]
+    given = [(one.section.prompt, one.field) for one in spec.task.tasks]
     given += [(one.prompt, f"{one.field}.task") for one in tasks.sets]
     prompts = [prompt for prompt, _ in given]
     model, context_tokens = environment.paths.base_model, spec.model.context_tokens
@@ -294,7 +294,10 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTask
 
 async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
     """The grading pools of each task and of each evaluation set with a task, equal ones once."""
-    sections: list[ProblemSpec] = [*(one.spec for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
+    sections: list[ProblemSpec] = [
+        *(one.section for one in spec.task.tasks),
+        *(one.spec for one in tasks.sets),
+    ]
     keys = [(one.verifier, verifier_config(one)) for one in sections]
     pools: list[GradingPool] = []
     for at, one in enumerate(sections):

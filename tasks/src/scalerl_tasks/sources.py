@@ -124,21 +124,23 @@ class RunTasks:
     tasks: tuple[Task, ...]
     """Of its training prompts, in the order of ``task.mix``; no text of an evaluation set or of a task's held-out prompts is
     among any of them."""
+    sections: tuple[TrainingTask, ...]
+    """Their sections of the spec."""
     sets: tuple[EvaluationPrompts, ...]
     """The evaluation sets with a task of their own, in the spec's order."""
     digest: str
     """Of the training prompts: equal digests mean equal prompts, in equal proportions."""
 
-    def overlap(self, one: EvaluationPrompts, spec: RunSpec) -> str:
+    def overlap(self, one: EvaluationPrompts) -> str:
         """Why a training file and a set cannot be used together: it has prompts of the set. Empty where none is found.
 
         Generated training prompts are not searched, which are too many: :class:`~.split.Train` leaves out those of the sets.
         """
-        for given, task in zip(spec.task.tasks, self.tasks, strict=True):
-            shared = task.train.shared(one.prompts) if given.spec.jsonl is not None else []
-            if given.spec.jsonl is not None and shared:
+        for given, task in zip(self.sections, self.tasks, strict=True):
+            file = given.section.jsonl
+            if file is not None and (shared := task.train.shared(one.prompts)):
                 return (
-                    f"{len(shared)} training prompts of {given.field}.jsonl.path ({given.spec.jsonl.path}) have the text of a "
+                    f"{len(shared)} training prompts of {given.field}.jsonl.path ({file.path}) have the text of a "
                     f"prompt of this set, the first of them {shared[0].id!r}: take them out of one of the two"
                 )
         return ""
@@ -170,15 +172,15 @@ def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
         if one.task is not None
     )
     evaluated = [one.prompts for one in sets]
+    sections = tuple(spec.task.tasks)
     if spec.task.mix is None:
-        task = open_task(spec.task.tasks[0].spec, directory, evaluated)
-        return RunTasks((task,), sets, task.train.digest)
-    tasks = _open_mix(spec.task.tasks, directory, evaluated)
+        task = open_task(sections[0].section, directory, evaluated)
+        return RunTasks((task,), sections, sets, task.train.digest)
+    tasks = _open_mix(sections, directory, evaluated)
     parts = [
-        (one.name, str(one.weight), task.train.digest)
-        for one, task in zip(spec.task.tasks, tasks, strict=True)
+        (one.name, str(one.weight), task.train.digest) for one, task in zip(sections, tasks, strict=True)
     ]
-    return RunTasks(tasks, sets, hashlib.sha256(repr(parts).encode()).hexdigest())
+    return RunTasks(tasks, sections, sets, hashlib.sha256(repr(parts).encode()).hexdigest())
 
 
 def _open_mix(
@@ -188,15 +190,15 @@ def _open_mix(
     sources, held_out, tasks = [], [], []
     for one in mix:
         with _section(one):
-            check_template(one.spec.prompt.template)
-            sources.append(source := open_source(one.spec, directory))
-            held_out.append(choose_held_out(source, one.spec.held_out.size, one.spec.held_out.seed))
+            check_template(one.section.prompt.template)
+            sources.append(source := open_source(one.section, directory))
+            held_out.append(choose_held_out(source, one.section.held_out.size, one.section.held_out.seed))
     for at, (one, source) in enumerate(zip(mix, sources, strict=True)):
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
-            size, seed = one.spec.held_out.size, one.spec.held_out.seed
+            size, seed = one.section.held_out.size, one.section.held_out.seed
             train = open_train(source, held_out[at], size, seed, excluded)
-            tasks.append(Task(train, held_out[at], one.spec.prompt.template, one.spec.prompt.system))
+            tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
     return tuple(tasks)
 
 

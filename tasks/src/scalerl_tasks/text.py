@@ -120,7 +120,7 @@ class ModelTokenizer:
         if foreign:
             raise TokenizerError(
                 f"{field}.chatTemplate: {foreign[0]} is no token of the model's tokenizer, so the template is for another one, "
-                "and all tasks of a run have the model's: write it with the model's tokens, or train this task in another run"
+                "and all tasks of a run share the model's: write it with the model's tokens, or train this task in another run"
             )
         self._field = field
         found.no_truncation()

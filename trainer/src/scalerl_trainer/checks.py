@@ -68,7 +68,7 @@ def check_grading(spec: RunSpec) -> None:
 
     for one in spec.task.tasks:
         try:
-            _check_grading(one.spec, open_source(one.spec))
+            _check_grading(one.section, open_source(one.section))
         except VerifierError as error:
             raise PrepareError(f"{one.field}.verifier: {error}") from error
 
@@ -85,7 +85,7 @@ def check_sets(spec: RunSpec, tasks: RunTasks) -> None:
             _check_grading(one.spec, one.prompts)
         except VerifierError as error:
             raise PrepareError(f"{one.field}.task.verifier: {error}") from error
-        if problem := tasks.overlap(one, spec):
+        if problem := tasks.overlap(one):
             raise PrepareError(f"{one.field}.task: {problem}")
 
 
@@ -117,14 +117,14 @@ def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask,
             the limit), or an example of the warm start does not fit.
         TokenizerError: the chat template refuses a prompt.
     """
-    source = open_source(given.spec)
+    source = open_source(given.section)
     most, limit = spec.recipe.max_completion_tokens, "recipe.maxCompletionTokens"
     if given.max_completion_tokens is not None:
         most, limit = given.max_completion_tokens, f"{given.field}.maxCompletionTokens"
     room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(source, None if given.spec.jsonl else GENERATED_PROMPTS):
+    for batch in _batches(source, None if given.section.jsonl else GENERATED_PROMPTS):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
@@ -246,10 +246,10 @@ def _batches(source: PromptSource, limit: int | None) -> Iterator[list[tuple[int
 
 def _place(given: TrainingTask, source: PromptSource, index: int) -> str:
     """A prompt as its author finds it."""
-    prompt, field = source[index], f"{given.field}.{given.spec.source_field}"
-    if given.spec.jsonl is None:
+    prompt, field = source[index], f"{given.field}.{given.section.source_field}"
+    if given.section.jsonl is None:
         return f"{field}: prompt {prompt.id}"
-    return f"{field}: {line_of(Path(given.spec.jsonl.path), index)}: prompt {prompt.id!r}"
+    return f"{field}: {line_of(Path(given.section.jsonl.path), index)}: prompt {prompt.id!r}"
 
 
 def line_of(path: Path, index: int) -> str:

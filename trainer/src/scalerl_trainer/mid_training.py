@@ -273,10 +273,11 @@ def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
     """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch. Of a mix,
     each task has its share of them."""
     found = []
-    for one, task in zip(spec.task.tasks, open_tasks(spec).tasks, strict=True):
-        tokenizer = ModelTokenizer(model, one.spec.prompt, f"{one.field}.prompt")
+    opened = open_tasks(spec)
+    for one, task in zip(opened.sections, opened.tasks, strict=True):
+        tokenizer = ModelTokenizer(model, one.section.prompt, f"{one.field}.prompt")
         count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
-        pairs = Pairs(task.held_out, one.spec.prompt, tokenizer, np.arange(count))
+        pairs = Pairs(task.held_out, one.section.prompt, tokenizer, np.arange(count))
         for index in range(count):
             # Without a usable solution, it is still a prompt of the curve.
             with contextlib.suppress(BadBatchError):
@@ -324,14 +325,15 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
     wanted = spec.warm_start
     assert wanted is not None
     most = None if wanted.steps is None else wanted.steps * wanted.batch_size
-    given, opened = spec.task.tasks, open_tasks(spec)
+    opened = open_tasks(spec)
+    given = opened.sections
 
     def pairs(
         source: PromptSource, kept: npt.NDArray[np.int64], one: TrainingTask, seed: int | tuple[int, int]
     ) -> Pairs:
-        tokenizer = ModelTokenizer(model, one.spec.prompt, f"{one.field}.prompt")
+        tokenizer = ModelTokenizer(model, one.section.prompt, f"{one.field}.prompt")
         order = kept[np.random.default_rng(seed).permutation(len(kept))[:most]]
-        return Pairs(source, one.spec.prompt, tokenizer, order)
+        return Pairs(source, one.section.prompt, tokenizer, order)
 
     if wanted.jsonl is not None:
         # No task's training prompts have the text of a held-out one of another.

@@ -82,14 +82,14 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     tasks = open_tasks(spec)
     check_grading(spec)
     check_sets(spec, tasks)
-    for given, task in zip(spec.task.tasks, tasks.tasks, strict=True):
+    for given, task in zip(tasks.sections, tasks.tasks, strict=True):
         if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
             raise PrepareError(
                 f"recipe.curriculum.sec: the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, "
                 "or use edgeOfCompetence, which measures it"
             )
     if spec.model.scratch is not None:
-        prompts = [(one.field, one.spec.prompt) for one in spec.task.tasks]
+        prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
         prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]
         for field, prompt in prompts:
             if prompt.format == "Chat" and prompt.chat_template is None:
@@ -124,7 +124,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
 def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
     check_model(directory, spec, one_machine)
     given = spec.task.tasks
-    tokenizers = [ModelTokenizer(directory, one.spec.prompt, f"{one.field}.prompt") for one in given]
+    tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
     check_length(tokenizers[0], spec)
     for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
         check_prompts(tokenizer, spec, one, task)
