@@ -243,6 +243,15 @@ def test_values_of_a_tasks_parameters_keep_their_type(server: Server) -> None:
     assert created["spec"]["task"]["reasoningGym"]["parameters"] == parameters
 
 
+def test_weights_of_a_mix_sum_to_one_in_decimals(server: Server) -> None:
+    """As doubles, ten tenths do not."""
+    tasks = [{"name": f"t{at}", "weight": "0.1", **BASE["spec"]["task"]} for at in range(10)]
+    mix = {"jsonl": None, "verifier": None, "mix": tasks}
+    run = merged(BASE, {"spec": {"task": mix, "evaluation": {"forecastSet": "weighted-mean"}}})
+    created = server.create(run, dry_run="All")
+    assert run_from_object(created).spec.forecast_set == "weighted-mean"
+
+
 def test_generators_are_scaled_within_their_range(server: Server) -> None:
     run = merged(BASE, {"spec": {"autoscaling": {"generators": {"max": 3}}}})
     name = server.create(run)["metadata"]["name"]
