@@ -110,6 +110,27 @@ def test_leases_and_groups_have_the_length_of_their_task() -> None:
     assert world.push(world.member, make_group(of_words, tokens=5)) is PushResult.ACCEPTED
 
 
+def test_edited_length_of_a_task_applies_to_what_is_issued_afterwards() -> None:
+    world = mixed()
+    leases = world.lease(world.member, 0)
+    trained = next(lease for lease in leases if lease.split is Split.TRAIN)
+    evaluated = [
+        next(lease for lease in leases if lease.split is Split.HELD_OUT and lease.prompt.task == task)
+        for task in (0, 1)
+    ]
+    for lease in (trained, *evaluated):
+        assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
+    world.acknowledge()
+    world.change(task_max_tokens=(4, 3))
+    assert trained.slot in world.state.groups
+    assert len(world.state.evaluations[0, 0].results) == 1
+    assert world.state.evaluations[0, 1].results == {}, "its points are no longer of one curve"
+    world.member = world.register("g", version=0)
+    again = world.lease(world.member, 0)
+    assert {(lease.prompt.task, lease.max_tokens) for lease in again} == {(0, 4), (1, 3)}
+    check_consistency(world)
+
+
 def test_rows_and_metrics_have_figures_of_each_task() -> None:
     world = mixed()
     seen: dict[int, wire.PromptRef] = {}

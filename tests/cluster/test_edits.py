@@ -11,33 +11,47 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from edited_fields import BASE, Edited, edits, value_at
+from edited_fields import BASE, Edited, edits, mix_base, mix_edits, value_at
 from invalid_runs import Object, merged
 from kubernetes.client.exceptions import ApiException
 from test_invalid import Server, server
+
+from scalerl_api.edits import edit_of
 
 __all__ = ["server"]
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def started(server: Server) -> Iterator[Object]:
-    """A run that has trained 7 steps."""
-    created = server.create(BASE)
-    where = (*server.where, created["metadata"]["name"])
-    status = {"phase": "Running", "step": 7}
-    yield server.runs.patch_namespaced_custom_object_status(*where, {"status": status})
-    server.delete(created["metadata"]["name"])
+def started(server: Server) -> Iterator[dict[str, Object]]:
+    """Runs that have trained 7 steps, by name: one with a task, one with a mix."""
+    runs = {}
+    for manifest in (BASE, OF_MIX):
+        name = manifest["metadata"]["name"]
+        server.create(manifest)
+        status = {"phase": "Running", "step": 7}
+        runs[name] = server.runs.patch_namespaced_custom_object_status(
+            *server.where, name, {"status": status}
+        )
+    yield runs
+    for name in runs:
+        server.delete(name)
 
 
-def edit(server: Server, started: Object, edited: Edited) -> Object:
-    version = started["metadata"]["resourceVersion"]
-    return server.replace(merged(edited.manifest, {"metadata": {"resourceVersion": version}}), dry_run="All")
+OF_MIX = merged(mix_base(), {"metadata": {"name": "edited-mix"}})
+REFUSED = [*edits(refused=True), *mix_edits(refused=True)]
+TAKEN = [*edits(refused=False), *mix_edits(refused=False)]
 
 
-@pytest.mark.parametrize("edited", edits(refused=True), ids=str)
+def edit(server: Server, started: dict[str, Object], edited: Edited) -> Object:
+    run = started[(BASE if edited.before == BASE else OF_MIX)["metadata"]["name"]]["metadata"]
+    metadata = {name: run[name] for name in ("name", "resourceVersion")}
+    return server.replace(merged(edited.manifest, {"metadata": metadata}), dry_run="All")
+
+
+@pytest.mark.parametrize("edited", REFUSED, ids=str)
 def test_an_edit_that_cannot_be_is_refused_with_the_reason(
-    server: Server, started: Object, edited: Edited
+    server: Server, started: dict[str, Object], edited: Edited
 ) -> None:
     with pytest.raises(ApiException) as refused:
         edit(server, started, edited)
@@ -47,10 +61,18 @@ def test_an_edit_that_cannot_be_is_refused_with_the_reason(
     assert edited.path.partition(".")[0] in said
 
 
-@pytest.mark.parametrize("edited", edits(refused=False), ids=str)
-def test_every_other_edit_is_taken(server: Server, started: Object, edited: Edited) -> None:
+@pytest.mark.parametrize("edited", TAKEN, ids=str)
+def test_every_other_edit_is_taken(server: Server, started: dict[str, Object], edited: Edited) -> None:
     taken: Any = edit(server, started, edited)
     assert value_at(taken, edited.path) == value_at(edited.manifest, edited.path)
+
+
+def test_tasks_of_a_mix_keep_their_order(server: Server, started: dict[str, Object]) -> None:
+    reordered = mix_base()
+    reordered["spec"]["task"]["mix"].reverse()
+    with pytest.raises(ApiException) as refused:
+        edit(server, started, Edited("task.mix", edit_of("task.mix"), reordered, mix_base()))
+    assert "the mix cannot change" in json.loads(refused.value.body or "")["message"]
 
 
 def test_evaluation_sets_keep_their_order(server: Server) -> None:

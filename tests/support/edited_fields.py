@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
 from invalid_runs import Object, merged
@@ -48,6 +48,12 @@ BASE: Final[Object] = {
 
 _OP_GRAPH: Final[Object] = {"operations": [2, 4]}
 _HALF: Final[Object] = {"weight": "0.5", "opGraph": _OP_GRAPH, "verifier": {"name": "exact"}}
+_MIX: Final[Object] = {
+    "reasoningGym": None,
+    "verifier": None,
+    "heldOut": None,
+    "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
+}
 
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
@@ -57,14 +63,7 @@ OTHER: Final[dict[str, Object]] = {
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
     "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
-    "task.mix": {
-        "task": {
-            "reasoningGym": None,
-            "verifier": None,
-            "heldOut": None,
-            "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
-        }
-    },
+    "task.mix": {"task": _MIX},
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
     "task.opGraph.contexts": {
         "task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"contexts": {"school": "1"}}}
@@ -147,11 +146,12 @@ _SOME: Final[tuple[Any, ...]] = (
 
 @dataclass(frozen=True)
 class Edited:
-    """The base with another value of one field."""
+    """A run with another value of one field."""
 
     path: str
     edit: Edit
     manifest: Object
+    before: Object = field(default_factory=lambda: BASE)
 
     @property
     def run(self) -> ScaleRLRun:
@@ -169,25 +169,25 @@ def value_at(manifest: Object, path: str) -> Any:
     """None where it is not there."""
     found: Any = manifest["spec"]
     for part in path.split("."):
-        found = (found or {}).get(part)
+        found = found[int(part)] if isinstance(found, list) else (found or {}).get(part)
     return found
 
 
-def _alternatives(field: Any, now: Any) -> Iterator[Any]:
+def _alternatives(model_field: Any, now: Any) -> Iterator[Any]:
     """Values of the kinds that fields have; an enumeration's own first, then numbers next to the one of now."""
-    for kind in (field.annotation, *get_args(field.annotation)):
+    for kind in (model_field.annotation, *get_args(model_field.annotation)):
         yield from (value for value in get_args(kind) if isinstance(value, str))
     if isinstance(now, int) and not isinstance(now, bool):
         yield from (now + 1, now - 1)
     yield from copy.deepcopy(_SOME)
 
 
-def _edited(path: str, field: Any) -> Object:
+def _edited(path: str, model_field: Any) -> Object:
     written = base().to_manifest()
     now = value_at(written, path)
     if path in OTHER:
         return merged(BASE, {"spec": OTHER[path]})
-    for value in _alternatives(field, now):
+    for value in _alternatives(model_field, now):
         patch: Any = value
         for part in reversed(path.split(".")):
             patch = {part: patch}
@@ -206,4 +206,36 @@ def edits(*, refused: bool) -> list[Edited]:
     found = [
         Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field)) for leaf in leaves(RunSpec)
     ]
+    return [edited for edited in found if (edited.edit.effect == "Refused") is refused]
+
+
+_OF_MIXED_TASK: Final[dict[str, Object]] = {
+    "name": {"name": "c"},
+    "weight": {"weight": "0.50"},
+    "opGraph": {"opGraph": _OP_GRAPH | {"distractors": 0}},
+    "jsonl": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}},
+    "heldOut.size": {"heldOut": {"size": 4}},
+    "prompt.template": {"prompt": {"template": "{prompt} ="}},
+    "maxCompletionTokens": {"maxCompletionTokens": 8},
+    "verifier.name": {"verifier": {"name": "number"}},
+    "verifier.timeoutSeconds": {"verifier": {"timeoutSeconds": 5}},
+    "verifier.memory": {"verifier": {"memory": "2Gi"}},
+    "verifier.workers": {"verifier": {"workers": 2}},
+}
+
+
+def mix_base() -> Object:
+    """A run with a mix of two tasks."""
+    return merged(BASE, {"spec": {"task": _MIX}})
+
+
+def mix_edits(*, refused: bool) -> list[Edited]:
+    """Of each field of the second task of :func:`mix_base`; a path has its index."""
+    found = []
+    before = mix_base()
+    for name, patch in _OF_MIXED_TASK.items():
+        manifest = copy.deepcopy(before)
+        manifest["spec"]["task"]["mix"][1] = merged(manifest["spec"]["task"]["mix"][1], patch)
+        path = f"task.mix.1.{name}"
+        found.append(Edited(path, edit_of(path), manifest, before))
     return [edited for edited in found if (edited.edit.effect == "Refused") is refused]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from scalerl_api.edits import flat, without_indices
 from scalerl_api.spec import RunSpec
 
 MAY_DIFFER: Final = frozenset(
@@ -15,6 +16,9 @@ MAY_DIFFER: Final = frozenset(
         "task.verifier.timeoutSeconds",
         "task.verifier.memory",
         "task.verifier.workers",
+        "task.mix.verifier.timeoutSeconds",
+        "task.mix.verifier.memory",
+        "task.mix.verifier.workers",
     }
 )
 """Fields of model and task that may differ: how the weights are held and scored. contextTokens only bounds
@@ -37,19 +41,12 @@ def comparable(earlier: RunSpec, run: RunSpec) -> str:
 
 def _fields(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     dumped = spec.model_dump(mode="json", by_alias=True)
-    yield from _leaves({name: dumped[name] for name in ("model", "task", "warmStart")}, "")
+    compared = {name: dumped[name] for name in ("model", "task", "warmStart")}
     if spec.budget.split is not None:  # it ends mid-training
-        yield from _leaves(
-            {"budget": {name: dumped["budget"][name] for name in ("maxComputeTokens", "split")}}, ""
-        )
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else name)
-    elif path not in MAY_DIFFER and value is not None:
-        yield path, value
+        compared["budget"] = {name: dumped["budget"][name] for name in ("maxComputeTokens", "split")}
+    for path, value in flat(compared):
+        if without_indices(path) not in MAY_DIFFER and value is not None:
+            yield path, value
 
 
 def _shown(value: Any) -> str:

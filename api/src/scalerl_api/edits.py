@@ -84,6 +84,9 @@ _NEXT_STEP = Edit(
 _NEXT_EVALUATION = Edit(Effect.COORDINATOR, "Applies from the next evaluation.")
 _GRADED_FROM_THEN = Edit(Effect.GENERATOR, "Applies to completions graded afterwards.")
 _NEW_SET = "Points before and after belong to two curves: the forecast restarts."
+_COMPLETIONS_STARTED_THEN = Edit(
+    Effect.ALL, f"Applies to completions started afterwards; an evaluation in progress restarts. {_NEW_SET}"
+)
 _ALSO_PREPARATION = "The preparation also uses it, and is repeated."
 
 EDITS: Final[Mapping[str, Edit]] = {
@@ -92,6 +95,11 @@ EDITS: Final[Mapping[str, Edit]] = {
     "task.jsonl": _of_the_run("the task"),
     "task.opGraph": _of_the_run("the task"),
     "task.mix": _of_the_run("the mix"),
+    "task.mix.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,
+    "task.mix.verifier.name": _of_the_run("the verifier"),
+    "task.mix.verifier.timeoutSeconds": _GRADED_FROM_THEN,
+    "task.mix.verifier.memory": _GRADED_FROM_THEN,
+    "task.mix.verifier.workers": _GRADED_FROM_THEN,
     "task.prompt": _of_the_run("the prompt"),
     "task.heldOut": _of_the_run("the held-out set"),
     "task.verifier.name": _of_the_run("the verifier"),
@@ -112,10 +120,7 @@ EDITS: Final[Mapping[str, Edit]] = {
         "Applies to prompts issued afterwards; groups in progress are reissued. Accepted groups are kept, so a step may "
         "contain both sizes.",
     ),
-    "recipe.maxCompletionTokens": Edit(
-        Effect.ALL,
-        f"Applies to completions started afterwards; an evaluation in progress restarts. {_NEW_SET}",
-    ),
+    "recipe.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,
     "recipe.temperature": Edit(
         Effect.REFUSED,
         "the recipe's temperature cannot change: accepted rollouts have log-probabilities at the previous one. Create "
@@ -209,7 +214,8 @@ EDITS: Final[Mapping[str, Edit]] = {
     "deviceResource": Edit(Effect.ALL),
     "ttlSecondsAfterFinished": Edit(Effect.AT_ONCE),
 }
-"""By path in a manifest's ``spec``. The entry of a section covers all its fields."""
+"""By path in a manifest's ``spec``. The entry of a section covers all its fields without a longer one; a field of a list's
+entries has the same effect in each of them."""
 
 
 def edit_of(path: str) -> Edit:
@@ -218,15 +224,35 @@ def edit_of(path: str) -> Edit:
     Raises:
         KeyError: it has none.
 
-    >>> edit_of("model.scratch.layers").effect
-    <Effect.REFUSED: 'Refused'>
+    >>> edit_of("model.scratch.layers").effect, edit_of("task.mix.0.verifier.memory").effect
+    (<Effect.REFUSED: 'Refused'>, <Effect.GENERATOR: 'Generator'>)
     """
-    parts = path.split(".")
+    parts = without_indices(path).split(".")
     for length in range(len(parts), 0, -1):
         found = EDITS.get(".".join(parts[:length]))
         if found is not None:
             return found
     raise KeyError(f"spec.{path}: scalerl_api.edits does not say what an edit of it does")
+
+
+def without_indices(path: str) -> str:
+    """The path that the fields of a list's entries have in common."""
+    return ".".join(part for part in path.split(".") if not part.isdecimal())
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of a manifest with its path; of a list, that of each entry if these are objects.
+
+    >>> list(flat({"a": {"b": [{"c": 1}], "d": [2]}}))
+    [('a.b.0.c', 1), ('a.d', [2])]
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(at): item for at, item in enumerate(value)}
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 @dataclass(frozen=True)
@@ -249,6 +275,13 @@ def leaves(model: type[BaseModel] = RunSpec) -> Iterator[Leaf]:
         else:
             for leaf in leaves(nested):
                 yield Leaf(f"{alias}.{leaf.path}", (name, *leaf.names), leaf.field)
+
+
+def entry_model(annotation: Any) -> type[BaseModel] | None:
+    """The model of the entries of a field that holds a list of them."""
+    if annotation is None or get_origin(annotation) is list:
+        return nested_model(get_args(annotation)[0]) if annotation is not None else None
+    return next((found for item in get_args(annotation) if (found := entry_model(item)) is not None), None)
 
 
 def nested_model(annotation: Any) -> type[BaseModel] | None:

@@ -448,7 +448,7 @@ class RunSpec(Model):
     model: ModelSpec
     """Source of the initial weights and the tokenizer. Immutable on a cluster."""
     task: RunTaskSpec
-    """The training task, or a mix of several. Immutable on a cluster."""
+    """The training task, or a mix of several. Immutable on a cluster, but for limits of verifiers and completions."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
     warm_start: WarmStartSpec | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from edited_fields import Edited, base, edits
+from edited_fields import Edited, edits, mix_edits
 
+from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import spec_hash
 from scalerl_operator.policy.resume_changes import forbidden_changes
 from scalerl_operator.workloads import Role
@@ -12,23 +13,35 @@ from scalerl_operator.workloads import Role
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
 
+TAKEN = [*edits(refused=False), *mix_edits(refused=False)]
+REFUSED = [*edits(refused=True), *mix_edits(refused=True)]
+
+
+def forbidden(edited: Edited) -> list[str]:
+    return forbidden_changes(before(edited).to_manifest(), edited.run.to_manifest())
+
+
+def before(edited: Edited) -> ScaleRLRun:
+    return ScaleRLRun.model_validate(edited.before)
+
+
 def restarted(edited: Edited) -> set[Role]:
-    return {role for role in ROLES if spec_hash(base(), role) != spec_hash(edited.run, role)}
+    return {role for role in ROLES if spec_hash(before(edited), role) != spec_hash(edited.run, role)}
 
 
-@pytest.mark.parametrize("edited", edits(refused=False), ids=str)
+@pytest.mark.parametrize("edited", TAKEN, ids=str)
 def test_an_edit_restarts_the_roles_of_its_entry(edited: Edited) -> None:
     assert restarted(edited) == edited.edit.effect.roles
 
 
-@pytest.mark.parametrize("edited", edits(refused=False), ids=str)
+@pytest.mark.parametrize("edited", TAKEN, ids=str)
 def test_a_run_on_one_machine_is_resumed_with_an_edit(edited: Edited) -> None:
-    assert forbidden_changes(base().to_manifest(), edited.run.to_manifest()) == []
+    assert forbidden(edited) == []
 
 
-@pytest.mark.parametrize("edited", edits(refused=True), ids=str)
+@pytest.mark.parametrize("edited", REFUSED, ids=str)
 def test_and_not_with_one_that_is_refused(edited: Edited) -> None:
-    found = forbidden_changes(base().to_manifest(), edited.run.to_manifest())
+    found = forbidden(edited)
     if edited.path.startswith("storage."):
         assert found == [], "a run on one machine has no claim"
     else:

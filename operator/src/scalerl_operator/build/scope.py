@@ -11,7 +11,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.alias_generators import to_snake
 
-from scalerl_api.edits import Effect, edit_of, nested_model
+from scalerl_api.edits import EDITS, Effect, edit_of, entry_model, nested_model
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
@@ -179,7 +179,10 @@ def _unread(role: Role) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             here, nested = f"{path}{field.alias}", nested_model(field.annotation)
-            if nested is not None and nested.model_fields:
+            entry = entry_model(field.annotation)
+            if entry is not None and any(edited.startswith(f"{here}.") for edited in EDITS):
+                found[name] = {"__all__": unread(entry, f"{here}.")}
+            elif nested is not None and nested.model_fields:
                 below = unread(nested, f"{here}.")
                 whole = below.keys() == nested.model_fields.keys() and all(v is True for v in below.values())
                 found |= {name: True if whole else below} if below else {}

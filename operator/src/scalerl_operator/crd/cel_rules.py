@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from scalerl_api.autoscaling import MOMENT, on_the_calendar, timestamp_input
 from scalerl_api.conditions import Reason
-from scalerl_api.edits import EDITS, Effect, nested_model
+from scalerl_api.edits import EDITS, Edit, Effect, edit_of, entry_model, nested_model
 from scalerl_api.fields import (
     A_DECIMAL,
     DECIMAL_FORM,
@@ -85,22 +85,43 @@ OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
 
 
 def _refused_edits() -> dict[tuple[type[BaseModel], str], Rule]:
-    rules = {}
+    rules: dict[tuple[type[BaseModel], str], Rule] = {}
     for path, edit in EDITS.items():
         if edit.effect is not Effect.REFUSED:
             continue
-        *sections, last = path.split(".")
+        *sections, _ = path.split(".")
         model: type[BaseModel] = RunSpec
         for alias in sections:
-            nested = nested_model(_field(model, alias)[1].annotation)
+            annotation = _field(model, alias)[1].annotation
+            nested = entry_model(annotation) or nested_model(annotation)
             assert nested is not None, path
             model = nested
-        name, field = _field(model, last)
+        rules |= _unchanged(model, path, edit)
+    return rules
+
+
+def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type[BaseModel], str], Rule]:
+    """Of the last field of ``path``, a field of ``model``; without those below it that have entries of their own."""
+    last = path.rpartition(".")[2]
+    name, field = _field(model, last)
+    inner = entry_model(field.annotation) or nested_model(field.annotation)
+    has = f"has(self.{last}) == has(oldSelf.{last}) && (!has(self.{last}) || "
+    if inner is None or not any(other.startswith(f"{path}.") for other in EDITS):
         if field.is_required() or field.default is not None:
-            rules[model, name] = Rule("self == oldSelf", edit.note, changes=True)
-        else:  # one that may be absent may neither come, go, nor change, and only its model sees that
-            same = f"has(self.{last}) == has(oldSelf.{last}) && (!has(self.{last}) || self.{last} == oldSelf.{last})"
-            rules[model, name] = Rule(same, edit.note, field=last, changes=True)
+            return {(model, name): Rule("self == oldSelf", edit.note, changes=True)}
+        # One that may be absent may neither come, go, nor change, and only its model sees that.
+        same = f"{has}self.{last} == oldSelf.{last})"
+        return {(model, name): Rule(same, edit.note, field=last, changes=True)}
+    rules: dict[tuple[type[BaseModel], str], Rule] = {}
+    entries = inner is entry_model(
+        field.annotation
+    )  # an API server compares each with the one of the same name
+    for name_below, below in inner.model_fields.items():
+        if edit_of(f"{path}.{below.alias}") == edit and not (entries and name_below == "name"):
+            rules |= _unchanged(inner, f"{path}.{below.alias}", edit)
+    if entries:
+        same = f"{has}self.{last}.map(e, e.name) == oldSelf.{last}.map(e, e.name))"
+        rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     return rules
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from scalerl_api.edits import Effect, edit_of
+from scalerl_api.edits import Effect, edit_of, flat
 
 OF_A_CLUSTER = (
     *("spec.storage", "spec.images", "spec.podTemplate", "spec.deviceResource", "spec.coordinator"),
@@ -21,7 +20,7 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
     ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it runs before the first step. Create another run)']
     """
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = dict(flat(before)), dict(flat(after))
     return [
         f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})"
         for path in sorted(old.keys() | new.keys())
@@ -41,11 +40,3 @@ def _refusal(path: str) -> str:
     except KeyError:
         return "this release does not know the field"
     return edit.note if edit.effect is Effect.REFUSED else ""
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
