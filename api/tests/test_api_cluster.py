@@ -13,7 +13,7 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, parse_run, run_from_object
 from scalerl_api.pods import PodTemplate, PullSecret
 from scalerl_api.process import ProcessEnvironment
-from scalerl_api.spec import free_option
+from scalerl_api.roles import free_option
 from scalerl_api.status import Condition, RunStatus
 
 OBJECT: dict[str, Any] = {

@@ -7,7 +7,8 @@
     process A ── wire.* messages ──▶ process B                          msgspec, a version in the handshake
     coordinator ── EvaluationPoint ──▶ curve_csv() ──▶ curve.csv, ConfigMap
 
-Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, with its model and task in :mod:`.source`, its field types in
+Lives here: the ``ScaleRLRun`` resource (:mod:`.spec`, with its model and task in :mod:`.source`, mixes in :mod:`.mix`, evaluation sets
+in :mod:`.evaluation`, generators and trainer in :mod:`.roles`, checks across its sections in :mod:`.run_rules`, field types in
 :mod:`.fields`, what only a cluster uses of it in :mod:`.cluster` and :mod:`.pods`), its status there (:mod:`.status`, :mod:`.conditions`), how a
 file or a cluster's object becomes a run or a list of precise errors (:mod:`.load`), what processes of a run say
 to each other (:mod:`.wire`, :mod:`.endpoints`), the byte layout of weights on their way (:mod:`.weights`), what

@@ -215,6 +215,10 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
                 "mix[].verifier.name",
             )
         ),
+        *(
+            f".spec.task.mix[].{name}"
+            for name in ("reasoningGym", "jsonl", "opGraph", "weight", "prompt", "heldOut")
+        ),
         *(".spec.evaluation.sets", ".spec.evaluation.sets[].task.verifier.name"),
         *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode")),
     }

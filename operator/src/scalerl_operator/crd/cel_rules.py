@@ -42,8 +42,9 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
+from scalerl_api.roles import SERVER_OPTIONS, SHORTEST_ABBREVIATION, free_option
 from scalerl_api.source import JsonlSource, ModelSpec, parameter_value
-from scalerl_api.spec import SERVER_OPTIONS, SHORTEST_ABBREVIATION, RunSpec, free_option
+from scalerl_api.spec import RunSpec
 
 
 class NotExpressible(Exception):

@@ -1,0 +1,144 @@
+"""``spec.generator``, ``spec.trainer`` and ``spec.coordinator``, and the weight transfer between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+
+from scalerl_api.fields import Matches, MemoryQuantity, Model, PositiveQuantity, PositiveUnitDecimal
+from scalerl_api.pods import PodTemplate
+
+MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
+
+
+class CoordinatorSpec(Model):
+    """The process that assigns work and keeps the history of the run. Ignored by the local runtime."""
+
+    max_restarts: MaxRestarts = 20
+    """Consecutive restarts, without ten minutes of stable operation in between, after which the run fails."""
+    pod_template: PodTemplate | None = None
+    """Overrides the run's podTemplate for the coordinator."""
+
+
+SERVER_OPTIONS: Final = (
+    *("--model", "--host", "--port", "--uds", "--api-key", "--middleware", "--dtype", "--max-model-len"),
+    *("--max-num-seqs", "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--logprobs-mode"),
+    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config"),
+    *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
+)
+"""vLLM's options that follow from other fields, or by which actor, trainer and server work together. A
+beginning of one counts as it: vLLM takes abbreviations."""
+SHORTEST_ABBREVIATION: Final = 6
+"""Characters; fewer may be the beginning of anything."""
+
+
+def free_option(argument: str) -> str:
+    """An argument of vLLM's command line that the operator does not set itself."""
+    name = argument.split("=", 1)[0].replace("_", "-")
+    abbreviates = len(name) >= SHORTEST_ABBREVIATION and any(
+        option.startswith(name) for option in SERVER_OPTIONS
+    )
+    if name in SERVER_OPTIONS or abbreviates or name.startswith("--ssl-"):
+        raise ValueError(f"{name} is set from other fields, or by the operator itself; leave it out")
+    return argument
+
+
+class GeneratorSpec(Model):
+    """vLLM servers and their actors. Elastic: generators may join, leave or fail at any time."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of generators. Written by ``kubectl scale``, and by the autoscaler if it is enabled."""
+    devices: Annotated[int, Field(ge=0, le=64)] = 0
+    """Accelerators per replica (tensor parallelism); 0 runs on CPU."""
+    cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Compute threads on CPU; default: chosen by vLLM."""
+    max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Completions that one server samples concurrently."""
+    kv_cache: MemoryQuantity | None = None
+    """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""
+    memory_fraction: PositiveUnitDecimal = "0.9"
+    """GPU only: fraction of the device memory that vLLM uses."""
+    lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
+    """A group without progress for this long is reassigned to another generator. Progress of its completions
+    restarts the timer, so the value may be less than the duration of a generation, but must exceed that of a
+    weight update."""
+    extra_args: Annotated[
+        list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
+    ] = []
+    """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected."""
+    max_restarts: MaxRestarts = 20
+    """On a cluster: consecutive restarts of one pod after which the run is degraded; the others continue."""
+    pod_template: PodTemplate | None = None
+    """Overrides the run's podTemplate for generators; ignored by the local runtime."""
+
+
+DEFAULT_MICRO_BATCH_TOKENS = 4096
+
+
+class ExportSpec(Model):
+    """Models of evaluations in Hugging Face format: safetensors, config, tokenizer, chat template."""
+
+    enabled: bool = True
+    """Keeps the models of the best and of the last evaluation under ``checkpoints/hf`` on the run's volume; each
+    contains the weights once, in ``model.dtype``."""
+    to: (
+        Annotated[
+            str,
+            Field(max_length=1024),
+            AfterValidator(
+                Matches(
+                    r"^(/.+|hf://[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+|s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/.*)?)$",
+                    "must be an absolute path, hf://owner/name or s3://bucket/prefix",
+                )
+            ),
+        ]
+        | None
+    ) = None
+    """Target of additional copies: an absolute path on a mounted volume, ``hf://owner/name`` or
+    ``s3://bucket/prefix``. Provide credentials as variables in ``trainer.podTemplate.env``, from a Secret."""
+
+
+class TrainerSpec(Model):
+    """The DeepSpeed ranks. If one fails, all restart from the last checkpoint."""
+
+    replicas: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Number of training nodes; on a cluster, one pod each. The local runtime runs all ranks on one machine."""
+    devices: Annotated[int, Field(ge=0, le=8)] = 0
+    """Accelerators per node, with one rank (process) each; the ranks of a node share NVLink and ``/dev/shm``. 0
+    runs one rank per node on CPU."""
+    cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Compute threads per rank on CPU; default: chosen by the runtime."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What is sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights."""
+    micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
+    """Maximum number of tokens in one forward and backward pass of a rank; default: 4096, or the model's
+    contextTokens if larger."""
+    activation_checkpointing: bool = False
+    """Recomputes activations in the backward pass: less memory, about a third more time."""
+    export: ExportSpec = ExportSpec()
+    """Export of models in Hugging Face format."""
+    max_restarts: MaxRestarts = 20
+    """On a cluster: consecutive restarts of all ranks, without ten minutes of stable operation in between, after
+    which the run fails. A trainer that was never ready fails after five. Disruptions by nodes (drains,
+    preemption, lost devices) do not count."""
+    pod_template: PodTemplate | None = None
+    """Overrides the run's podTemplate for the trainer and the preparation; ignored by the local runtime."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together: one per accelerator, one per node on CPU."""
+        return self.replicas * max(1, self.devices)
+
+
+class WeightSyncSpec(Model):
+    """Transfer of new weights to the generators: one broadcast per bucket over a separate process group."""
+
+    backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
+    """``Auto``: NCCL if both sides have accelerators, otherwise gloo."""
+    bucket: PositiveQuantity = "16Mi"
+    """Bytes per broadcast; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
+    timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
+    """Time-out of a publish, which is then repeated without the lost generators."""
+    probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
+    """Sequences that both sides score after a publish to measure the trainer–generator mismatch."""

@@ -1,0 +1,274 @@
+"""Checks across the sections of a spec. Those within a section are the ``rules`` of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from pydantic.alias_generators import to_snake
+
+from scalerl_api.fields import Rule
+from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
+from scalerl_api.recipe.presets import cel
+from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
+
+if TYPE_CHECKING:
+    from scalerl_api.spec import RunSpec
+
+_RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
+"""CEL of ``TrainerSpec.ranks``."""
+_PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
+_FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
+
+
+def _within_completions(path: str) -> Rule:
+    """A field of ``recipe.length`` that is less than maxCompletionTokens where it is given."""
+    rule, field = path.split(".")
+    length = f"self.recipe.length.{rule}"
+
+    def holds(spec: RunSpec) -> bool:
+        chosen = getattr(spec.recipe.length, to_snake(rule))
+        given = None if chosen is None else getattr(chosen, to_snake(field))
+        limits = [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
+        return given is None or given < min([spec.recipe.max_completion_tokens, *limits])
+
+    return Rule(
+        f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
+        f"({length}.{field} < self.recipe.maxCompletionTokens && (!has(self.task.mix) || "
+        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {length}.{field} < t.maxCompletionTokens)))",
+        f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
+        f"recipe.length.{path}",
+        holds,
+    )
+
+
+def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpec], object]) -> Rule:
+    """A field of the recipe that contradicts a distillation which ignores the rewards. given: its CEL, as far as it is in the
+    manifest. chosen: true where it is in effect."""
+    return Rule(
+        f"!has(self.recipe.distillation) || self.recipe.distillation.rewards != 'Ignored' || !({given})",
+        f"recipe.{field} cannot go with recipe.distillation, whose rewards are Ignored: {why}. Leave it out, or set "
+        "recipe.distillation.rewards: Added",
+        f"recipe.{field}",
+        lambda spec: (
+            spec.recipe.distillation is None
+            or spec.recipe.distillation.rewards != "Ignored"
+            or not chosen(spec.recipe)
+        ),
+    )
+
+
+RUN_RULES: Final = (
+    Rule(
+        "self.recipe.maxCompletionTokens < self.model.contextTokens",
+        "%(recipe.maxCompletionTokens)s must be less than %(model.contextTokens)s: the prompt needs room too",
+        "recipe.maxCompletionTokens",
+        lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
+    ),
+    _reads_rewards(
+        "zeroVarianceFilter",
+        "the teacher's log-probabilities differ where rewards are equal",
+        "has(self.recipe.zeroVarianceFilter) && self.recipe.zeroVarianceFilter",
+        lambda recipe: recipe.zero_variance_filter,
+    ),
+    _reads_rewards(
+        "refill",
+        "no group is dropped for equal rewards, so no place becomes free",
+        "has(self.recipe.refill)",
+        lambda recipe: recipe.refill,
+    ),
+    _reads_rewards(
+        "length.penalty",
+        "it changes rewards alone",
+        "has(self.recipe.length) && has(self.recipe.length.penalty)",
+        lambda recipe: recipe.length.penalty,
+    ),
+    _reads_rewards(
+        "length.overlong",
+        "it changes rewards alone",
+        "has(self.recipe.length) && has(self.recipe.length.overlong)",
+        lambda recipe: recipe.length.overlong,
+    ),
+    Rule(
+        f"!has(self.recipe.refill) || {_FILTER}",
+        "recipe.refill needs recipe.zeroVarianceFilter: true, which the preset may not have: without the filter no place "
+        "becomes free",
+        "recipe.refill",
+        lambda spec: spec.recipe.refill is None or spec.recipe.zero_variance_filter,
+    ),
+    *(
+        _within_completions(path)
+        for path in ("interruption.minTokens", "interruption.maxTokens", "overlong.bufferTokens")
+    ),
+    Rule(
+        "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
+        "%(trainer.microBatchTokens)s must be at least %(model.contextTokens)s: the longest sequence has to fit in "
+        "one pass",
+        "trainer.microBatchTokens",
+        lambda spec: spec.micro_batch_tokens >= spec.model.context_tokens,
+    ),
+    Rule(
+        "self.weightSync.backend != 'NCCL' || (self.generator.devices > 0 && self.trainer.devices > 0)",
+        "weightSync.backend NCCL needs generator.devices and trainer.devices above 0",
+        "weightSync.backend",
+        lambda spec: spec.weight_sync.backend != "NCCL" or spec.generator.devices * spec.trainer.devices > 0,
+    ),
+    Rule(
+        "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
+        "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
+        "stage 1 or more, or model.dtype: float32",
+        "trainer.zeroStage",
+        lambda spec: spec.trainer.zero_stage > 0 or spec.model.dtype != "bfloat16",
+    ),
+    Rule(
+        f"!has(self.warmStart) || self.warmStart.batchSize >= {_RANKS}",
+        "%(warmStart.batchSize)s must be at least the ranks of %(trainer.replicas)s and %(trainer.devices)s: each "
+        "rank takes an example or more",
+        "warmStart.batchSize",
+        lambda spec: spec.warm_start is None or spec.warm_start.batch_size >= spec.trainer.ranks,
+    ),
+    Rule(
+        "!has(self.warmStart) || has(self.warmStart.steps) || has(self.budget.split)",
+        "warmStart.steps is needed without budget.split: set one of them",
+        "warmStart.steps",
+        lambda spec: (
+            spec.warm_start is None or spec.warm_start.steps is not None or spec.budget.split is not None
+        ),
+    ),
+    Rule(
+        "!has(self.warmStart) || !has(self.warmStart.jsonl) || !has(self.task.mix) || "
+        "self.task.mix.all(t, t.prompt == self.task.mix[0].prompt)",
+        "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl "
+        "out, to train on the prompts of the mix, or give all tasks the same prompt",
+        "warmStart.jsonl",
+        lambda spec: (
+            spec.warm_start is None
+            or spec.warm_start.jsonl is None
+            or all(t.prompt == spec.task.mix[0].prompt for t in spec.task.mix or ())
+        ),
+    ),
+    Rule(
+        "!has(self.budget.split) || has(self.warmStart)",
+        "budget.split divides the compute between warmStart and RL, and there is no warmStart: add it, or leave split "
+        "out",
+        "budget.split",
+        lambda spec: spec.budget.split is None or spec.warm_start is not None,
+    ),
+    Rule(
+        "!has(self.task.verifier) || self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
+        "%(generator.leaseSeconds)s must be more than %(task.verifier.timeoutSeconds)s: one completion that hangs "
+        "the verifier would cost its whole group the lease",
+        "generator.leaseSeconds",
+        lambda spec: (
+            spec.task.verifier is None or spec.generator.lease_seconds > spec.task.verifier.timeout_seconds
+        ),
+    ),
+    Rule(
+        "!has(self.task.mix) || self.task.mix.all(t, "
+        "self.generator.leaseSeconds > t.verifier.timeoutSeconds)",
+        "%(generator.leaseSeconds)s must be more than verifier.timeoutSeconds of each of task.mix: one completion that "
+        "hangs the verifier would cost its whole group the lease",
+        "generator.leaseSeconds",
+        lambda spec: all(
+            spec.generator.lease_seconds > t.verifier.timeout_seconds for t in spec.task.mix or ()
+        ),
+    ),
+    Rule(
+        "!has(self.task.mix) || self.task.mix.all(t, !has(t.maxCompletionTokens) || "
+        "t.maxCompletionTokens <= self.recipe.maxCompletionTokens)",
+        "maxCompletionTokens of each of task.mix must be at most %(recipe.maxCompletionTokens)s, which memory is planned "
+        "for: raise that, or lower the task's",
+        "task.mix",
+        lambda spec: all(
+            (t.max_completion_tokens or 0) <= spec.recipe.max_completion_tokens for t in spec.task.mix or ()
+        ),
+    ),
+    Rule(
+        "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.heldOutOf) || "
+        "(has(self.task.mix) && self.task.mix.exists(t, t.name == s.heldOutOf)))",
+        "heldOutOf of each of evaluation.sets must be the name of a task of task.mix",
+        "evaluation.sets",
+        lambda spec: (
+            {s.held_out_of for s in spec.evaluation.sets or ()}
+            <= {None, *(t.name for t in spec.task.mix or ())}
+        ),
+    ),
+    Rule(
+        "!has(self.task.mix) || !has(self.evaluation.sets) || self.evaluation.sets.all(s, "
+        f"(has(s.task) || has(s.heldOutOf)) && s.name != '{MEAN_SET}')",
+        f"with task.mix, each of evaluation.sets needs task or heldOutOf, and another name than {MEAN_SET}",
+        "evaluation.sets",
+        lambda spec: (
+            spec.task.mix is None
+            or all(
+                (s.task is not None or s.held_out_of is not None) and s.name != MEAN_SET
+                for s in spec.evaluation.sets or ()
+            )
+        ),
+    ),
+    Rule(
+        "!has(self.evaluation.forecastSet) || "
+        f"(has(self.task.mix) && self.evaluation.forecastSet == '{MEAN_SET}') || (has(self.evaluation.sets) ? "
+        "self.evaluation.sets.exists(s, s.name == self.evaluation.forecastSet) : has(self.task.mix) ? "
+        "self.task.mix.exists(t, t.name == self.evaluation.forecastSet) : "
+        f"self.evaluation.forecastSet == '{HELD_OUT_SET}')",
+        "%(evaluation.forecastSet)s must be the name of one of sets; without them, of a task of task.mix, or "
+        f"{HELD_OUT_SET} of a run with one task. With task.mix, also {MEAN_SET}",
+        "evaluation.forecastSet",
+        lambda spec: (
+            spec.evaluation.forecast_set is None
+            or spec.evaluation.forecast_set in [s.name for s in spec.evaluation_sets]
+            or (spec.task.mix is not None and spec.evaluation.forecast_set == MEAN_SET)
+        ),
+    ),
+    Rule(
+        f"!has(self.evaluation.forecastSet) || self.evaluation.forecastSet != '{MEAN_SET}' || "
+        "!has(self.task.mix) || !has(self.evaluation.sets) || self.task.mix.all(t, "
+        "self.evaluation.sets.exists(s, has(s.heldOutOf) && s.heldOutOf == t.name))",
+        f"evaluation.forecastSet {MEAN_SET} needs a set with heldOutOf for each task of task.mix: add those, or choose a set",
+        "evaluation.forecastSet",
+        lambda spec: (
+            spec.task.mix is None
+            or spec.evaluation.forecast_set != MEAN_SET
+            or {t.name for t in spec.task.mix} <= {s.held_out_of for s in spec.evaluation_sets}
+        ),
+    ),
+    Rule(
+        "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || "
+        "self.generator.leaseSeconds > s.task.verifier.timeoutSeconds)",
+        "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds of each of evaluation.sets: one "
+        "completion that hangs the verifier would cost its whole group the lease",
+        "generator.leaseSeconds",
+        lambda spec: all(
+            spec.generator.lease_seconds > s.task.verifier.timeout_seconds
+            for s in spec.evaluation.sets or ()
+            if s.task is not None
+        ),
+    ),
+    Rule(
+        f"{_RANKS} <= {_PROMPTS}",
+        "the ranks of %(trainer.replicas)s and %(trainer.devices)s must be at most %(recipe.promptsPerStep)s: each "
+        "rank takes a prompt or more",
+        "trainer.replicas",
+        lambda spec: spec.trainer.ranks <= spec.recipe.prompts_per_step,
+    ),
+    Rule(
+        f"{_PROMPTS} * self.recipe.completionsPerPrompt <= {MAX_BATCH_COMPLETIONS}",
+        "%(recipe.promptsPerStep)s times %(recipe.completionsPerPrompt)s must be at most "
+        f"{MAX_BATCH_COMPLETIONS}: the coordinator holds every completion of a step in memory",
+        "recipe.promptsPerStep",
+        lambda spec: (
+            spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt <= MAX_BATCH_COMPLETIONS
+        ),
+    ),
+    Rule(
+        "!has(self.autoscaling.generators) || (self.autoscaling.generators.min <= self.generator.replicas && "
+        "self.generator.replicas <= self.autoscaling.generators.max)",
+        "%(generator.replicas)s must lie within %(autoscaling.generators)s",
+        "generator.replicas",
+        lambda spec: (
+            (allowed := spec.autoscaling.generators) is None
+            or allowed.min <= spec.generator.replicas <= allowed.max
+        ),
+    ),
+)
