@@ -12,6 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from scalerl_api import wire
 from scalerl_api.status import Condition, RunStatus
+from scalerl_api.task_figures import TASK_FIGURES, task_key
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
@@ -73,7 +74,7 @@ def _registries() -> Iterator[CollectorRegistry]:
                 pass_at=[wire.PassAt(2, 0.5, 0.4, 0.6)],
             )
         ],
-        last_step_stats={},
+        last_step_stats={task_key(figure, "sums"): 0.0 for figure in TASK_FIGURES},
         wall_seconds=0.0,
         device_seconds=0.0,
         tokens_generated=0,

@@ -40,6 +40,11 @@ def presets() -> str:
     return table("field of `spec.recipe`", *(f"`{name}`" for name in PRESETS), rows=rows)
 
 
+def _shown(path: str) -> str:
+    """A field of a list's entries as the reference writes it."""
+    return path.replace("task.mix.", "task.mix[].")
+
+
 def tables() -> dict[str, str]:
     """All tables of docs/operations.md by the name of their place in it."""
     rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
@@ -52,7 +57,7 @@ def tables() -> dict[str, str]:
         "edits": table(
             "field of `spec`", "effect of an edit",
             rows=[
-                (", ".join(f"`{path}`" for path, other in EDITS.items() if other == edit), f"{edit.effect.text} {edit.note}".strip())
+                (", ".join(f"`{_shown(path)}`" for path, other in EDITS.items() if other == edit), f"{edit.effect.text} {edit.note}".strip())
                 for edit in dict.fromkeys(EDITS.values())
             ],
         ),

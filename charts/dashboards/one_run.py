@@ -29,6 +29,11 @@ def by_position(title: str, description: str, source: str) -> Panel:
     return lines(title, description, (metric, "{{positions}}"))
 
 
+def of_task(figure: str) -> str:
+    """A figure of the newest step for each task of a mix."""
+    return f"max by (task) (scalerl_coordinator_task_{figure}{{{RUN}}})"
+
+
 CURVE = Section(
     "Progress",
     (
@@ -86,6 +91,45 @@ CURVE = Section(
             (newest("scalerl_coordinator_trainer_busy_fraction"), "trainer"),
             unit="percentunit",
             width=6,
+            maximum=1.0,
+        ),
+    ),
+)
+
+TASKS = Section(
+    "Tasks of a mix",
+    (
+        lines(
+            "Training reward",
+            "Mean score of the latest step's completions; only with task.mix.",
+            (of_task("reward"), "{{task}}"),
+            maximum=1.0,
+            minimum=None,
+        ),
+        lines(
+            "Evaluation sets",
+            "Reward of each set at its latest evaluation; without evaluation.sets, a mix has one for each task.",
+            (f"max by (set) (scalerl_coordinator_evaluation_set_reward{{{RUN}}})", "{{set}}"),
+            maximum=1.0,
+            minimum=None,
+        ),
+        lines(
+            "Filtered groups",
+            "Fraction of the latest step's groups without a gradient. A task that is solved, or hopeless, approaches 1.",
+            (f"{of_task('filtered_groups')} / {of_task('groups')}", "{{task}}"),
+            unit="percentunit",
+            maximum=1.0,
+        ),
+        lines(
+            "Mean completion length",
+            "Tokens of the latest step's completions.",
+            (of_task("mean_completion_tokens"), "{{task}}"),
+        ),
+        lines(
+            "Truncated completions",
+            "Fraction of the latest step's completions that ended at their maximum length.",
+            (of_task("truncated_fraction"), "{{task}}"),
+            unit="percentunit",
             maximum=1.0,
         ),
     ),
@@ -407,7 +451,7 @@ BOARD = Board(
     uid="scalerl-run",
     title="ScaleRL / run",
     description="One run, from its curve to its disk.",
-    sections=(CURVE, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
+    sections=(CURVE, TASKS, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
     variables=(
         Variable("namespace", "scalerl_coordinator_step"),
         Variable("run", 'scalerl_coordinator_step{namespace="$namespace"}'),
