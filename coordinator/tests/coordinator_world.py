@@ -65,7 +65,7 @@ class QuickDisk(Disk):
         return None
 
 
-class _Prompts:
+class Prompts:
     """What samplers ask of training prompts."""
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class World:
     def _begin(self, state: CoordinatorState) -> None:
         self.process += 1
         identity, weights = self.settings.identity, self.settings.weights
-        train = [_Prompts() for _ in identity.tasks]
+        train = [Prompts() for _ in identity.tasks]
         samplers = make_samplers(self.settings.curriculum, train, identity.tasks, weights, identity.seed)
         labels = {
             task: [{"parity": str(p % 2)} for p in range(self.settings.identity.evaluation_set(task).prompts)]

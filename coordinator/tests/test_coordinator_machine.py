@@ -2,7 +2,7 @@
 
 A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
 kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole, and may start again with
-another batch size, another k or scheme, or other evaluations.
+another batch size, another k or scheme, or other evaluations. Some runs have a mix of tasks.
 """
 
 from __future__ import annotations
@@ -11,29 +11,37 @@ import math
 import shutil
 import struct
 import tempfile
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from coordinator_client import make_group
-from coordinator_world import TRAIN_PROMPTS, JournalWorld, World, check_consistency, make_settings
+from coordinator_world import JournalWorld, Prompts, World, check_consistency, make_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scalerl_api import wire
+from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import slots
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.prompt_history import PromptHistory
-from scalerl_coordinator.prompt_sequence import SeededEpochs
-from scalerl_coordinator.samplers import RuleSampler, Uniform
+from scalerl_coordinator.prompt_sequence import View
+from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.state import CoordinatorState
+from scalerl_tasks import Mixture
 
 NAMES = ("g0", "g1", "g2")
-UNIFORM = RuleSampler(TRAIN_PROMPTS, 11, Uniform())
+WEIGHTS = {
+    1: (Fraction(1),),
+    2: (Fraction("0.7"), Fraction("0.3")),
+    3: (Fraction("0.5"), Fraction("0.2"), Fraction("0.3")),
+}
+"""By the number of tasks."""
 
 
 class Coordinator(RuleBasedStateMachine):
@@ -45,8 +53,9 @@ class Coordinator(RuleBasedStateMachine):
         max_steps=st.none() | st.integers(2, 6),
         spare=st.booleans(),
         max_tries=st.sampled_from([1, 1, 3]),
+        tasks=st.sampled_from([1, 1, 2, 3]),
         sets=st.sampled_from([0, 1, 3]),
-        forecast=st.integers(0, 3),
+        forecast=st.integers(-1, 5),
     )
     def begin(
         self,
@@ -55,22 +64,33 @@ class Coordinator(RuleBasedStateMachine):
         max_steps: int | None,
         spare: bool,
         max_tries: int,
+        tasks: int,
         sets: int,
         forecast: int,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
         self.patch.setattr(slots, "_MIN_ON_POLICY", 1)
+        names, weights = ("main", "sums", "words")[:tasks], WEIGHTS[tasks]
+        train = [Prompts() for _ in names]
+        self.samplers = make_samplers(CurriculumSpec(uniform=UniformSpec()), train, names, weights, 11)
+        self.mixture = Mixture(weights, 11)
+        sets += tasks - 1  # each task of a mix has one
         self.world = self._make_world(
             make_settings(
+                tasks=names,
+                weights=weights,
+                task_max_tokens=(8, 6, 7)[:tasks] if tasks > 1 else (),
                 max_staleness_steps=k,
                 steps_per_batch=k + 1 if ppo else 0,
                 max_steps=max_steps,
                 zero_variance_filter=spare,
                 max_tries=max_tries,
-                sets=tuple(EvaluationSet(f"set-{n}", f"digest-{n}", n + 1, 3 - n) for n in range(sets)),
-                set_every=(1, 2, 3)[:sets],
-                forecast_task=min(forecast, sets),
+                sets=tuple(
+                    EvaluationSet(f"set-{n}", f"digest-{n}", n % 3 + 1, 3 - n % 3) for n in range(sets)
+                ),
+                set_every=(1, 2, 3, 1, 2)[:sets],
+                forecast_task=min(forecast, sets) if tasks > 1 else min(max(forecast, 0), sets),
             )
         )
         self.bounds = [(0, k)]  # k, by the first step it holds for
@@ -149,7 +169,8 @@ class Coordinator(RuleBasedStateMachine):
                 fresh &= not identity.steps_per_batch
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
-                assert lease.prompt.index == self._prompt(lease.slot, len(state.tries.get(lease.slot, ())))
+                tries = len(state.tries.get(lease.slot, ()))
+                assert (lease.prompt.task, lease.prompt.index) == self._prompt(lease.slot, tries)
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), flat=st.booleans())
@@ -310,7 +331,7 @@ class Coordinator(RuleBasedStateMachine):
                 group = self.accepted.get(lease_id)
                 if group is not None:
                     tries = len(world.state.tries.get(group.slot, ()))
-                    assert group.prompt.index == self._prompt(group.slot, tries)
+                    assert (group.prompt.task, group.prompt.index) == self._prompt(group.slot, tries)
                     assert step - _oldest(group) <= self._bound(step)
             assert step == len(self.trained)
             self.trained[step] = plan.lease_ids
@@ -456,12 +477,13 @@ class Coordinator(RuleBasedStateMachine):
 
     # --- helpers --------------------------------------------------------------------------------
 
-    @staticmethod
-    def _prompt(slot: int, tries: int) -> int:
-        """The prompt that a slot has after so many tries, whatever happened meanwhile."""
+    def _prompt(self, slot: int, tries: int) -> tuple[int, int]:
+        """Task and prompt of a slot after so many tries, whatever happened meanwhile."""
+        task, cursor = self.mixture.place(slot)
+        history = PromptHistory().as_of(0)
         if tries == 0:
-            return SeededEpochs(TRAIN_PROMPTS, 11).choose(slot)
-        return UNIFORM.refill(slot, tries, PromptHistory().as_of(0))
+            return task, self.samplers[task].choose(View(cursor, history))[0]
+        return task, self.samplers[task].refill(slot, tries, history)
 
     def _as_member(self, name: str, act: Any) -> Any:
         """``act(member id, version)``; a member that is not known registers again, as an actor does."""
@@ -500,8 +522,8 @@ class Coordinator(RuleBasedStateMachine):
 
 
 def _token(lease: wire.Lease, at: int) -> int:
-    """Of slot and prompt, so that tokens of another are seen."""
-    return (lease.slot * 31 + lease.prompt.index * 7 + at) % 100
+    """Of slot, task and prompt, so that tokens of another are seen."""
+    return (lease.slot * 31 + lease.prompt.index * 7 + lease.prompt.task * 13 + at) % 100
 
 
 def _oldest(group: wire.Group) -> int:

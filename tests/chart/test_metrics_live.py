@@ -43,6 +43,7 @@ CURVE = msgspec.json.encode(
 EMPTY = {
     "scalerl_operator_decisions_total": "no run of this operator has reached its first evaluation",
     'name="teacher_kl"': "the run has no teacher",
+    "scalerl_coordinator_task_": "the run has one task",
 }
 
 
