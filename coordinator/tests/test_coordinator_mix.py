@@ -110,6 +110,34 @@ def test_leases_and_groups_have_the_length_of_their_task() -> None:
     assert world.push(world.member, make_group(of_words, tokens=5)) is PushResult.ACCEPTED
 
 
+@pytest.mark.parametrize("crash", [False, True])
+def test_refilled_slot_keeps_its_task(crash: bool) -> None:
+    world = mixed(zero_variance_filter=True, max_tries=3)
+    identity = world.settings.identity
+    prompts: dict[int, list[wire.PromptRef]] = {}
+    for _ in range(3):
+        for lease in world.lease(world.member, 0):
+            if lease.split is Split.TRAIN:
+                prompts.setdefault(lease.slot, []).append(lease.prompt)
+                assert lease.max_tokens == identity.max_tokens(lease.prompt.task)
+            flat = make_group(lease, version=0, scores=[1.0] * lease.completions)
+            assert world.push(world.member, flat) is PushResult.ACCEPTED
+        world.acknowledge()
+        if crash:
+            world.crash(0)
+            world.member = world.register("g", version=0)
+        check_consistency(world)
+    mixture = Mixture(WEIGHTS, identity.seed)
+    assert {mixture.task(slot) for slot in prompts} == {0, 1}
+    for slot, tried in prompts.items():
+        assert len(tried) == 3
+        assert {prompt.task for prompt in tried} == {mixture.task(slot)}
+    row = world.report("t", 0)
+    assert row is not None
+    groups = row["groups_task_sums"] + row["groups_task_words"]
+    assert (groups, row["refilled_groups"]) == (9, 6)
+
+
 def test_edited_length_of_a_task_applies_to_what_is_issued_afterwards() -> None:
     world = mixed()
     leases = world.lease(world.member, 0)

@@ -90,7 +90,10 @@ class Run:
         }
         for path, value in changes.items():
             section, _, name = path.partition("__")
-            spec.setdefault(section, {})[name] = value
+            if name:
+                spec.setdefault(section, {})[name] = value
+            else:
+                spec[section] = value(spec[section])
         manifest = {
             "apiVersion": "scalerl.dev/v1alpha1",
             "kind": "ScaleRLRun",
@@ -445,10 +448,19 @@ def supervised(run: Run) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_killed_mid_training_resumes_as_if_undisturbed(new_run: Any, stage: int) -> None:
+def mix_of(task: dict[str, Any]) -> dict[str, Any]:
+    """Of the same problems twice, with another prompt and other held-out ones."""
+    other = {"prompt": {"template": "{prompt} "}, "heldOut": {"size": 2, "seed": 1}}
+    return {"mix": [task | {"name": "a", "weight": "0.7"}, task | other | {"name": "b", "weight": "0.3"}]}
+
+
+@pytest.mark.parametrize(("stage", "task"), [(0, dict), (1, dict), (3, dict), (1, mix_of)])
+def test_killed_mid_training_resumes_as_if_undisturbed(
+    new_run: Any, stage: int, task: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """Weights bit for bit, and tokens: nothing is repeated, skipped or counted twice."""
     settings = {
+        "task": task,
         "trainer__zeroStage": stage,
         "checkpoint__everySteps": 4,
         "warmStart__steps": 120,
