@@ -131,8 +131,9 @@ def make_group(
     version: int | None = None,
     logprob: float = -0.5,
     parts: dict[str, list[float]] | None = None,
+    teacher: float | None = None,
 ) -> wire.Group:
-    """A group for ``lease``; scores vary unless given."""
+    """A group for ``lease``; scores vary unless given. teacher: its log-probability of every token."""
     if scores is None:
         scores = [float(i % 2) for i in range(lease.completions)]
     version = lease.policy_version if version is None else version
@@ -150,6 +151,7 @@ def make_group(
                 logprobs=logprobs,
                 versions=[wire.VersionSpan(version, 0)],
                 finish_reason="stop",
+                teacher_logprobs=b"" if teacher is None else struct.pack("<f", teacher) * tokens,
             )
             for _ in scores
         ],

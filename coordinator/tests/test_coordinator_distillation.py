@@ -92,3 +92,65 @@ def test_status_names_the_teacher_that_generators_wait_for(world: World) -> None
     assert status.waiting_for == "the teacher: g: http://teacher:8000: refused"
     world.beat(world.member, 0)
     assert build_status(world.core).teacher_problem == ""
+
+
+def test_run_ends_while_no_teacher_answers(world: World) -> None:
+    """A stop waits neither for groups that wait for the teacher, nor for the step that needs them."""
+    leases = world.lease(world.member, 0, 3)
+    world.push(world.member, taught(leases[0]))
+    problem = "http://teacher:8000: refused"
+    world.beat(world.member, 0, teacher_problem=problem)
+    assert world.next("t") is None
+    world.core.stop("the budget is used up", world.now)
+    following = world.next("t")
+    assert following is not None
+    assert following.action is NextAction.FINISH
+    status = build_status(world.core)
+    assert status.stop_reason == "the budget is used up"
+    assert status.phase in (wire.Phase.FINISHING, wire.Phase.FINISHED)
+
+
+def test_stop_evaluates_the_last_version_without_a_teacher(world: World) -> None:
+    for lease in world.lease(world.member, 0, 3):
+        world.push(world.member, taught(lease))
+    assert world.next("t").action is NextAction.TRAIN  # type: ignore[union-attr]
+    world.report("t", 0)
+    world.core.stop("the budget is used up", world.now)
+    world.publish("t")
+    world.beat(world.member, 1, teacher_problem="http://teacher:8000: refused")
+    assert world.next("t") is None
+    assert build_status(world.core).phase is wire.Phase.FINISHING
+    evaluation = world.lease(world.member, 1)
+    assert {lease.split for lease in evaluation} == {Split.HELD_OUT}
+    for lease in evaluation:
+        assert world.push(world.member, make_group(lease, version=1)) is PushResult.ACCEPTED
+    assert world.next("t").action is NextAction.FINISH  # type: ignore[union-attr]
+
+
+def test_step_is_trained_again_with_the_same_teacher_after_a_rollback(world: World) -> None:
+    stored = {}
+    world.checkpoint("t", [0])
+    for number, lease in enumerate(world.lease(world.member, 0, 3)):
+        group = taught(lease, struct.pack("<4f", *[-1.0 - number] * 4))
+        world.push(world.member, group)
+        stored[lease.lease_id] = r.decode_stored(msgspec.msgpack.encode(group))
+    first = fill_shard(world.plan("t", 0), stored)
+    world.report("t", 0)
+    world.acknowledge()
+    world.crash(0)
+    world.hello("t2", 0)
+    again = fill_shard(world.plan("t2", 0), stored)
+    assert [s.teacher_logprobs for s in again.sequences] == [s.teacher_logprobs for s in first.sequences]
+    assert len({s.teacher_logprobs for s in again.sequences}) == 3
+
+
+def test_refill_with_added_rewards_needs_the_teacher_too() -> None:
+    world = ready(World(make_settings(teacher=True, max_tries=3, evaluation_every=1000)))
+    (first, *_) = world.lease(world.member, 0, 3)
+    assert world.push(world.member, taught(first, scores=[1.0, 1.0])) is PushResult.ACCEPTED
+    (again,) = world.lease(world.member, 0, 1)
+    assert again.slot == first.slot
+    assert world.push(world.member, make_group(again)) is PushResult.INVALID
+    (retried,) = world.lease(world.member, 0, 1)
+    assert (retried.slot, retried.prompt) == (again.slot, again.prompt)
+    assert world.push(world.member, taught(retried)) is PushResult.ACCEPTED

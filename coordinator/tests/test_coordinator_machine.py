@@ -11,7 +11,9 @@ import math
 import shutil
 import struct
 import tempfile
+from collections import Counter
 from fractions import Fraction
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scalerl_api import wire
 from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
 from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.prompt_history import PromptHistory
@@ -33,6 +36,7 @@ from scalerl_coordinator.prompt_sequence import View
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.trainer_requests import fill_shard
 from scalerl_tasks import Mixture
 
 NAMES = ("g0", "g1", "g2")
@@ -44,6 +48,10 @@ WEIGHTS = {
 """By the number of tasks."""
 
 
+REACHED: Counter[str] = Counter()
+"""What the walks of this process came to."""
+
+
 class Coordinator(RuleBasedStateMachine):
     """See the module."""
 
@@ -53,6 +61,7 @@ class Coordinator(RuleBasedStateMachine):
         max_steps=st.none() | st.integers(2, 6),
         spare=st.booleans(),
         max_tries=st.sampled_from([1, 1, 3]),
+        teacher=st.booleans(),
         tasks=st.sampled_from([1, 1, 2, 3]),
         sets=st.sampled_from([0, 1, 3]),
         forecast=st.integers(-1, 5),
@@ -64,6 +73,7 @@ class Coordinator(RuleBasedStateMachine):
         max_steps: int | None,
         spare: bool,
         max_tries: int,
+        teacher: bool,
         tasks: int,
         sets: int,
         forecast: int,
@@ -78,6 +88,7 @@ class Coordinator(RuleBasedStateMachine):
         sets += tasks - 1  # each task of a mix has one
         self.world = self._make_world(
             make_settings(
+                teacher=teacher,
                 tasks=names,
                 weights=weights,
                 task_max_tokens=(8, 6, 7)[:tasks] if tasks > 1 else (),
@@ -108,9 +119,17 @@ class Coordinator(RuleBasedStateMachine):
         self.unpublished = False
         self.point_versions: set[tuple[int, int]] = set()
         self.handed_over = 0  # tokens that another lease continued
+        # Two lineages may have weights of one version. Which weights a version is now, and a generator holds:
+        self.weights = {0: 0}
+        self.held_weights: dict[str, int] = {}
+        self.sampled_with: dict[str, tuple[int, int]] = {}  # lease id → version of its tokens, and weights
+        self.trained_weights = 0
 
     def _make_world(self, settings: Settings) -> World:
         return World(settings)
+
+    def _check_shard(self, plan: Any) -> None:
+        """What the trainer gets."""
 
     # --- an ordinary while ----------------------------------------------------------------------
 
@@ -185,6 +204,8 @@ class Coordinator(RuleBasedStateMachine):
             self.work.append((name, lease))
         elif result is PushResult.ACCEPTED and lease.split is Split.TRAIN:
             self.accepted[group.lease_id] = group
+            if _oldest(group) == self.members[name][1]:
+                self.sampled_with[group.lease_id] = _oldest(group), self.held_weights[name]
         else:
             stale = {PushResult.STALE} if self.world.changed else set()
             assert result in {PushResult.ACCEPTED, PushResult.LATE} | stale
@@ -262,15 +283,18 @@ class Coordinator(RuleBasedStateMachine):
         assert self.world.state.counts.acknowledged == before
 
     @precondition(lambda self: self.work)
-    @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot", "verdict"]))
+    @rule(data=st.data(), bad=st.sampled_from(["nan", "short", "future", "slot", "verdict", "teacher"]))
     def push_spoiled(self, data: st.DataObject, bad: str) -> None:
         name, lease = data.draw(st.sampled_from(self.work))
         group = self._group(name, lease, False)
         completion = group.completions[0]
+        if bad == "teacher" and not completion.teacher_logprobs:
+            return
         broken: dict[str, Any] = {
             "nan": {"logprobs": b"\x00\x00\xc0\x7f" * completion.tokens},
             "short": {"token_ids": completion.token_ids[:-4]},
             "future": {"versions": [wire.VersionSpan(10_000, 0)]},
+            "teacher": {"teacher_logprobs": b""},
         }.get(bad, {})
         fields = {name: getattr(completion, name) for name in wire.Completion.__struct_fields__}
         invalid = wire.Completion(**{**fields, **broken})
@@ -334,7 +358,16 @@ class Coordinator(RuleBasedStateMachine):
                     assert (group.prompt.task, group.prompt.index) == self._prompt(group.slot, tries)
                     assert step - _oldest(group) <= self._bound(step)
             assert step == len(self.trained)
+            for version, weights in map(self.sampled_with.get, plan.lease_ids, repeat((-1, -1))):
+                if version == step and weights != self.weights[step]:
+                    assert plan.ambiguous, (
+                        "tokens of lost weights are compared as if the trainer's had sampled them"
+                    )
+                    REACHED["trained tokens of lost weights"] += 1
+            self._check_shard(plan)
             self.trained[step] = plan.lease_ids
+            self.trained_weights += 1
+            self.weights[step + 1] = self.trained_weights
             every = [lease_id for ids in self.trained.values() for lease_id in ids if lease_id]
             assert len(set(every)) == len(every)  # each slot once; one given up has no lease
             assert world.report(self.incarnation, step, skipped, loss=1.0) is not None
@@ -356,6 +389,7 @@ class Coordinator(RuleBasedStateMachine):
             for name, (member_id, _) in self.members.items():
                 if member_id in updated:
                     self.members[name] = (member_id, world.state.version)
+                    self.held_weights[name] = self.weights[world.state.version]
             world.commit_publish(self.incarnation, updated, failed, probe_kl=0.001, probe_tokens=8.0)
             self.unpublished = False
         world.acknowledge()
@@ -440,10 +474,12 @@ class Coordinator(RuleBasedStateMachine):
         return next(k for first, k in reversed(self.bounds) if first <= step)
 
     @precondition(lambda self: self.checkpoints and self.incarnation)
-    @rule(really=st.integers(0, 3))
-    def volume_is_lost(self, really: int) -> None:
+    @rule(data=st.data(), really=st.integers(0, 3), rounds=st.integers(0, 3))
+    def volume_is_lost(self, data: st.DataObject, really: int, rounds: int) -> None:
+        """After some rounds: generators then hold weights that the checkpoint does not know."""
         if really:
             return
+        self._everyone_works(data, rounds)
         self.world.lose_volume()
         version = max(self.checkpoints)
         snapshot, self.trained = self.checkpoints[version]
@@ -453,6 +489,8 @@ class Coordinator(RuleBasedStateMachine):
         self.point_versions = set()
         self._hello(version, snapshot)
         self._bound_from(version)
+        self._everyone_works(data, rounds)
+        REACHED["lineages lost with the volume"] += self.world.state.lost > self.world.state.restored >= 0
 
     # --- what holds -----------------------------------------------------------------------------
 
@@ -503,16 +541,21 @@ class Coordinator(RuleBasedStateMachine):
         if newest > self.world.state.newest:
             newest = lease.policy_version
         scores = [1.0] * lease.completions if flat else None
-        return make_group(lease, version=min(newest, lease.policy_version), scores=scores)
+        taught = self.world.settings.teacher and lease.split is Split.TRAIN
+        teacher = _teacher_logprob(lease) if taught else None
+        return make_group(lease, version=min(newest, lease.policy_version), scores=scores, teacher=teacher)
 
     def _hello(self, version: int, snapshot: bytes | None = None) -> None:
         self.trainers += 1
         self.incarnation = f"t{self.trainers}"
         lost = {step: ids for step, ids in self.trained.items() if step >= version}
         self.trained = {step: ids for step, ids in self.trained.items() if step < version}
+        self.weights = {of: weights for of, weights in self.weights.items() if of <= version}
         welcome = self.world.hello(self.incarnation, version, snapshot)
         for step in range(len(self.trained), version):  # a checkpoint from ahead of the one before
             self.trained[step] = [g.lease_id for g in self.world.state.step_groups(step)]
+            self.trained_weights += 1
+            self.weights[step + 1] = self.trained_weights
         self.world.acknowledge()
         assert welcome.next_step == version
         self.unpublished = False
@@ -524,6 +567,11 @@ class Coordinator(RuleBasedStateMachine):
 def _token(lease: wire.Lease, at: int) -> int:
     """Of slot, task and prompt, so that tokens of another are seen."""
     return (lease.slot * 31 + lease.prompt.index * 7 + lease.prompt.task * 13 + at) % 100
+
+
+def _teacher_logprob(lease: wire.Lease) -> float:
+    """Of slot and prompt, as the tokens."""
+    return -0.25 - _token(lease, 0) / 8
 
 
 def _oldest(group: wire.Group) -> int:
@@ -542,6 +590,11 @@ WALKS = settings(
 class TestCoordinator(Coordinator.TestCase):
     settings = WALKS
 
+    def runTest(self) -> None:
+        super().runTest()
+        assert REACHED["lineages lost with the volume"]
+        assert REACHED["trained tokens of lost weights"]
+
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
@@ -555,6 +608,16 @@ class OnDisk(Coordinator):
     def _make_world(self, settings: Settings) -> World:
         self.directory = Path(tempfile.mkdtemp(prefix="scalerl-journal-"))
         return JournalWorld(settings, self.directory)
+
+    def _check_shard(self, plan: Any) -> None:
+        self.world.acknowledge()
+        lease_ids = [lease_id for lease_id in plan.lease_ids if lease_id]
+        blobs = self.world.journal.blobs.read(lease_ids)
+        groups = {lease_id: r.decode_stored(blob) for lease_id, blob in zip(lease_ids, blobs, strict=True)}
+        for item, sequence in zip(plan.items, fill_shard(plan, groups).sequences, strict=True):
+            group = self.accepted.get(plan.lease_ids[item.group])
+            if group is not None:
+                assert sequence.teacher_logprobs == group.completions[item.sample].teacher_logprobs
 
     def teardown(self) -> None:
         super().teardown()
