@@ -601,3 +601,78 @@ async def test_actor_of_another_tokenizer_ends_before_its_first_lease(scene: Sce
     await scene.generator.start_actor()
     assert await scene.generator.exit_code() == 2
     assert not scene.coordinator.requests
+
+
+@pytest.mark.parametrize("signal", ["terminated", "the run is over"])
+async def test_actor_ends_while_groups_wait_for_the_teacher(scene: Scene, signal: str) -> None:
+    coordinator = scene.coordinator
+    await scene.generator.start_actor()
+    await until(lambda: coordinator.members)
+    await scene.trainer.publish(0)
+    await scene.teacher.kill()
+    coordinator.offer(2, scene.train)
+    await until(lambda: coordinator.beats and coordinator.beats[-1].teacher_problem)
+    if signal == "terminated":
+        scene.generator.terminate()
+    else:
+        coordinator.stop = True
+    assert await scene.generator.exit_code(40.0) == 0
+    assert not coordinator.groups
+    assert sum(len(release.lease_ids) for release in coordinator.releases) == 2
+
+
+@pytest.mark.parametrize("end", ["killed", "drained"])
+async def test_completions_that_waited_for_the_teacher_are_continued_and_scored_whole(
+    tmp_path: Path, end: str
+) -> None:
+    """The next actor gets the sampled tokens, and asks the teacher for all of them."""
+    # Drained before the first regular report, of every fifth heartbeat.
+    coordinator = CoordinatorStandIn(heartbeat_seconds=0.2 if end == "killed" else 2.0)
+    standing = TeacherStandIn(tmp_path / "model", context=4096)
+    teacher = {"teacher": {"url": standing.url}}
+    prompts = [letter + "{" for letter in "fghijklm"]  # 270 tokens and more
+    write_run(tmp_path, prompts, model__contextTokens=2048, recipe__distillation=teacher)
+    train = open_task(load_run(tmp_path / "run.yaml").spec.task).train
+    await coordinator.start()
+    await standing.start()
+    first = Generator(tmp_path, coordinator.url, name="generator-0")
+    second = Generator(tmp_path, coordinator.url, name="generator-1")
+    async with aiohttp.ClientSession() as session:
+        try:
+            await first.start_server()
+            await first.start_actor()
+            await until(lambda: coordinator.members)
+            await TrainerSide(session, first.control_url).publish(0)
+            await standing.kill()
+            coordinator.offer(1, [train[0].id], max_tokens=1536, policy_version=1)
+            await until(lambda: coordinator.beats and coordinator.beats[-1].teacher_problem)
+            if end == "killed":
+                await until(lambda: coordinator.partials.nbytes)
+                await first.kill_actor()
+            else:
+                first.terminate()
+                assert await first.exit_code(40.0) == 0
+            assert not coordinator.groups
+            saved = coordinator.partials.nbytes // 8
+            coordinator.reassign()
+            await standing.start()
+            await second.start_server()
+            await second.start_actor()
+            await until(lambda: any(m.name == "generator-1" for m in coordinator.members.values()))
+            await TrainerSide(session, second.control_url).publish(1)
+            await until(lambda: coordinator.groups)
+            async with session.get(second.control_url + endpoints.METRICS) as response:
+                handed_over = f"scalerl_actor_handed_over_tokens_total {saved}.0"
+                assert handed_over in await response.text()
+        finally:
+            await first.end()
+            await second.end()
+            await standing.kill()
+            await coordinator.kill()
+    (group,) = coordinator.groups.values()
+    prompt = len(group.prompt_token_ids) // 4
+    for completion in group.completions:
+        expected = [-(prompt + i) / 8 for i in range(completion.tokens)]
+        assert floats(completion.teacher_logprobs) == expected
+    tokens = sum(completion.tokens for completion in group.completions)
+    assert (saved == tokens) if end == "drained" else (0 < saved <= tokens), (saved, tokens)

@@ -169,16 +169,21 @@ class Leasing:
             await wait_set(self._wake, _IDLE_SECONDS)
 
     async def close(self, grace_seconds: float, reason: str) -> None:
-        """Request no more leases. Release those not generated within the grace; grade the others."""
+        """Request no more leases. Release those not generated within the grace; grade the others, and release those that are
+        not graded in :data:`_RELEASE_SECONDS`."""
         self._closing = True
         if self._request is not None:
             self._request.cancel()
         if serving := [h.task for h in self._held.values() if h.task is not None]:
             await asyncio.wait(serving, timeout=grace_seconds)
-        self._abandon(list(self._held.values()), reason)
+        self._abandon([h for h in self._held.values() if h.generating], reason)
         grading = [h.task for h in self._held.values() if h.task is not None]
         if ending := [*grading, *self._releases]:
             await asyncio.wait(ending, timeout=_RELEASE_SECONDS)
+        # A teacher that is away: another member continues with the same completions.
+        self._abandon(list(self._held.values()), reason)
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=_RELEASE_SECONDS)
 
     # --- leasing -------------------------------------------------------------------------------
 
@@ -336,7 +341,7 @@ class Leasing:
         The coordinator reassigns the leases of such a member when the failure is reported. A member that is unknown for another
         reason (a restart of the coordinator) may still deliver, so its leases continue.
         """
-        held = list(self._held.values())
+        held = [h for h in self._held.values() if h.generating]
         member_id = self._registration.member_id
         if not self._state.up:
             self._abandon(held, "the vLLM server does not answer")
@@ -344,12 +349,11 @@ class Leasing:
             self._abandon([h for h in held if h.member_id != member_id], "a weight update failed")
 
     def _abandon(self, held: list[_HeldLease], reason: str) -> None:
-        dropped = [h for h in held if h.generating]
-        for h in dropped:
+        for h in held:
             self._held.pop(h.lease.lease_id, None)
             if h.task is not None:
                 h.task.cancel()
-        self._release([h.lease.lease_id for h in dropped], reason)
+        self._release([h.lease.lease_id for h in held], reason)
 
     def _release(
         self, lease_ids: list[str], reason: str, cause: ReleaseCause = ReleaseCause.UNSERVED
