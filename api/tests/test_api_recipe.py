@@ -52,6 +52,25 @@ def test_preset_scalerl_is_the_defaults() -> None:
     assert RecipeSpec.model_construct(**plain) == RecipeSpec()
 
 
+def test_defaults_are_those_of_the_paper() -> None:
+    """ScaleRL, arXiv 2510.13786, where it gives a value [P]."""
+    recipe = RecipeSpec()
+    assert (recipe.prompts_per_step, recipe.completions_per_prompt) == (48, 16)
+    assert (recipe.max_completion_tokens, recipe.max_staleness_steps) == (14336, 8)
+    assert (recipe.aggregation, recipe.advantage.normalization) == ("PromptAverage", "Batch")
+    assert (recipe.zero_variance_filter, recipe.fp32_logits) == (True, "Both")
+    assert recipe.loss.cispo is not None
+    assert float(recipe.loss.cispo.ratio_cap) == 5
+    assert recipe.curriculum.no_positive_resampling is not None
+    assert float(recipe.curriculum.no_positive_resampling.pass_rate) == 0.9
+    assert recipe.length.interruption is not None
+    assert recipe.length.interruption.range(14336) == (10240, 12288)
+    assert recipe.kl.penalty is None
+    optimizer = recipe.optimizer
+    assert (float(optimizer.learning_rate), optimizer.warmup_steps) == (5e-7, 100)
+    assert (float(optimizer.epsilon), float(optimizer.weight_decay)) == (1e-15, 0.01)
+
+
 def test_spec_overrides_preset() -> None:
     recipe = RecipeSpec.model_validate(
         {"preset": "dapo", "loss": {"ppoClip": {"clipHigh": "0.3"}}, "promptsPerStep": 4}

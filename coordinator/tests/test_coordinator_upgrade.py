@@ -1,6 +1,6 @@
 """This code reads and continues what an earlier release wrote.
 
-``written_by_an_earlier_release`` holds bytes of commit 01aee93's own code: a run of
+``written_by_an_earlier_release`` holds bytes of commit 01aee93's own code, of wire version 1: a run of
 :func:`coordinator_world.make_settings` that has trained four steps, the last of them twice; some groups are filtered,
 an evaluation is half done, a lease is open. It is there as a journal, as the same journal cut at 4000 bytes with a
 snapshot, and as the snapshot of a checkpoint.

@@ -84,3 +84,21 @@ def test_control_lock_has_no_torch_and_no_matplotlib() -> None:
 def test_tests_of_members_have_unique_names() -> None:
     names = [p.name for p in tracked("**/tests/**/test_*.py", "tests/**/test_*.py")]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("page", tracked("docs/**/*.md"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_documentation_names_tests_that_exist(page: Path) -> None:
+    files = tracked("**/tests/**/*.py", "tests/**/*.py")
+    known = {file.name for file in files}
+    known |= {
+        name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text(encoding="utf-8"))
+    }
+    named = re.findall(r"`(?:[\w/]+/)?(test_\w+(?:\.py)?)`", page.read_text(encoding="utf-8"))
+    assert set(named) <= known
+    if page.name == "recipe.md":
+        assert len(named) > 20
+        table = page.read_text(encoding="utf-8").partition("| choice | equation |")[2].partition("\n\n")[0]
+        rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()[2:]
+        ]
+        assert all(len(row) == 5 and all(row) for row in rows), "a choice without field, source or test"

@@ -926,6 +926,39 @@ def test_kl_reference_is_the_warm_started_model(new_run: Any, stage: int) -> Non
         load_reference(run.paths, run.spec)
 
 
+@pytest.mark.parametrize("before", [{"penalty": {"coefficient": "0.1"}}, {"none": {}}])
+def test_edited_kl_coefficient_keeps_the_warm_started_reference(new_run: Any, before: dict[str, Any]) -> None:
+    """Of a run that warm-started earlier; also where the edit adds the penalty."""
+    run = new_run(
+        budget__maxSteps=8,
+        recipe__kl=before,
+        warmStart__steps=3,
+        warmStart__batchSize=4,
+        warmStart__learningRate="1e-2",
+    )
+    run.start(seconds_per_group=0.1)
+    until(lambda: run.step() >= 4)
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert run.wait_trainer() == [0, 0]
+    stopped, reference = run.step(), run.paths.warm_started_weights.read_bytes()
+    manifest = yaml.safe_load(run.paths.run_file.read_text())
+    manifest["spec"]["recipe"]["kl"] = {"penalty": {"coefficient": "1000"}}
+    run.paths.run_file.write_text(yaml.safe_dump(manifest))
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert run.paths.warm_started_weights.read_bytes() == reference
+    assert run.log("trainer-0").count("mid-training: 3 steps") == 1
+    rows = run.rows()
+    assert [("reference_kl" in row) for row in rows] == [
+        ("penalty" in before) or i >= stopped for i in range(8)
+    ]
+    after = rows[stopped]
+    # Of another reference, the resumed weights, it would be 0.
+    assert after["reference_kl"] > 1e-6
+    assert after["loss"] == pytest.approx(1000 * after["reference_kl"], rel=0.5)
+
+
 def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
     run = new_run(budget__maxSteps=8)
     run.start(seconds_per_group=0.1)
