@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from plain_server import plain_server
-from runs import EXAMPLE, START_SECONDS, assert_counts_add_up, small_spec, start_run
+from runs import EXAMPLE, START_SECONDS, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import load_model, write_scratch
 
 CONTEXT = 32
 STEPS = 14
+BUDGET_SECONDS = 100
 KEY = "of-the-teacher"
 
 pytestmark = pytest.mark.timeout(1200)
@@ -83,3 +85,30 @@ def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> N
     assert_counts_add_up(summary, run)
     assert fmean(kl[:3]) > 0.5, kl
     assert fmean(kl[-3:]) < 0.85 * fmean(kl[:3]), kl
+
+
+def test_run_ends_at_its_budget_while_the_teacher_is_away(tmp_path: Path) -> None:
+    student, teacher = tmp_path / "student", tmp_path / "teacher"
+    write_models(student, teacher)
+    log = tmp_path / "teacher.log"
+    with ExitStack() as lives:
+        url = lives.enter_context(plain_server(teacher, context_tokens=CONTEXT + 1, key=KEY, log=log))
+        run = small_spec(
+            model={"path": str(student), "dtype": "float32", "contextTokens": CONTEXT},
+            recipe__distillation={"teacher": {"url": url}},
+            trainer__replicas=1,
+            evaluation__everySteps=1000,
+            budget={"maxSeconds": BUDGET_SECONDS},
+        )
+        del run["spec"]["warmStart"]
+        with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
+            started.until(lambda: started.step() >= 1, START_SECONDS, "a step")
+            lives.close()
+            assert started.finish(BUDGET_SECONDS + 200) == 0, started.tail()
+            rows, summary = started.metrics(), started.summary()
+    assert "maxSeconds" in summary["stop_reason"], summary
+    assert all("teacher_kl" in row for row in rows)
+    versions = [int(point["version"]) for point in started.curve()]
+    assert versions[-1] == len(rows), "the last version is evaluated without the teacher"
+    assert_counts_add_up(summary, run, complete=False)
+    assert_nothing_left(started.directory)
