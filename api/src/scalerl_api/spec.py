@@ -32,7 +32,8 @@ from scalerl_api.fields import (
 from scalerl_api.mix import MixedTaskSpec, PlainName, RunTaskSpec, TrainingTask
 from scalerl_api.pods import ObjectName, PodTemplate, Unique
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
-from scalerl_api.recipe.presets import cel
+from scalerl_api.recipe.presets import PRESETS, cel
+from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
     EvaluationTaskSpec,
     HeldOutSpec,
@@ -84,6 +85,7 @@ __all__ = [
     "RunSpec",
     "RunTaskSpec",
     "ScaleRLRun",
+    "ScheduleSpec",
     "ScratchModel",
     "TaskSpec",
     "TrainerSpec",
@@ -402,6 +404,12 @@ class BudgetSpec(Model):
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
 """CEL of ``TrainerSpec.ranks``."""
 _PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
+_SYNCHRONOUS: Final = [
+    name
+    for name, fields in PRESETS.items()
+    if ("offPolicy.ppo.stepsPerBatch", 1) in ((path, one.value) for path, one in fields.items())
+]
+"""Presets that generate each step with the weights that train it."""
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
 
 
@@ -459,6 +467,11 @@ class RunSpec(Model):
     """The DeepSpeed ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
     """The process that assigns work."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """Which of the open slots a generator gets next."""
+    trace: bool = False
+    """Writes ``trace.jsonl`` to the run's volume: when each group was leased and finished, where, and with which lengths, for
+    ``scalerl simulate``."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -676,6 +689,20 @@ class RunSpec(Model):
                 spec.generator.lease_seconds > s.task.verifier.timeout_seconds
                 for s in spec.evaluation.sets or ()
                 if s.task is not None
+            ),
+        ),
+        Rule(
+            f"!has(self.schedule.byLength) || {_PROMPTS} > 1 || !(has(self.recipe.offPolicy) ? "
+            "(has(self.recipe.offPolicy.pipeline) && self.recipe.offPolicy.pipeline.maxStalenessSteps == 0) || "
+            "(has(self.recipe.offPolicy.ppo) && self.recipe.offPolicy.ppo.stepsPerBatch == 1) : "
+            f"self.recipe.preset in {_SYNCHRONOUS})",
+            "schedule.byLength cannot go with recipe.promptsPerStep 1 and a recipe.offPolicy that is synchronous: only one group "
+            "is ever open, and there is nothing to order. Raise one of them, or leave byLength out",
+            "schedule.byLength",
+            lambda spec: (
+                spec.schedule.by_length is None
+                or spec.recipe.prompts_per_step > 1
+                or spec.recipe.max_staleness_steps > 0
             ),
         ),
         Rule(

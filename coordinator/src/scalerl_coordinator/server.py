@@ -158,6 +158,7 @@ class Server:
             if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
                 self._training.tick(now)
+                self._rollouts.tick(now)
                 self._flush()
                 await self._write_curve()
             due = self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
@@ -303,6 +304,7 @@ class Server:
         finally:
             # Also when the client has disconnected: from here on, heartbeats reveal an answer that did not arrive.
             self._core.book.mark_sent((lease.lease_id for lease in given), self._now())
+            self._rollouts.end_lease_request(request.member_id)
         return wire.Leases(leases=self._named(given, ids))
 
     def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,217 @@
+"""Which training slots a generator gets: slot order, or the policy of ``spec.schedule``.
+
+Which slots may be leased follows from the staleness bound alone; a policy chooses among those. A slot keeps its step, so the
+rollouts of a step do not depend on their lengths.
+
+In slot order, a slot gets its prompt when it is issued. A policy chooses by prompt: all slots of the window get theirs when the
+window reaches them, in slot order, by a record of their own. From then on they wait in ``reissue``, as slots whose lease
+ended do, and a restarted coordinator chooses again among those that are not leased.
+
+A policy may leave a generator without a lease because another one that asks should get the place. That one may not take it: a
+slot that failed with it goes to others. So after :data:`PATIENCE_SECONDS`, a generator gets what is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scalerl_api.wire import PromptRef, Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.core import WORK, Core
+from scalerl_coordinator.leases import slot_key
+from scalerl_coordinator.membership import Member
+from scalerl_coordinator.off_policy import scheme
+from scalerl_coordinator.prompt_history import KnownHistory
+from scalerl_coordinator.prompt_sequence import View as PromptView
+from scalerl_coordinator.scheduling import ByLength, Generator, Place, Policy, View, expected_load
+from scalerl_coordinator.slots import is_on_policy, lease_limit
+
+PATIENCE_SECONDS = 1.0
+_SMOOTHING = 0.05
+
+NumberlessIssue = tuple[PromptRef, int, int]
+"""Prompt, slot or position in the evaluation set, and version of an issue that has no number yet."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """An open lease request."""
+
+    groups: int
+    passed_over_at: float | None = None
+    """When there were places and the policy had none for it, for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingIssues:
+    """Slots for a member, and the new slots that were passed over, with their prompts and the samplers' cursors after them."""
+
+    issues: list[NumberlessIssue]
+    held_back: list[tuple[int, PromptRef]]
+    cursors: dict[int, int]
+
+
+class TrainingLeases:
+    """Chooses training slots."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._policy: Policy | None = ByLength() if core.settings.by_length else None
+        self._requests: dict[str, _Request] = {}
+        self._seconds_per_token: float | None = None
+
+    # --- what the policy knows of the generators -------------------------------------------------
+
+    def begin_request(self, member_id: str, groups: int) -> None:
+        """A member waits for leases until :meth:`end_request`."""
+        self._requests[member_id] = _Request(groups)
+
+    def end_request(self, member_id: str) -> None:
+        self._requests.pop(member_id, None)
+
+    def observe_speed(self, seconds: float, longest: int) -> None:
+        """A group whose longest completion has ``longest`` tokens took so many seconds."""
+        if longest > 0 and 0 < seconds < float("inf"):
+            before = self._seconds_per_token
+            observed = seconds / longest
+            self._seconds_per_token = (
+                observed if before is None else before + _SMOOTHING * (observed - before)
+            )
+
+    def tick(self, now: float) -> None:
+        """Wake the members whose patience is over."""
+        over = now - PATIENCE_SECONDS
+        if any(
+            one.passed_over_at is not None and one.passed_over_at <= over for one in self._requests.values()
+        ):
+            self._core.wake.add(WORK)
+
+    # --- the choice -----------------------------------------------------------------------------
+
+    def choose(self, member: Member, wanted: int, now: float) -> TrainingIssues:
+        """At most ``wanted`` slots for ``member``."""
+        core, version = self._core, member.version
+        state, identity = core.state, core.settings.identity
+        limit = lease_limit(version, state.batch_sizes, scheme(identity), core.settings.max_steps)
+        if self._policy is None:
+            return self._in_slot_order(member, wanted, limit, now)
+        if wanted < 1:
+            return TrainingIssues([], [], {})
+        self._select_prompts(member, limit)
+        open_slots = [slot for slot in state.reissue if slot < limit and self._may_issue(slot, member, now)]
+        request = self._requests.setdefault(member.member_id, _Request(wanted))
+        if not open_slots:
+            request.passed_over_at = None
+            return TrainingIssues([], [], {})
+        patient = request.passed_over_at is None or now - request.passed_over_at < PATIENCE_SECONDS
+        view = View(
+            places=[
+                Place(slot, state.step_of(slot), self._expected(state.prompts[slot])) for slot in open_slots
+            ],
+            asking=self._generator(member, wanted, now),
+            others=self._others(member, now) if patient else (),
+            oldest_step=state.version,
+            window_steps=max(1, state.step_of(limit - 1) + 1 - state.version),
+        )
+        chosen = self._policy.choose(view)
+        if chosen:
+            self._requests.pop(member.member_id)
+        elif request.passed_over_at is None:
+            request.passed_over_at = now
+        return TrainingIssues([(state.prompts[place.slot], place.slot, version) for place in chosen], [], {})
+
+    def _in_slot_order(self, member: Member, wanted: int, limit: int, now: float) -> TrainingIssues:
+        state, version = self._core.state, member.version
+        issues: list[NumberlessIssue] = []
+        for slot in state.reissue:
+            if len(issues) >= wanted or slot >= limit:
+                break
+            if self._may_issue(slot, member, now):
+                issues.append((state.prompts[slot], slot, version))
+        held_back: list[tuple[int, PromptRef]] = []
+        new, cursors = _NewPrompts(self._core), {}
+        for slot in range(state.next_slot, limit):
+            if len(issues) >= wanted:
+                break
+            prompt = new.choose(slot)
+            if self._too_old(slot, version):
+                held_back.append((slot, prompt))
+            else:
+                issues.append((prompt, slot, version))
+                cursors = dict(new.cursors)
+        newest = max((slot for _, slot, _ in issues), default=-1)
+        return TrainingIssues(issues, [(slot, p) for slot, p in held_back if slot < newest], cursors)
+
+    def _select_prompts(self, member: Member, limit: int) -> None:
+        """Give every new slot of the window its prompt."""
+        new = _NewPrompts(self._core)
+        selected = [(slot, new.choose(slot)) for slot in range(self._core.state.next_slot, limit)]
+        if selected:
+            self._core.commit(r.LeasesIssued(member.name, [], selected, cursors=new.cursors))
+
+    def _may_issue(self, slot: int, member: Member, now: float) -> bool:
+        """Whether a slot of ``reissue`` may be issued to ``member`` now; other members come first for one that failed with it."""
+        core = self._core
+        if self._too_old(slot, member.version):
+            return False
+        key = slot_key(core.state.prompts[slot], slot)
+        return not core.book.waits(key, now) and not core.others_should_try(key, member)
+
+    def _too_old(self, slot: int, version: int) -> bool:
+        """Whether ``slot`` waits for newer weights than ``version``."""
+        state, identity = self._core.state, self._core.settings.identity
+        step = state.step_of(slot)
+        if version >= step or step <= state.lost or identity.steps_per_batch:
+            return False  # under PPO-off-policy the first step of every batch is on-policy by itself
+        return is_on_policy(slot, state.batch_sizes, identity.max_staleness_steps)
+
+    # --- expectations ---------------------------------------------------------------------------
+
+    def _expected(self, prompt: PromptRef) -> float:
+        history = self._core.state.histories[prompt.task]
+        return history.mean_tokens(prompt.index) or history.overall_mean_tokens or 1.0
+
+    def _generator(self, member: Member, room: int, now: float) -> Generator:
+        core = self._core
+        held = []
+        for lease_id in core.book.of(member.name):
+            lease = core.state.leases[lease_id]
+            if lease.split is Split.TRAIN:
+                seconds = core.book.held_seconds(lease_id, now)
+                so_far = seconds / self._seconds_per_token if self._seconds_per_token else 0.0
+                held.append((self._expected(lease.prompt), so_far))
+        return Generator(member.name, room, len(held), expected_load(held))
+
+    def _others(self, member: Member, now: float) -> list[Generator]:
+        """Members with an open request that may be leased what ``member`` may."""
+        members = self._core.membership.members
+        return [
+            self._generator(other, request.groups, now)
+            for member_id, request in self._requests.items()
+            if member_id != member.member_id
+            and (other := members.get(member_id)) is not None
+            and other.healthy
+            and member.version <= other.version <= self._core.newest_possible
+        ]
+
+
+class _NewPrompts:
+    """Chooses the prompts of new slots, which are asked for in slot order."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.cursors = dict(enumerate(core.state.cursors))
+        self._step = -1
+        self._known: dict[int, KnownHistory] = {}
+
+    def choose(self, slot: int) -> PromptRef:
+        core = self._core
+        state, k = core.state, core.settings.identity.max_staleness_steps
+        if (step := state.step_of(slot)) != self._step:
+            self._known, self._step = {}, step
+        task = core.samplers.task(slot)
+        if task not in self._known:
+            self._known[task] = state.histories[task].as_of(step - k)
+        view = PromptView(self.cursors[task], self._known[task])
+        index, self.cursors[task] = core.samplers[task].choose(view)
+        return PromptRef(task, Split.TRAIN, index)
