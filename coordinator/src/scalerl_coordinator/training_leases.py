@@ -13,6 +13,7 @@ slot that failed with it goes to others. So after :data:`PATIENCE_SECONDS`, a ge
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalerl_api.wire import PromptRef, Split
@@ -28,6 +29,8 @@ from scalerl_coordinator.slots import is_on_policy, lease_limit
 
 PATIENCE_SECONDS = 1.0
 _SMOOTHING = 0.05
+_MAX_PLACES = 1024
+"""Places in one view, of about 10 µs each, while the event loop waits."""
 
 NumberlessIssue = tuple[PromptRef, int, int]
 """Prompt, slot or position in the evaluation set, and version of an issue that has no number yet."""
@@ -98,18 +101,17 @@ class TrainingLeases:
         if wanted < 1:
             return TrainingIssues([], [], {})
         self._select_prompts(member, limit)
-        open_slots = [slot for slot in state.reissue if slot < limit and self._may_issue(slot, member, now)]
         request = self._requests.setdefault(member.member_id, _Request(wanted))
-        if not open_slots:
+        means = [history.overall_mean_tokens or 1.0 for history in state.histories]
+        places = self._places(member, limit, means, now)
+        if not places:
             request.passed_over_at = None
             return TrainingIssues([], [], {})
         patient = request.passed_over_at is None or now - request.passed_over_at < PATIENCE_SECONDS
         view = View(
-            places=[
-                Place(slot, state.step_of(slot), self._expected(state.prompts[slot])) for slot in open_slots
-            ],
-            asking=self._generator(member, wanted, now),
-            others=self._others(member, now) if patient else (),
+            places=places,
+            asking=self._generator(member, wanted, means, now),
+            others=self._others(member, means, now) if patient else (),
             oldest_step=state.version,
             window_steps=max(1, state.step_of(limit - 1) + 1 - state.version),
         )
@@ -119,6 +121,21 @@ class TrainingLeases:
         elif request.passed_over_at is None:
             request.passed_over_at = now
         return TrainingIssues([(state.prompts[place.slot], place.slot, version) for place in chosen], [], {})
+
+    def _places(self, member: Member, limit: int, means: Sequence[float], now: float) -> list[Place]:
+        """The first places that may be leased to ``member`` now."""
+        state = self._core.state
+        places: list[Place] = []
+        step, end = -1, -1
+        for slot in state.reissue:
+            if slot >= limit or len(places) == _MAX_PLACES:
+                break
+            if slot >= end:
+                step = state.step_of(slot)
+                end = state.slots_of(step).stop
+            if self._may_issue(slot, member, now):
+                places.append(Place(slot, step, self._expected(state.prompts[slot], means)))
+        return places
 
     def _in_slot_order(self, member: Member, wanted: int, limit: int, now: float) -> TrainingIssues:
         state, version = self._core.state, member.version
@@ -167,11 +184,11 @@ class TrainingLeases:
 
     # --- expectations ---------------------------------------------------------------------------
 
-    def _expected(self, prompt: PromptRef) -> float:
-        history = self._core.state.histories[prompt.task]
-        return history.mean_tokens(prompt.index) or history.overall_mean_tokens or 1.0
+    def _expected(self, prompt: PromptRef, means: Sequence[float]) -> float:
+        """Tokens of a completion; of a prompt without history, the mean of its task (``means``)."""
+        return self._core.state.histories[prompt.task].mean_tokens(prompt.index) or means[prompt.task]
 
-    def _generator(self, member: Member, room: int, now: float) -> Generator:
+    def _generator(self, member: Member, room: int, means: Sequence[float], now: float) -> Generator:
         core = self._core
         held = []
         for lease_id in core.book.of(member.name):
@@ -179,14 +196,14 @@ class TrainingLeases:
             if lease.split is Split.TRAIN:
                 seconds = core.book.held_seconds(lease_id, now)
                 so_far = seconds / self._seconds_per_token if self._seconds_per_token else 0.0
-                held.append((self._expected(lease.prompt), so_far))
+                held.append((self._expected(lease.prompt, means), so_far))
         return Generator(member.name, room, len(held), expected_load(held))
 
-    def _others(self, member: Member, now: float) -> list[Generator]:
+    def _others(self, member: Member, means: Sequence[float], now: float) -> list[Generator]:
         """Members with an open request that may be leased what ``member`` may."""
         members = self._core.membership.members
         return [
-            self._generator(other, request.groups, now)
+            self._generator(other, request.groups, means, now)
             for member_id, request in self._requests.items()
             if member_id != member.member_id
             and (other := members.get(member_id)) is not None
