@@ -260,6 +260,7 @@ class World:
                     self.beat(member_id, version)
             self.core.tick(self.now)
             self.training.tick(self.now)
+            self.rollouts.tick(self.now)
 
 
 class JournalWorld(World):

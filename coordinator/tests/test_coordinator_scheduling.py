@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from scalerl_coordinator.scheduling import (
     ByLength,
     Generator,
     LeastLoaded,
+    Pace,
     Place,
     Policy,
     RoundRobin,
@@ -42,17 +44,39 @@ EMPTY = Generator("b", 9)
             [2],
         ),  # it holds two groups, the other none: 0 and 1 are the other's, 2 breaks the tie
         (LeastLoaded(), 9, [Generator("b", 9, groups=9)], [0, 1, 2, 3]),
-        (ByLength(), 9, [], [1, 2, 0, 3]),  # 1 is as long as 2, nearly, and due before it
-        (ByLength(), 2, [], [1, 2]),
-        (ByLength(), 9, [Generator("b", 9, tokens=500.0)], [1, 2]),  # then it has 590
+        (ByLength(), 9, [], [1, 0, 2, 3]),
+        (ByLength(), 2, [], [1, 0]),
+        (ByLength(), 9, [Generator("b", 9, tokens=499.0)], [1, 0, 3]),  # 2 is the other's
         (ByLength(), 9, [EMPTY], []),  # it has 400 tokens to do, the other gets the 230
-        (ByLength(), 9, [Generator("b", 1)], [2, 0, 3]),  # the other has room for one
+        (ByLength(), 9, [Generator("b", 1)], [0, 2, 3]),  # the other has room for one
     ],
 )
 def test_choose(policy: Policy, room: int, others: list[Generator], slots: list[int]) -> None:
     asking = Generator("a", room, groups=2, tokens=400.0)
-    chosen = policy.choose(View(LONG, asking, others, window_steps=2))
+    chosen = policy.choose(View(LONG, asking, others, tokens_per_step=200.0))
     assert [place.slot for place in chosen] == slots
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "slots"),
+    [(math.inf, [1, 0, 2, 3]), (200.0, [1, 0, 2, 3]), (50.0, [1, 2, 0, 3]), (5.0, [2, 1, 3, 0])],
+)
+def test_a_long_group_is_as_early_as_it_takes_steps(tokens_per_step: float, slots: list[int]) -> None:
+    view = View(LONG, Generator("a", 9), tokens_per_step=tokens_per_step)
+    assert [place.slot for place in ByLength().choose(view)] == slots
+
+
+def test_pace_is_of_groups_and_steps() -> None:
+    pace = Pace()
+    assert (pace.tokens(9.0), pace.tokens_per_step) == (0.0, math.inf)
+    pace.observe_step(4, 100.0)
+    pace.observe_group(30.0, [100, 300, 200])
+    assert (pace.tokens(9.0), pace.tokens_per_step) == (60.0, math.inf)
+    pace.observe_step(6, 140.0)
+    assert pace.tokens_per_step == pytest.approx(20.0 * 200 / 30)
+    pace.observe_step(2, 150.0)  # the trainer returned to a checkpoint
+    pace.observe_step(3, 170.0)
+    assert pace.tokens_per_step == pytest.approx(20.0 * 200 / 30)
 
 
 @given(
@@ -73,7 +97,7 @@ def test_generators_that_ask_in_turn_get_every_place_once(
         for one in asking:
             others = [other for other in asking if other is not one] if patient else []
             left = [place for place in places if place.slot not in leased]
-            chosen = policy.choose(View(left, one, others, window_steps=10))
+            chosen = policy.choose(View(left, one, others, tokens_per_step=1000.0))
             assert len(chosen) <= one.room
             leased += [place.slot for place in chosen]
     assert len(set(leased)) == len(leased)

@@ -334,7 +334,7 @@ class GeneratorRequests:
         verdicts = group.verdicts
         most = identity.max_tokens(expected.prompt.task)
         given = rewards(verdicts, summary.lengths, settings.length, most)
-        self._training.observe_speed(group.generation_seconds, max(summary.lengths))
+        self._training.observe_group(group.generation_seconds, summary.lengths)
         next_prompt = self._refill(
             expected.slot, [g for at, g in enumerate(given) if at not in summary.ungraded]
         )

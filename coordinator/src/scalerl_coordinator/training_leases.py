@@ -24,11 +24,10 @@ from scalerl_coordinator.membership import Member
 from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.prompt_history import KnownHistory
 from scalerl_coordinator.prompt_sequence import View as PromptView
-from scalerl_coordinator.scheduling import ByLength, Generator, Place, Policy, View, expected_load
+from scalerl_coordinator.scheduling import ByLength, Generator, Pace, Place, Policy, View, expected_load
 from scalerl_coordinator.slots import is_on_policy, lease_limit
 
 PATIENCE_SECONDS = 1.0
-_SMOOTHING = 0.05
 _MAX_PLACES = 1024
 """Places in one view, of about 10 µs each, while the event loop waits."""
 
@@ -61,7 +60,7 @@ class TrainingLeases:
         self._core = core
         self._policy: Policy | None = ByLength() if core.settings.by_length else None
         self._requests: dict[str, _Request] = {}
-        self._seconds_per_token: float | None = None
+        self._pace = Pace()
 
     # --- what the policy knows of the generators -------------------------------------------------
 
@@ -72,17 +71,13 @@ class TrainingLeases:
     def end_request(self, member_id: str) -> None:
         self._requests.pop(member_id, None)
 
-    def observe_speed(self, seconds: float, longest: int) -> None:
-        """A group whose longest completion has ``longest`` tokens took so many seconds."""
-        if longest > 0 and 0 < seconds < float("inf"):
-            before = self._seconds_per_token
-            observed = seconds / longest
-            self._seconds_per_token = (
-                observed if before is None else before + _SMOOTHING * (observed - before)
-            )
+    def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
+        """A group took so many seconds."""
+        self._pace.observe_group(seconds, lengths)
 
     def tick(self, now: float) -> None:
-        """Wake the members whose patience is over."""
+        """Note the pace of steps, and wake the members whose patience is over."""
+        self._pace.observe_step(self._core.state.version, now)
         over = now - PATIENCE_SECONDS
         if any(
             one.passed_over_at is not None and one.passed_over_at <= over for one in self._requests.values()
@@ -112,8 +107,7 @@ class TrainingLeases:
             places=places,
             asking=self._generator(member, wanted, means, now),
             others=self._others(member, means, now) if patient else (),
-            oldest_step=state.version,
-            window_steps=max(1, state.step_of(limit - 1) + 1 - state.version),
+            tokens_per_step=self._pace.tokens_per_step,
         )
         chosen = self._policy.choose(view)
         if chosen:
@@ -194,8 +188,7 @@ class TrainingLeases:
         for lease_id in core.book.of(member.name):
             lease = core.state.leases[lease_id]
             if lease.split is Split.TRAIN:
-                seconds = core.book.held_seconds(lease_id, now)
-                so_far = seconds / self._seconds_per_token if self._seconds_per_token else 0.0
+                so_far = self._pace.tokens(core.book.held_seconds(lease_id, now))
                 held.append((self._expected(lease.prompt, means), so_far))
         return Generator(member.name, room, len(held), expected_load(held))
 

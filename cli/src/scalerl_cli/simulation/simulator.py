@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from scalerl_cli.simulation.fleet import Fleet, Spans
 from scalerl_cli.simulation.workload import Cluster, Expected, Outcome, Workload
 from scalerl_coordinator.off_policy import OffPolicy
-from scalerl_coordinator.scheduling import Generator, Place, Policy, View, expected_load
+from scalerl_coordinator.scheduling import Generator, Pace, Place, Policy, View, expected_load
 from scalerl_generator.leasing import Occupancy, groups_wanted
-
-_SMOOTHING = 0.05
-"""As of the coordinator's estimate of a token's seconds."""
 
 
 @dataclass(slots=True)
@@ -50,7 +47,8 @@ class _Run:
         self.spans: dict[int, Spans] = {}
         self.asking: dict[int, None] = {}
         """In the order in which they asked."""
-        self.seconds_per_token: float | None = None
+        self.pace = Pace()
+        self.pace.observe_step(0, 0.0)
         self.mean_tokens, self.mean_of = 1.0, 0
 
     def run(self) -> Outcome:
@@ -104,9 +102,7 @@ class _Run:
                 if not self.open:
                     break
                 others = [views[other] for other in self.asking if other != at]
-                oldest = self.version
-                window = max(1, self.opened // self.work.prompts_per_step - oldest)
-                view = View(list(self.open.values()), views[at], others, oldest, window)
+                view = View(list(self.open.values()), views[at], others, self.pace.tokens_per_step)
                 chosen = self.policy.choose(view)
                 for place in chosen:
                     self._start(at, place)
@@ -133,10 +129,7 @@ class _Run:
 
     def _generator(self, at: int) -> Generator:
         held = self.by_generator[at].values()
-        per_token = self.seconds_per_token
-        load = expected_load(
-            (one.tokens, (self.now - one.leased) / per_token if per_token else 0.0) for one in held
-        )
+        load = expected_load((one.tokens, self.pace.tokens(self.now - one.leased)) for one in held)
         return Generator(str(at), self._room(at), len(held), load)
 
     def _finish_sequence(self) -> None:
@@ -149,9 +142,7 @@ class _Run:
         del self.held[ended.group], self.by_generator[held.generator][ended.group]
         lengths = self.work.groups[ended.group].lengths
         self.occupancy[held.generator].observe(list(lengths))
-        seconds = (self.now - held.leased) / max(lengths)
-        before = self.seconds_per_token
-        self.seconds_per_token = seconds if before is None else before + _SMOOTHING * (seconds - before)
+        self.pace.observe_group(self.now - held.leased, lengths)
         self.missing[ended.group // self.work.prompts_per_step] -= 1
         self._lease()
 
@@ -165,5 +156,6 @@ class _Run:
         self.out.trained.append(lengths)
         self.out.trained_at.append(self.now)
         self.version += 1
+        self.pace.observe_step(self.version, self.now)
         self.mean_tokens = (self.mean_tokens * self.mean_of + sum(lengths)) / (self.mean_of + len(lengths))
         self.mean_of += len(lengths)

@@ -8,12 +8,13 @@ leases are journaled when they are issued (:mod:`scalerl_coordinator.generator_r
 """
 
 from scalerl_coordinator.scheduling.policies import ByLength, LeastLoaded, RoundRobin, SlotOrder
-from scalerl_coordinator.scheduling.view import Generator, Place, Policy, View, expected_load
+from scalerl_coordinator.scheduling.view import Generator, Pace, Place, Policy, View, expected_load
 
 __all__ = [
     "ByLength",
     "Generator",
     "LeastLoaded",
+    "Pace",
     "Place",
     "Policy",
     "RoundRobin",

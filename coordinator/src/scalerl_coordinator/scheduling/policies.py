@@ -6,7 +6,7 @@ policy                  order                                       generator
 :class:`SlotOrder`      slots                                       whoever asks first gets all that it asks for
 :class:`RoundRobin`     slots                                       all that ask get equally many
 :class:`LeastLoaded`    slots                                       each place to the generator with the fewest groups
-:class:`ByLength`       longest first, earlier steps before later   each place to the generator with the fewest tokens
+:class:`ByLength`       latest start: step less expected duration   each place to the generator with the fewest tokens
 ======================  ==========================================  ==================================================
 """
 
@@ -41,21 +41,20 @@ class LeastLoaded:
 
 
 class ByLength:
-    """Longest first within the window, and long groups where little else runs.
+    """By when a group has to start for its step, and long groups where little else runs.
+
+    The longest group of a step is first; a long group is before short ones of earlier steps by as many steps as it takes.
 
     After RhymeRL's HistoPipe (arXiv 2508.18588 [S]), which ranks prompts by historic length and gives long ones more workers. A
     decoding step takes longer the more sequences run, so a generator that holds few others finishes a long group sooner.
     """
 
     def choose(self, view: View) -> list[Place]:
-        longest = max((place.tokens for place in view.places), default=1.0)
+        def due(place: Place) -> tuple[float, float]:
+            """When it has to start at the latest, in steps; then the longer one."""
+            return place.step - place.tokens / view.tokens_per_step, -place.tokens
 
-        def rank(place: Place) -> tuple[float, int]:
-            # A step is due later by one part of the window; the longest group takes about the whole window.
-            due = (place.step - view.oldest_step) / view.window_steps
-            return due - place.tokens / longest, place.slot
-
-        ordered = sorted(view.places, key=rank)
+        ordered = sorted(view.places, key=due)
         return _spread(ordered, view, lambda generator: generator.tokens, lambda place: place.tokens)
 
 

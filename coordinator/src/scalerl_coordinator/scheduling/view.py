@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 _TAIL_FACTOR = 2.0
-"""A completion that has run for x tokens is expected to end at twice x: exact for a Pareto tail of exponent 2."""
+"""A group that has run as long as one of x tokens takes is expected to have twice x: exact for a Pareto tail of exponent 2."""
+
+_OF_GROUPS, _OF_STEPS = 0.05, 0.2
+"""Weights of the newest in running means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,45 @@ class View:
     asking: Generator
     others: Sequence[Generator] = ()
     """Further generators that these places could be leased to now."""
-    oldest_step: int = 0
-    """The first step that is not trained."""
-    window_steps: int = 1
-    """Steps that the window spans: k + 1."""
+    tokens_per_step: float = math.inf
+    """Expected tokens (:attr:`Place.tokens`) of a group that takes as long to generate as the run takes for a step; infinite until
+    both were measured."""
+
+
+class Pace:
+    """Measures :attr:`View.tokens_per_step`, and how long groups take: running means, in seconds."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token: float | None = None
+        self._seconds_per_step: float | None = None
+        self._step: tuple[int, float] | None = None
+
+    def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
+        """A group of completions with these tokens took so many seconds."""
+        tokens = sum(lengths) / len(lengths)
+        if tokens and 0 < seconds < math.inf:
+            self._seconds_per_token = _mean(self._seconds_per_token, seconds / tokens, _OF_GROUPS)
+
+    def observe_step(self, step: int, now: float) -> None:
+        """``step`` is the next to be trained."""
+        if self._step is None or step < self._step[0]:
+            self._step = step, now
+        elif step > self._step[0]:
+            seconds = (now - self._step[1]) / (step - self._step[0])
+            self._seconds_per_step = _mean(self._seconds_per_step, seconds, _OF_STEPS)
+            self._step = step, now
+
+    def tokens(self, seconds: float) -> float:
+        """Mean tokens of a group that takes so long; 0 until a group was measured."""
+        return seconds / self._seconds_per_token if self._seconds_per_token else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return (self.tokens(self._seconds_per_step) if self._seconds_per_step else 0.0) or math.inf
+
+
+def _mean(before: float | None, value: float, smoothing: float) -> float:
+    return value if before is None else before + smoothing * (value - before)
 
 
 class Policy(Protocol):
@@ -60,8 +99,8 @@ class Policy(Protocol):
 
 
 def expected_load(groups: Iterable[tuple[float, float]]) -> float:
-    """Load of a generator, from the expected tokens of each group that it holds and the tokens that the group's first
-    completions had time for since it was leased.
+    """Load of a generator, from the expected tokens of each group that it holds and those that it had time for since it was
+    leased (:meth:`Pace.tokens`).
 
     >>> expected_load([(500.0, 100.0), (500.0, 4000.0)])
     8500.0
