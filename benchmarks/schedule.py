@@ -5,7 +5,7 @@ more than a quarter of the ranking by length as RhymeRL reports to change rank m
 The first epoch has no history. Speeds are those of an 8 B model in bfloat16 on H100s by their bandwidth and 39 % of their
 arithmetic.
 
-    python benchmarks/schedule.py [--quick] [--seeds N] [--steps-per-epoch N]
+    python benchmarks/schedule.py [--quick] [--seeds N]
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("PipelineRL-8, ScaleRL's batch", 48, 8, 256, 12),
-    Scenario("PipelineRL-8, full generators", 128, 8, 16, 5),
+    Scenario("PipelineRL-8, full generators", 128, 8, 16, 12),
     Scenario("PipelineRL-1, large batch", 256, 1, 16, 5),
     Scenario("PipelineRL-4, large batch", 256, 4, 32, 5),
     Scenario("synchronous, large batch", 256, 0, 32, 5),
