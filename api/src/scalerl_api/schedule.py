@@ -6,7 +6,7 @@ from scalerl_api.fields import Model
 
 
 class ByLengthSpec(Model):
-    """Longest first by the prompts' earlier completions, each to the generator with the least to do."""
+    """By when each group has to start for its step, with lengths expected from the prompts' earlier completions."""
 
 
 class ScheduleSpec(Model):
@@ -14,5 +14,5 @@ class ScheduleSpec(Model):
     step of a group or its staleness bound."""
 
     by_length: ByLengthSpec | None = None
-    """Expected long groups first within the staleness window, and where least else runs, as RhymeRL's HistoPipe (arXiv 2508.18588
-    [S])."""
+    """Groups that are expected to take long are leased earlier, within the staleness window, and to the generator with the fewest
+    expected tokens, after RhymeRL's HistoPipe (arXiv 2508.18588 [S])."""

@@ -54,7 +54,7 @@ class Trace:
 
     def __init__(self, path: Path, core: Core, concurrency: int, on_lost: Callable[[int], None]) -> None:
         self._path, self._core, self._on_lost = path, core, on_lost
-        self._lines: deque[bytes] = deque()
+        self._lines: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._leases: dict[str, tuple[float, str, int]] = {}
         self._generators: dict[str, str] = {}
         self._concurrency = concurrency
@@ -159,8 +159,7 @@ class Trace:
 
     def _add(self, line: trace.AnyLine) -> None:
         if len(self._lines) == MAX_WAITING:
-            self._lines.popleft()
-            self._on_lost(1)
+            self._on_lost(1)  # the oldest
         self._lines.append(trace.encode(line) + b"\n")
 
     def write(self) -> None:
