@@ -139,8 +139,10 @@ class World:
         self._begin(self.replay())
         self.acknowledge()
 
-    def change(self, keep: int = 0, **changes: Any) -> None:
+    def change(self, keep: int = 0, *, by_length: bool | None = None, **changes: Any) -> None:
         """The same, and the coordinator starts again with other settings."""
+        if by_length is not None:
+            self.settings = replace(self.settings, by_length=by_length)
         identity = msgspec.structs.replace(self.settings.identity, **changes)
         self.changed |= identity != self.settings.identity
         self.settings = replace(self.settings, identity=identity)
@@ -177,6 +179,7 @@ class World:
         )
         self.rollouts.receive_lease_request(request, self.now)
         leases = self.rollouts.offer(member_id, groups, self.now)
+        self.rollouts.end_lease_request(member_id)
         if leases is None:
             return []
         self.core.book.mark_sent((lease.lease_id for lease in leases.leases), self.now)
@@ -257,6 +260,7 @@ class World:
                     self.beat(member_id, version)
             self.core.tick(self.now)
             self.training.tick(self.now)
+            self.rollouts.tick(self.now)
 
 
 class JournalWorld(World):

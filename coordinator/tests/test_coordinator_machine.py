@@ -2,7 +2,7 @@
 
 A random walk over generators that come, go, repeat themselves and answer late, a trainer that falls back to any
 kept checkpoint, and a coordinator that dies at any byte of its journal or loses it whole, and may start again with
-another batch size, another k or scheme, or other evaluations. Some runs have a mix of tasks.
+another batch size, another k or scheme, another schedule, or other evaluations. Some runs have a mix of tasks.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Coordinator(RuleBasedStateMachine):
         tasks=st.sampled_from([1, 1, 2, 3]),
         sets=st.sampled_from([0, 1, 3]),
         forecast=st.integers(-1, 5),
+        by_length=st.booleans(),
     )
     def begin(
         self,
@@ -77,6 +78,7 @@ class Coordinator(RuleBasedStateMachine):
         tasks: int,
         sets: int,
         forecast: int,
+        by_length: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
@@ -102,6 +104,7 @@ class Coordinator(RuleBasedStateMachine):
                 ),
                 set_every=(1, 2, 3, 1, 2)[:sets],
                 forecast_task=min(forecast, sets) if tasks > 1 else min(max(forecast, 0), sets),
+                by_length=by_length,
             )
         )
         self.bounds = [(0, k)]  # k, by the first step it holds for
@@ -443,6 +446,7 @@ class Coordinator(RuleBasedStateMachine):
         zero_variance_filter=st.booleans(),
         max_tries=st.integers(1, 3),
         ppo=st.booleans(),
+        by_length=st.booleans(),
     )
     def settings_change(self, keep: int, ppo: bool, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""

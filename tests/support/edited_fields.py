@@ -104,6 +104,7 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.distillation.rewards": {
         "recipe": {"distillation": {"teacher": {"url": "http://teacher"}, "rewards": "Added"}}
     },
+    "schedule.byLength": {"schedule": {"byLength": {}}},
     "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
     "recipe.curriculum.uniform": {"recipe": {"curriculum": {"uniform": {}}}},
     "recipe.curriculum.difficultyPools.edges": {

@@ -166,6 +166,8 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.podTemplate": Edit(Effect.ALL, _ALSO_PREPARATION),
     "coordinator.maxRestarts": Edit(Effect.AT_ONCE),
     "coordinator.podTemplate": Edit(Effect.COORDINATOR),
+    "schedule": Edit(Effect.COORDINATOR, "Applies to slots leased afterwards."),
+    "trace": Edit(Effect.COORDINATOR, "An existing trace is continued."),
     "weightSync": Edit(Effect.ALL),
     "evaluation.everySteps": _NEXT_EVALUATION,
     "evaluation.samplesPerPrompt": Edit(

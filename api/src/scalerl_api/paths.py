@@ -113,6 +113,11 @@ class RunPaths:
         return self.root / "decisions.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """One JSON object an event (:mod:`scalerl_api.trace`), with ``spec.trace``; written by the coordinator."""
+        return self.root / "trace.jsonl"
+
+    @property
     def curve_picture(self) -> Path:
         return self.root / "curve.png"
 

@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_snake
 
 from scalerl_api.fields import Rule
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
-from scalerl_api.recipe.presets import cel
+from scalerl_api.recipe.presets import PRESETS, cel
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 if TYPE_CHECKING:
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
 """CEL of ``TrainerSpec.ranks``."""
 _PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
+_SYNCHRONOUS: Final = [
+    name
+    for name, fields in PRESETS.items()
+    if ("offPolicy.ppo.stepsPerBatch", 1) in ((path, one.value) for path, one in fields.items())
+]
+"""Presets that generate each step with the weights that train it."""
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
 
 
@@ -243,6 +249,20 @@ RUN_RULES: Final = (
             spec.generator.lease_seconds > s.task.verifier.timeout_seconds
             for s in spec.evaluation.sets or ()
             if s.task is not None
+        ),
+    ),
+    Rule(
+        f"!has(self.schedule.byLength) || {_PROMPTS} > 1 || !(has(self.recipe.offPolicy) ? "
+        "(has(self.recipe.offPolicy.pipeline) && self.recipe.offPolicy.pipeline.maxStalenessSteps == 0) || "
+        "(has(self.recipe.offPolicy.ppo) && self.recipe.offPolicy.ppo.stepsPerBatch == 1) : "
+        f"self.recipe.preset in {_SYNCHRONOUS})",
+        "schedule.byLength cannot go with recipe.promptsPerStep 1 and a recipe.offPolicy that is synchronous: only one group "
+        "is ever open, and there is nothing to order. Raise one of them, or leave byLength out",
+        "schedule.byLength",
+        lambda spec: (
+            spec.schedule.by_length is None
+            or spec.recipe.prompts_per_step > 1
+            or spec.recipe.max_staleness_steps > 0
         ),
     ),
     Rule(

@@ -35,6 +35,7 @@ from scalerl_api.roles import (
     WeightSyncSpec,
 )
 from scalerl_api.run_rules import RUN_RULES
+from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
     EvaluationTaskSpec,
     HeldOutSpec,
@@ -86,6 +87,7 @@ __all__ = [
     "RunSpec",
     "RunTaskSpec",
     "ScaleRLRun",
+    "ScheduleSpec",
     "ScratchModel",
     "TaskSpec",
     "TrainerSpec",
@@ -190,6 +192,11 @@ class RunSpec(Model):
     """The DeepSpeed ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
     """The process that assigns work."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """Which of the open slots a generator gets next."""
+    trace: bool = False
+    """Writes ``trace.jsonl`` to the run's volume: when each group was leased and finished, where, and with which lengths, for
+    ``scalerl simulate``."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()

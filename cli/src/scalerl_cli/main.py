@@ -11,6 +11,7 @@ from pathlib import Path
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
+from scalerl_cli.simulation.arguments import add_simulate
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
 
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         help="run file with another spec.autoscaling: show the decisions that would differ",
     )
 
+    add_simulate(commands)
     add_curve_commands(commands)
     return top
 
@@ -118,6 +120,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.curves.label_report import run_report
 
             return run_report(arguments)
+        if arguments.command == "simulate":
+            from scalerl_cli.simulate import run_simulate
+
+            return run_simulate(arguments)
         if arguments.command == "export":
             from scalerl_cli.export import export
 

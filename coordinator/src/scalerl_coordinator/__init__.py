@@ -4,7 +4,7 @@ The way of a rollout, from prompt to trained batch::
 
     actor                    coordinator                                                           trainer
       │ POST lease             Server._lease() ▶ GeneratorRequests.receive_lease_request(), .offer()
-      ├───────────────────────▶  slots.lease_limit() bounds staleness; Sampler.choose() picks the prompt
+      ├───────────────────────▶  slots.lease_limit() bounds staleness; TrainingLeases.choose() picks slots
       │◀── Leases ─────────────  Core.commit(LeasesIssued); LeaseBook.add() starts the deadline
       │ heartbeats               GeneratorRequests.heartbeat() ▶ LeaseBook.extend()
       │                          Core.tick() ▶ Core.close_lease(), Core.retry_slot() after a deadline

@@ -268,6 +268,12 @@ class Core:
         meter.alive += elapsed * members
         meter.device += elapsed * (members * self.settings.generator_devices + self.settings.trainer_devices)
 
+    def run_seconds(self, now: float) -> float:
+        """The run's time: what ``wall_seconds`` of the status would be after a tick."""
+        counts = self.state.leased and not self.finished
+        running = now - self.meter.last if counts else 0.0
+        return self.state.usage.wall_seconds + self.meter.wall + running
+
     def flush_usage(self, now: float) -> None:
         """Journal the usage so far: before any record that depends on the run's time."""
         self._measure(now)

@@ -18,12 +18,10 @@ from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
 from scalerl_coordinator.leases import SlotKey, slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
-from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
-from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.prompt_sequence import View
 from scalerl_coordinator.rewards import rewards
-from scalerl_coordinator.slots import is_on_policy, lease_limit, staleness
+from scalerl_coordinator.slots import staleness
+from scalerl_coordinator.training_leases import TrainingIssues, TrainingLeases
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +61,7 @@ class GeneratorRequests:
         self._core = core
         self._grading_error_logged = False
         self._partials = PartialStore()
+        self._training = TrainingLeases(core)
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -122,6 +121,15 @@ class GeneratorRequests:
         member = core.membership.get(request.member_id, now)
         if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
+        self._training.begin_request(request.member_id, request.max_groups)
+
+    def end_lease_request(self, member_id: str) -> None:
+        """The member's lease request has its answer, or nobody waits for it any more."""
+        self._training.end_request(member_id)
+
+    def tick(self, now: float) -> None:
+        """Call it a few times a second."""
+        self._training.tick(now)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
         """Leases for a member that polls, or None while there are none. Raises UnknownMember.
@@ -142,14 +150,13 @@ class GeneratorRequests:
         wanted = min(max_groups, _MAX_LEASES)
         issues = self._evaluation_issues(member, wanted, now, holds=True)
         others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
-        held_back: list[tuple[int, PromptRef]] = []
-        cursors: dict[int, int] = {}
+        training = TrainingIssues([], [], {})
         if not core.end_reason:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            training, held_back, cursors = self._training_issues(member, wanted - len(issues), now)
-            issues += training
+            training = self._training.choose(member, wanted - len(issues), now)
+            issues += training.issues
         issues += others[: wanted - len(issues)]
         if not issues:
             return None
@@ -157,7 +164,7 @@ class GeneratorRequests:
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered, held_back, cursors=cursors))
+        core.commit(r.LeasesIssued(member.name, numbered, training.held_back, cursors=training.cursors))
         leases, room = [], MAX_ANSWER_BYTES
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
@@ -201,51 +208,6 @@ class GeneratorRequests:
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]
         return issues
-
-    def _training_issues(
-        self, member: Member, wanted: int, now: float
-    ) -> tuple[list[tuple[PromptRef, int, int]], list[tuple[int, PromptRef]], dict[int, int]]:
-        """Training slots for ``member``, the new slots (with their prompts) that are held back from its weights, and the
-        samplers' cursors after the newest slot, by task; empty without new ones."""
-        core, identity = self._core, self._core.settings.identity
-        state, version = core.state, member.version
-        sizes, k = state.batch_sizes, identity.max_staleness_steps
-        limit = lease_limit(version, sizes, scheme(identity), core.settings.max_steps)
-
-        def too_old(slot: int) -> bool:
-            step = state.step_of(slot)
-            # Under PPO-off-policy the first step of every batch is on-policy by itself.
-            waits = not identity.steps_per_batch and is_on_policy(slot, sizes, k)
-            return version < step and step > state.lost and waits
-
-        issues: list[tuple[PromptRef, int, int]] = []
-        for slot in state.reissue:
-            if len(issues) >= wanted or slot >= limit:
-                break
-            prompt = state.prompts[slot]
-            if not too_old(slot) and self._may_issue(slot_key(prompt, slot), member, now):
-                issues.append((prompt, slot, version))
-        held_back: list[tuple[int, PromptRef]] = []
-        cursors, issued_cursors = dict(enumerate(state.cursors)), {}
-        known: dict[int, KnownHistory] = {}
-        known_step = -1
-        for slot in range(state.next_slot, limit):
-            if len(issues) >= wanted:
-                break
-            if (step := state.step_of(slot)) != known_step:
-                known, known_step = {}, step
-            task = core.samplers.task(slot)
-            if task not in known:
-                known[task] = state.histories[task].as_of(step - k)
-            index, cursors[task] = core.samplers[task].choose(View(cursors[task], known[task]))
-            prompt = PromptRef(task, Split.TRAIN, index)
-            if too_old(slot):
-                held_back.append((slot, prompt))
-            else:
-                issues.append((prompt, slot, version))
-                issued_cursors = dict(cursors)
-        newest = max((slot for _, slot, _ in issues), default=-1)
-        return issues, [(slot, prompt) for slot, prompt in held_back if slot < newest], issued_cursors
 
     def _may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
         """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
@@ -372,6 +334,7 @@ class GeneratorRequests:
         verdicts = group.verdicts
         most = identity.max_tokens(expected.prompt.task)
         given = rewards(verdicts, summary.lengths, settings.length, most)
+        self._training.observe_group(group.generation_seconds, summary.lengths)
         next_prompt = self._refill(
             expected.slot, [g for at, g in enumerate(given) if at not in summary.ungraded]
         )

@@ -14,7 +14,7 @@ from scalerl_coordinator.state import CoordinatorState, OpenLease
 
 
 def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
-    state.leased = True
+    state.leased = state.leased or bool(record.issues)
     for slot, prompt in record.held_back:
         state.prompts[slot] = prompt
         bisect.insort(state.reissue, slot)
@@ -31,6 +31,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
             issue.prompt, issue.slot, issue.policy_version, record.holder
         )
         state.next_lease = issue.number + 1
+    state.next_slot = max([state.next_slot, *(slot + 1 for slot, _ in record.held_back)])
     cursors = record.cursors
     if not cursors and len(state.cursors) == 1:
         cursors = {0: state.next_slot if record.cursor < 0 else record.cursor}

@@ -41,8 +41,9 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     holder: str
     """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
+    """Empty where a schedule only needs the prompts of ``held_back``."""
     held_back: list[tuple[int, PromptRef]] = []
-    """Skipped slots, each with its prompt, that wait for newer weights: they are issued later."""
+    """New slots, each with its prompt, that are not issued yet: they wait for newer weights, or a schedule puts others first."""
     cursor: int = -1
     """In journals of earlier releases, whose runs had one task: its ``cursors``. -1 without new slots, and where it is the
     newest slot's successor."""

@@ -91,6 +91,11 @@ class LeaseBook:
         lease = self._open.get(lease_id)
         return None if lease is None else max(0.0, lease.deadline - now)
 
+    def held_seconds(self, lease_id: str, now: float) -> float:
+        """Seconds since the holder has the lease; after a restart, since then."""
+        lease = self._open.get(lease_id)
+        return 0.0 if lease is None or lease.sent_at is None else now - lease.sent_at
+
     def remove(self, lease_id: str) -> None:
         lease = self._open.pop(lease_id, None)
         if lease is not None:

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from aiohttp import web
 
@@ -30,6 +31,7 @@ from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state, new_nonce
+from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_tasks import TaskError, open_tasks
 
@@ -112,7 +114,9 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)
-    server = Server(core, journal, files, environment.token, train, held_out, trackers.status)
+    concurrency = run.spec.generator.max_concurrent_sequences
+    make_trace = partial(Trace, environment.paths.trace, core, concurrency) if settings.trace else None
+    server = Server(core, journal, files, environment.token, train, held_out, trackers.status, make_trace)
     await server.start()
     trackers.start()
     try:

@@ -67,6 +67,12 @@ class Metrics:
             _PREFIX + "received_bytes", "Bytes of request bodies received.", registry=self._registry
         )
 
+        self.lost_trace_lines = Counter(
+            _PREFIX + "lost_trace_lines",
+            "Lines of trace.jsonl that could not be written.",
+            registry=self._registry,
+        )
+
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self._registry)

@@ -135,6 +135,18 @@ class PromptHistory(msgspec.Struct):
             return 0, 0.0
         return int(self._column("completions")[prompt]), float(self._column("score_sum")[prompt])
 
+    def mean_tokens(self, prompt: int) -> float | None:
+        """Mean tokens of a prompt's completions in the columns; None if there are none."""
+        if prompt >= len(self.completions) // 4 or not (count := int(self._column("completions")[prompt])):
+            return None
+        return float(self._column("tokens")[prompt]) / count
+
+    @property
+    def overall_mean_tokens(self) -> float | None:
+        """The same of all prompts."""
+        count = int(self._column("completions").sum(dtype=np.uint64))
+        return float(self._column("tokens").sum()) / count if count else None
+
     def before(self, version: int) -> PromptHistory:
         """As it is for a checkpoint of ``version``: without results of steps that will have other groups."""
         copy = msgspec.structs.replace(self)

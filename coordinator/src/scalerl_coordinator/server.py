@@ -38,6 +38,7 @@ from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state, new_member_id
+from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
@@ -66,7 +67,8 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Server:
     """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`.
 
-    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task.
+    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task. make_trace: makes the
+    run's trace, with a function that counts lost lines; None: there is none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Server:
         train: Sequence[PromptSource],
         held_out: Sequence[PromptSource],
         trackers: Callable[[], list[wire.Tracker]] = list,
+        make_trace: Callable[[Callable[[int], None]], Trace] | None = None,
     ) -> None:
         self._core = core
         self._journal = journal
@@ -99,6 +102,7 @@ class Server:
             closed_slots=core.closed_slots,
             partial_bytes=lambda: self._rollouts.partial_bytes,
         )
+        self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
         self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
         self._step_groups: tuple[int, list[str], dict[str, r.StoredGroup]] | None = None
@@ -147,6 +151,7 @@ class Server:
             self._journal.rotate(self._core.state.encode())
             await self._write_rows()
             await self._write_curve()
+            self._write_trace()
         await self._journal.close()
         self._files_thread.shutdown(wait=True)
 
@@ -158,8 +163,10 @@ class Server:
             if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
                 self._training.tick(now)
+                self._rollouts.tick(now)
                 self._flush()
                 await self._write_curve()
+                self._write_trace()
             due = self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
             # In its own task: ticks must not wait for a disk.
             if due and (self._reading is None or self._reading.done()):
@@ -198,6 +205,8 @@ class Server:
             key = record.lease_id if isinstance(record, r.GroupAccepted) else None
             journal.append(r.encode(record), key, blob)
             checkpoint |= isinstance(record, r.CheckpointCommitted)
+            if self._trace is not None:
+                self._trace.record(record, blob, self._now())
         core.outbox.clear()
         if core.forgotten:
             journal.forget(core.forgotten)
@@ -303,6 +312,7 @@ class Server:
         finally:
             # Also when the client has disconnected: from here on, heartbeats reveal an answer that did not arrive.
             self._core.book.mark_sent((lease.lease_id for lease in given), self._now())
+            self._rollouts.end_lease_request(request.member_id)
         return wire.Leases(leases=self._named(given, ids))
 
     def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:
@@ -505,6 +515,10 @@ class Server:
             lambda: self._files.write_curves(points, forecast)
         ):
             self._points_written = points
+
+    def _write_trace(self) -> None:
+        if self._trace is not None and self._trace.tick(self._now()):
+            self._files_thread.submit(self._trace.write)
 
     async def _on_files(self, write: Callable[[], None]) -> bool:
         """Write a file for users. A failure does not stop the run: the journal has all of it until a checkpoint is committed."""

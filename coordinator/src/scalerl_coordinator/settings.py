@@ -135,6 +135,9 @@ class Settings:
     teacher: bool = False
     """Training groups have log-probabilities of ``recipe.distillation``'s teacher."""
     max_compute_tokens: int | None = None
+    by_length: bool = False
+    """``schedule.byLength``."""
+    trace: bool = False
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
@@ -232,6 +235,8 @@ class Settings:
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,
             max_compute_tokens=spec.budget.max_compute_tokens,
+            trace=spec.trace,
+            by_length=spec.schedule.by_length is not None,
             length=recipe.length,
             curriculum=recipe.curriculum,
             teacher=recipe.distillation is not None,

@@ -1,0 +1,129 @@
+"""``scalerl simulate``: the work of a trace under another schedule, or on another cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from scipy.stats import ks_2samp
+
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.output import say
+from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.simulator import simulate
+from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
+from scalerl_cli.simulation.trace_file import RunTrace, TraceProblem, read_trace
+from scalerl_cli.simulation.workload import (
+    Cluster,
+    DecodeSpeed,
+    Outcome,
+    Workload,
+    from_history,
+    known,
+    lower_bound,
+)
+from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """The command; returns its exit code."""
+    path = arguments.trace / "trace.jsonl" if arguments.trace.is_dir() else arguments.trace
+    try:
+        run = read_trace(path)
+    except (OSError, TraceProblem) as problem:
+        say(f"{path}: {problem}", error=True)
+        return BAD_INPUT
+    fixed, per_token = arguments.train or fit_trainer(run)
+    decode = DecodeSpeed(*arguments.decode) if arguments.decode else fit_decode(run)
+    if decode.seconds(1) <= 0:
+        say(f"{path}: it says nothing of the speed of generation; give --decode", error=True)
+        return BAD_INPUT
+    trainers = arguments.trainers or 1
+    cluster = Cluster(
+        arguments.generators or run.generators,
+        arguments.concurrency or run.settings.concurrency,
+        decode,
+        fixed,
+        per_token / trainers,
+        publish_seconds(run) if arguments.publish is None else arguments.publish,
+    )
+    scheme = _scheme(run, arguments.max_staleness_steps)
+    names = arguments.policy or [run.settings.schedule or "slotOrder"]
+    work = run.work
+    outcomes = {name: _simulated(name, work, cluster, scheme) for name in names}
+    figures = {name: _figures(outcome, work) for name, outcome in outcomes.items()}
+    bound = lower_bound(work, cluster, scheme.may_lease)
+    if arguments.json:
+        say(
+            json.dumps(
+                {
+                    "traced": {"makespan": run.makespan, "steps": work.steps, "refilled": run.refilled},
+                    "decode": [decode.base, decode.per_sequence],
+                    "train": [fixed, per_token],
+                    "publish": cluster.publish_seconds,
+                    "lower_bound": bound,
+                    "policies": figures,
+                    "trained_at": {name: outcome.trained_at for name, outcome in outcomes.items()},
+                }
+            )
+        )
+        return DONE
+    say(
+        f"{work.steps} steps of {work.prompts_per_step} groups, {sum(g.tokens for g in work.groups)} tokens; in the trace "
+        f"{run.makespan:.1f} s"
+    )
+    if run.refilled:
+        say(f"{run.refilled} refilled groups are left out")
+    say(
+        f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence; training step "
+        f"{fixed:.3g} s + {1e3 * per_token / trainers:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
+    )
+    say(f"{'':13}{'makespan s':>11}{'s a step':>9}{'tokens/s':>10}{'idle':>6}{'staleness':>14}{'KS p':>7}")
+    for name, one in figures.items():
+        say(
+            f"{name:13}{one['makespan']:11.1f}{one['makespan'] / work.steps:9.2f}{one['tokens_per_second']:10.0f}"
+            f"{one['generator_idle']:6.2f}{one['mean_staleness']:9.2f} ≤{one['max_staleness']:3.0f}{one['ks_p']:7.2g}"
+        )
+    say(f"{'lower bound':13}{bound:11.1f}")
+    return DONE
+
+
+def _scheme(run: RunTrace, max_staleness_steps: int | None) -> OffPolicy:
+    if max_staleness_steps is not None:
+        return PipelineRL(max(0, max_staleness_steps))
+    if run.settings.steps_per_batch:
+        return PpoOffPolicy(run.settings.steps_per_batch)
+    return PipelineRL(run.settings.max_staleness_steps)
+
+
+def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -> Outcome:
+    if name == "tailBatching":
+        return tail_batching(work, cluster)
+    if name == "april":
+        return april(work, cluster)
+    policies: dict[str, Policy] = {
+        "slotOrder": SlotOrder(),
+        "roundRobin": RoundRobin(),
+        "leastLoaded": LeastLoaded(),
+    }
+    expected = known(work) if name == "oracle" else from_history(work)
+    return simulate(work, cluster, policies.get(name, ByLength()), expected, scheme)
+
+
+def _figures(outcome: Outcome, work: Workload) -> dict[str, float]:
+    half = max(1, work.steps // 2)
+    trained = [length for step in outcome.trained[:half] for length in step]
+    in_order = [length for step in range(half) for group in work.step(step) for length in group.lengths]
+    tokens = sum(outcome.staleness.values())
+    return {
+        "makespan": outcome.makespan,
+        "tokens_per_second": outcome.trained_tokens / outcome.makespan,
+        "generator_idle": outcome.generator_idle,
+        "trainer_idle": 1 - outcome.trainer_busy / outcome.makespan,
+        "running_sequences": outcome.running,
+        "discarded": 1 - outcome.trained_tokens / outcome.generated_tokens,
+        "mean_staleness": sum(age * n for age, n in outcome.staleness.items()) / max(1, tokens),
+        "max_staleness": float(max(outcome.staleness, default=0)),
+        "ks_p": float(ks_2samp(trained, in_order).pvalue),
+    }

@@ -1,0 +1,156 @@
+"""Published schedules that move groups between steps, so that the coordinator does not run them: rounds of generation, each followed
+by training and a publish.
+
+Both get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from scalerl_cli.simulation.fleet import Fleet, Spans
+from scalerl_cli.simulation.workload import Cluster, Outcome, Workload
+
+TAIL_BATCHING_FACTOR = 1.25
+"""η of RollPacker (arXiv 2509.21009 [S]): prompts launched over prompts kept, and responses over responses kept."""
+APRIL_FACTOR = 1.5
+"""Prompts issued over prompts trained (arXiv 2509.18521 [S]; the factor [?])."""
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A group in a round."""
+
+    slot: int
+    lengths: list[int]
+    """Of all responses that are launched."""
+    wanted: int
+    """Responses after which it is complete."""
+    spans: dict[int, Spans] = field(default_factory=dict)
+    """What there is of each response."""
+    finished: list[int] = field(default_factory=list)
+    generator: int = -1
+
+    def left(self) -> list[tuple[int, int]]:
+        """Unfinished responses: number and missing tokens."""
+        return [
+            (number, length - sum(tokens for _, tokens in self.spans.get(number, ())))
+            for number, length in enumerate(self.lengths)
+            if number not in self.finished
+        ]
+
+
+class _Rounds:
+    def __init__(self, work: Workload, cluster: Cluster) -> None:
+        self.work, self.cluster = work, cluster
+        self.fleet, self.out, self.now = Fleet(cluster), Outcome(), 0.0
+
+    def generate(self, launches: list[_Launch], complete: int) -> tuple[list[_Launch], list[_Launch]]:
+        """Run groups, in their order, until so many are complete: those, and the others as far as they came."""
+        waiting, active, done = deque(launches), dict[int, _Launch](), list[_Launch]()
+        load = [0] * self.cluster.generators
+        most = self.cluster.concurrency
+
+        def fill() -> None:
+            while waiting:
+                at = min(range(len(load)), key=load.__getitem__)
+                if load[at] >= most:
+                    break
+                launch = waiting.popleft()
+                launch.generator = at
+                active[launch.slot] = launch
+                left = launch.left()
+                load[at] += len(left)
+                self.fleet.start(at, launch.slot, left, self.now)
+
+        fill()
+        while len(done) < complete:
+            self.now = self.fleet.next_time()
+            assert self.now < math.inf
+            ended = self.fleet.finish()
+            launch = active[ended.group]
+            launch.finished.append(ended.sequence)
+            launch.spans.setdefault(ended.sequence, []).extend(ended.spans)
+            load[launch.generator] -= 1
+            if len(launch.finished) == launch.wanted:
+                load[launch.generator] -= len(launch.left())
+                self._stop(launch)
+                done.append(active.pop(launch.slot))
+            fill()
+        for launch in active.values():
+            self._stop(launch)
+        return done, [*active.values(), *waiting]
+
+    def _stop(self, launch: _Launch) -> None:
+        for number, spans in self.fleet.abort(launch.generator, launch.slot, self.now).items():
+            launch.spans.setdefault(number, []).extend(spans)
+
+    def train(self, launches: list[_Launch]) -> None:
+        """A step, and the publish after it."""
+        version = len(self.out.trained)
+        lengths = [launch.lengths[number] for launch in launches for number in launch.finished]
+        for launch in launches:
+            for number in launch.finished:
+                for sampled_by, tokens in launch.spans[number]:
+                    age = version - sampled_by
+                    self.out.staleness[age] = self.out.staleness.get(age, 0) + tokens
+        self.fleet.pause(self.now)
+        seconds = self.cluster.train(sum(lengths))
+        self.now += seconds
+        self.out.trainer_busy += seconds
+        self.out.trained.append(lengths)
+        self.out.trained_at.append(self.now)
+        self.now += self.cluster.publish_seconds
+        self.fleet.resume(version + 1, self.now)
+
+    def outcome(self) -> Outcome:
+        self.out.generated_tokens = self.fleet.tokens
+        self.out.generator_idle, self.out.running = self.fleet.utilisation(self.out.makespan)
+        return self.out
+
+
+def tail_batching(
+    work: Workload, cluster: Cluster, factor: float = TAIL_BATCHING_FACTOR, seed: int = 0
+) -> Outcome:
+    """RollPacker's rounds: short ones launch more prompts and responses than they keep, and keep the first; prompts that were
+    aborted wait, without their tokens, for a long round of their own.
+
+    Lengths of the additional responses are drawn from those of their group.
+    """
+    rounds, drawn = _Rounds(work, cluster), random.Random(seed)
+    size, fresh, deferred = work.prompts_per_step, deque(range(len(work.groups))), deque[int]()
+    while fresh or deferred:
+        short = len(fresh) >= size and len(deferred) < size
+        if short:
+            slots = [fresh.popleft() for _ in range(min(len(fresh), math.ceil(factor * size)))]
+        else:
+            slots = [(deferred or fresh).popleft() for _ in range(size)]
+        launches = []
+        for slot in slots:
+            lengths = list(work.groups[slot].lengths)
+            more = math.ceil(factor * len(lengths)) - len(lengths) if short else 0
+            launches.append(
+                _Launch(slot, lengths + [drawn.choice(lengths) for _ in range(more)], len(lengths))
+            )
+        done, aborted = rounds.generate(launches, size)
+        deferred.extend(launch.slot for launch in aborted)
+        rounds.train(done)
+    return rounds.outcome()
+
+
+def april(work: Workload, cluster: Cluster, factor: float = APRIL_FACTOR) -> Outcome:
+    """APRIL's rounds: issue more prompts than a step needs, stop when it has enough, and continue the partial ones first."""
+    rounds = _Rounds(work, cluster)
+    size, fresh, partial = work.prompts_per_step, deque(range(len(work.groups))), list[_Launch]()
+    while fresh or partial:
+        issued = max(size, math.ceil(factor * size))
+        new = [fresh.popleft() for _ in range(min(len(fresh), issued - min(issued, len(partial))))]
+        launches = partial + [
+            _Launch(slot, list(work.groups[slot].lengths), len(work.groups[slot].lengths)) for slot in new
+        ]
+        done, partial = rounds.generate(launches, size)
+        rounds.train(done)
+    return rounds.outcome()

@@ -1,0 +1,111 @@
+"""Reads a trace: the work of a run, and what its steps took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from scalerl_api import trace
+from scalerl_cli.simulation.workload import Group, Workload
+
+_SHOWN = 5
+
+
+class TraceProblem(Exception):
+    """The file is not a trace, or has too little of a run; the message names lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTrace:
+    """A trace, in order."""
+
+    settings: trace.RunLine
+    """The last of them."""
+    groups: list[trace.GroupLine]
+    """Of the complete steps, by slot."""
+    steps: list[trace.StepLine]
+    publishes: list[trace.PublishLine]
+    generators: int
+    """Generators that delivered a group."""
+    refilled: int
+    """Groups that were dropped for equal rewards; the simulation leaves them out."""
+
+    @property
+    def work(self) -> Workload:
+        groups = [Group((line.task, line.prompt), tuple(line.lengths)) for line in self.groups]
+        return Workload(groups, self.settings.prompts_per_step)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first lease to the last trained step."""
+        leased = [line.leased for line in self.groups if line.leased is not None]
+        return self.steps[-1].t - min(leased, default=0.0)
+
+
+def read_trace(path: Path) -> RunTrace:
+    """Read a file that ``spec.trace`` writes.
+
+    Raises:
+        TraceProblem: see there.
+        OSError: it cannot be read.
+    """
+    lines: list[trace.AnyLine] = []
+    problems: list[str] = []
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                lines.append(trace.decode(text))
+            except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+                problems.append(f"line {number}: {problem}")
+                continue
+            problems += [f"line {number}: {what}" for what in _faults(lines[-1])]
+    if problems:
+        more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise TraceProblem("\n".join(problems[:_SHOWN]) + more)
+    return _run_trace(lines)
+
+
+def _faults(line: trace.AnyLine) -> list[str]:
+    """What is wrong with a line that has the right form."""
+    found = []
+    if not 0 <= line.t < float("inf"):
+        found.append(f"t is {line.t}")
+    if isinstance(line, trace.RunLine):
+        if line.format != trace.FORMAT:
+            found.append(f"format {line.format}, this release reads {trace.FORMAT}")
+        if min(line.prompts_per_step, line.completions_per_prompt, line.concurrency) < 1:
+            found.append("prompts_per_step, completions_per_prompt and concurrency must be at least 1")
+    if isinstance(line, trace.GroupLine) and (not line.lengths or min(line.lengths) < 0):
+        found.append("lengths must be numbers of tokens, one or more")
+    if isinstance(line, trace.GroupLine) and min(line.slot, line.step) < 0:
+        found.append("slot and step must not be negative")
+    return found
+
+
+def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
+    settings = [line for line in lines if isinstance(line, trace.RunLine)]
+    if not settings:
+        raise TraceProblem('it has no line of kind "run"')
+    # A later line of a slot or step replaces an earlier one: the trainer may have returned to a checkpoint.
+    groups = {line.slot: line for line in lines if isinstance(line, trace.GroupLine) and not line.refilled}
+    steps = {line.step: line for line in lines if isinstance(line, trace.StepLine)}
+    size = settings[-1].prompts_per_step
+    by_step: dict[int, list[trace.GroupLine]] = {}
+    for slot in sorted(groups):
+        by_step.setdefault(groups[slot].step, []).append(groups[slot])
+    complete = [step for step in sorted(steps) if len(by_step.get(step, ())) == size]
+    if not complete:
+        raise TraceProblem(
+            "it has no trained step with all its groups: a step that was given up in part does not count"
+        )
+    kept = [line for step in complete for line in by_step[step]]
+    return RunTrace(
+        settings[-1],
+        kept,
+        [steps[step] for step in complete],
+        [line for line in lines if isinstance(line, trace.PublishLine)],
+        max(1, len({line.generator for line in kept if line.generator})),
+        sum(isinstance(line, trace.GroupLine) and line.refilled for line in lines),
+    )

@@ -1,0 +1,228 @@
+"""``scalerl simulate``: what is conserved, runs that can be computed by hand, and traces that are none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_api import trace
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.main import main
+from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.simulator import simulate
+from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
+from scalerl_cli.simulation.trace_file import read_trace
+from scalerl_cli.simulation.workload import (
+    Cluster,
+    DecodeSpeed,
+    Group,
+    Workload,
+    from_history,
+    known,
+    lower_bound,
+)
+from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+
+SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)
+POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    size, steps, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    lengths = st.tuples(*[st.integers(1, 60)] * per_group)
+    groups = [
+        Group((0, draw(st.integers(0, 5))), draw(lengths, label="lengths")) for _ in range(size * steps)
+    ]
+    return Workload(groups, size)
+
+
+@given(
+    work=workloads(),
+    policy=st.sampled_from(POLICIES),
+    scheme=st.sampled_from([PipelineRL(0), PipelineRL(1), PipelineRL(4), PpoOffPolicy(3)]),
+    oracle=st.booleans(),
+)
+def test_every_token_is_generated_once_and_within_the_bound(
+    work: Workload, policy: Policy, scheme: OffPolicy, oracle: bool
+) -> None:
+    expected = known(work) if oracle else from_history(work)
+    out = simulate(work, SLOW, policy, expected, scheme)
+    tokens = sum(group.tokens for group in work.groups)
+    assert out.generated_tokens == out.trained_tokens == sum(out.staleness.values()) == tokens
+    assert out.trained == [[n for group in work.step(t) for n in group.lengths] for t in range(work.steps)]
+    k = scheme.max_staleness_steps if isinstance(scheme, PipelineRL) else 2
+    assert min(out.staleness) >= 0
+    assert max(out.staleness) <= k
+    assert out.makespan >= lower_bound(work, SLOW, scheme.may_lease) - 1e-6
+    assert 0 <= out.generator_idle <= 1
+    assert out.running <= SLOW.concurrency
+
+
+@given(work=workloads())
+@settings(max_examples=50)
+def test_rounds_train_every_group_once(work: Workload) -> None:
+    lengths = Counter(n for group in work.groups for n in group.lengths)
+    continued = april(work, SLOW)
+    assert Counter(n for step in continued.trained for n in step) == lengths
+    assert continued.generated_tokens == continued.trained_tokens == sum(continued.staleness.values())
+    batched = tail_batching(work, SLOW)
+    assert sum(map(len, batched.trained)) == sum(lengths.values())
+    assert batched.generated_tokens >= batched.trained_tokens
+    assert max(batched.staleness) == 0
+    assert len(batched.trained) == len(continued.trained) == work.steps
+
+
+def test_a_run_by_hand() -> None:
+    """One generator with room for two sequences: 10 tokens beside another take 15 s, and the last 10 alone 12.5 s."""
+    cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25), 5.0, 0.1, 2.0)
+    work = Workload([Group((0, 0), (10, 20)), Group((0, 1), (4, 4))], 1)
+    out = simulate(work, cluster, SlotOrder(), from_history(work), PipelineRL(0))
+    first = 10 * 1.5 + 10 * 1.25 + 5.0 + 30 * 0.1
+    assert out.trained_at == pytest.approx([first, first + 2.0 + 4 * 1.5 + 5.0 + 8 * 0.1])
+    assert out.running == pytest.approx((2 * 15.0 + 12.5 + 2 * 6.0) / out.makespan)
+
+
+def test_longest_first_ends_sooner_and_history_is_enough() -> None:
+    """Two epochs of a long prompt between short ones, on one generator that holds two sequences."""
+    cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.0), 0.0, 0.0, 0.0)
+    epoch = [Group((0, n), (length,)) for n, length in enumerate((10, 10, 10, 10, 100))]
+    work = Workload(epoch * 2, 5)
+    ends = {
+        policy: simulate(work, cluster, policy, from_history(work), PipelineRL(0)).trained_at
+        for policy in POLICIES
+    }
+    first, second = ends[POLICIES[0]]
+    by_length = ends[POLICIES[3]]
+    assert by_length[0] == first == 120  # nothing is known yet
+    assert (second - first, by_length[1] - by_length[0]) == (120, 100)
+
+
+# --- traces ---------------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, steps: int = 6, *more: str) -> Path:
+    """One generator, a decoding step of 10 ms and 1 ms a sequence; steps of 2 s and 10 ms a token; a publish of .5 s."""
+    lines: list[trace.AnyLine] = [
+        trace.RunLine(
+            t=0.0,
+            format=1,
+            prompts_per_step=2,
+            completions_per_prompt=2,
+            max_completion_tokens=900,
+            max_staleness_steps=0,
+            concurrency=8,
+        )
+    ]
+    now = 0.0
+    for step in range(steps):
+        lengths = [[100 * (1 + step % 3)] * 2] * 2 if step % 2 else [[200, 200], [200, 200]]
+        seconds = lengths[0][0] * (0.010 + 0.001 * 4)
+        lines += [
+            trace.GroupLine(
+                t=now + seconds,
+                slot=2 * step + n,
+                step=step,
+                prompt=n,
+                generator="g",
+                leased=now,
+                lease_version=step,
+                seconds=seconds,
+                prompt_tokens=3,
+                lengths=of,
+            )
+            for n, of in enumerate(lengths)
+        ]
+        trained = 2.0 + 0.01 * sum(map(sum, lengths))
+        now += seconds + trained
+        lines.append(trace.StepLine(t=now, step=step, busy_seconds=trained, trained_tokens=9))
+        now += 0.5
+        lines.append(trace.PublishLine(t=now, version=step + 1))
+    path.write_text("".join(trace.encode(line).decode() + "\n" for line in lines) + "".join(more))
+    return path
+
+
+def test_speeds_are_fitted_and_the_makespan_is_that_of_the_trace(tmp_path: Path) -> None:
+    run = read_trace(write_trace(tmp_path / "trace.jsonl"))
+    decode = fit_decode(run)
+    assert decode.seconds(4) == pytest.approx(0.014)
+    assert fit_trainer(run) == pytest.approx((2.0, 0.01))
+    assert publish_seconds(run) == pytest.approx(0.5)
+    fixed, per_token = fit_trainer(run)
+    out = simulate(
+        run.work,
+        Cluster(1, 8, decode, fixed, per_token, 0.5),
+        SlotOrder(),
+        from_history(run.work),
+        PipelineRL(0),
+    )
+    assert out.makespan == pytest.approx(run.makespan)
+
+
+def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "trace.jsonl")
+    options = "--json --policy slotOrder --policy april --policy oracle --generators 4 --trainers 2 --decode .01 .001"
+    assert main(["simulate", str(tmp_path), *options.split(), "--max-staleness-steps", "2"]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["policies"]) == {"slotOrder", "april", "oracle"}
+    assert found["policies"]["slotOrder"]["max_staleness"] <= 2
+    assert found["lower_bound"] <= found["policies"]["oracle"]["makespan"]
+    assert found["train"][1] == pytest.approx(0.01)
+
+
+def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(tmp_path / "trace.jsonl")
+    assert main(["simulate", str(path)]) == DONE
+    printed = capsys.readouterr().out
+    assert "6 steps of 2 groups" in printed
+    assert "slotOrder" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nonsense\n", "line 26: JSON is malformed"),
+        ('{"kind":"group"}\n', "line 26: Object missing required field `t`"),
+        ('{"kind":"other","t":1}\n', "line 26: Invalid value 'other' - at `$.kind`"),
+        ('{"kind":"publish","t":-1,"version":2}\n', "line 26: t is -1.0"),
+        ('{"kind":"publish","t":NaN,"version":2}\n', "line 26: JSON is malformed"),
+        (
+            '{"kind":"group","t":1,"slot":3,"step":0,"prompt":0,"prompt_tokens":1,"lengths":[]}\n',
+            "line 26: lengths must be",
+        ),
+        ("\n".join(["x"] * 9), "line 30: JSON is malformed: invalid character (byte 0)\nand 4 more"),
+    ],
+)
+def test_lines_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", 6, text)
+    assert main(["simulate", str(path)]) == BAD_INPUT
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", 'it has no line of kind "run"'),
+        (
+            '{"kind":"run","t":0,"format":2,"prompts_per_step":1,"completions_per_prompt":1,"max_completion_tokens":1,'
+            '"max_staleness_steps":0,"concurrency":1}\n',
+            "line 1: format 2, this release reads 1",
+        ),
+    ],
+)
+def test_files_that_are_no_traces_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    assert main(["simulate", str(path)]) == BAD_INPUT
+    assert says in capsys.readouterr().err
+    assert main(["simulate", str(tmp_path / "absent")]) == BAD_INPUT

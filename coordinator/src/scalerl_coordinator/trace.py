@@ -1,0 +1,198 @@
+"""``trace.jsonl``, from the records of the journal (``spec.trace``).
+
+The trace is for measurements: nothing reads it back. A line may be lost with the process or to a full disk, and one of a record
+that the disk refused may be repeated. Blocking I/O is in :meth:`Trace.write` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from scalerl_api import trace
+from scalerl_api.wire import VersionSpan
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.core import Core
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 2**26
+"""Of the file; then it becomes ``trace.jsonl.1``, in place of an earlier one. A group of 16 completions takes 400 bytes."""
+_LONGEST_LINE = 2**20
+MAX_WAITING = 10_000
+"""Lines that wait for the disk."""
+
+
+class _Completion(msgspec.Struct):
+    versions: list[VersionSpan]
+    finish_reason: Literal["stop", "length"]
+
+
+class _Group(msgspec.Struct):
+    """What the trace has of a pushed group."""
+
+    completions: list[_Completion]
+    generation_seconds: float
+
+
+_decode_group = msgspec.msgpack.Decoder(_Group).decode
+
+
+class Trace:
+    """Writes the trace of one run.
+
+    Args:
+        concurrency: ``generator.maxConcurrentSequences``.
+        on_lost: called with the number of lines that cannot be written.
+    """
+
+    def __init__(self, path: Path, core: Core, concurrency: int, on_lost: Callable[[int], None]) -> None:
+        self._path, self._core, self._on_lost = path, core, on_lost
+        self._lines: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._leases: dict[str, tuple[float, str, int]] = {}
+        self._generators: dict[str, str] = {}
+        self._concurrency = concurrency
+        self._failed = False
+        self._written = False
+        """The file ends with a whole line."""
+        self._header = self._add_header()
+
+    def _add_header(self) -> bytes:
+        settings = self._core.settings
+        identity = settings.identity
+        line = trace.RunLine(
+            t=self._core.run_seconds(self._core.meter.last),
+            format=trace.FORMAT,
+            prompts_per_step=identity.prompts_per_step,
+            completions_per_prompt=identity.completions_per_prompt,
+            max_completion_tokens=identity.max_completion_tokens,
+            max_staleness_steps=identity.max_staleness_steps,
+            steps_per_batch=identity.steps_per_batch,
+            concurrency=self._concurrency,
+            schedule="byLength" if settings.by_length else "",
+        )
+        self._add(line)
+        return self._lines[-1]
+
+    def record(self, record: r.AnyRecord, blob: bytes, now: float) -> None:
+        """Note one record, which is applied to the state. Raises nothing: the run continues without the line."""
+        try:
+            self._record(record, blob, self._core.run_seconds(now))
+        except Exception as error:
+            self._lose(1, f"a {type(record).__name__} has no line", error)
+
+    def _record(self, record: r.AnyRecord, blob: bytes, t: float) -> None:
+        state = self._core.state
+        match record:
+            case r.LeasesIssued():
+                for issue in record.issues:
+                    self._leases[state.lease_id(issue.number)] = t, record.holder, issue.policy_version
+                if len(self._leases) > 1000 + 2 * len(state.leases):
+                    wanted = {*state.leases, *state.expired_lease_of.values()}
+                    self._leases = {i: lease for i, lease in self._leases.items() if i in wanted}
+            case r.GroupAccepted():
+                self._add(self._group(record, blob, t))
+            case r.StepTrained() | r.StepSkipped():
+                skipped = isinstance(record, r.StepSkipped)
+                tokens = 0 if isinstance(record, r.StepSkipped) else record.trained_tokens
+                self._add(
+                    trace.StepLine(
+                        t=t,
+                        step=record.step,
+                        busy_seconds=record.busy_seconds,
+                        trained_tokens=tokens,
+                        skipped=skipped,
+                    )
+                )
+            case r.Published():
+                self._add(trace.PublishLine(t=t, version=record.version))
+            case _:
+                pass
+
+    def _group(self, record: r.GroupAccepted, blob: bytes, t: float) -> trace.GroupLine:
+        leased, generator, version = self._leases.pop(record.lease_id, (None, "", -1))
+        state = self._core.state
+        tries = state.tries.get(record.slot, [])
+        refilled = record.next_prompt is not None
+        prompt = tries[-1].prompt if refilled else state.prompts[record.slot]
+        group = _decode_group(blob) if blob else _Group([], 0.0)
+        tokens: dict[int, int] = {}
+        for completion, length in zip(group.completions, record.lengths, strict=False):
+            ends = [*(span.start for span in completion.versions[1:]), length]
+            for span, end in zip(completion.versions, ends, strict=True):
+                tokens[span.version] = tokens.get(span.version, 0) + end - span.start
+        return trace.GroupLine(
+            t=t,
+            slot=record.slot,
+            step=state.step_of(record.slot),
+            task=prompt.task,
+            prompt=prompt.index,
+            generator=generator,
+            leased=leased,
+            lease_version=version,
+            seconds=group.generation_seconds,
+            prompt_tokens=record.prompt_tokens,
+            lengths=record.lengths,
+            finish_reasons=[completion.finish_reason for completion in group.completions],
+            version_tokens=tokens,
+            refilled=refilled,
+        )
+
+    def tick(self, now: float) -> bool:
+        """Note the members that came and went; returns whether there is something to write."""
+        members = {member.name: member.member_id for member in self._core.membership.members.values()}
+        t = self._core.run_seconds(now)
+        for name, member_id in self._generators.items():
+            if members.get(name) != member_id:
+                self._add(trace.GeneratorLine(t=t, name=name, event="lost"))
+        for name, member_id in members.items():
+            if self._generators.get(name) != member_id:
+                self._add(trace.GeneratorLine(t=t, name=name, event="registered"))
+        self._generators = members
+        return bool(self._lines)
+
+    def _add(self, line: trace.AnyLine) -> None:
+        if len(self._lines) == MAX_WAITING:
+            self._on_lost(1)  # the oldest
+        self._lines.append(trace.encode(line) + b"\n")
+
+    def write(self) -> None:
+        """Append what is waiting. A failure costs these lines."""
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        try:
+            if self._path.exists():
+                if not self._written:
+                    _end_line(self._path)
+                if self._path.stat().st_size + sum(map(len, lines)) > MAX_BYTES:
+                    os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+                    lines.insert(0, self._header)
+            with self._path.open("ab") as file:
+                file.write(b"".join(lines))
+            self._written = True
+        except OSError as error:
+            self._written = False
+            self._lose(len(lines), f"cannot write {self._path.name}", error)
+
+    def _lose(self, lines: int, what: str, error: Exception) -> None:
+        self._on_lost(lines)
+        if not self._failed:
+            log.error("%s; further errors are only counted: %s", what, error)
+        self._failed = True
+
+
+def _end_line(path: Path) -> None:
+    """Cut off a line that a crash or a full disk left incomplete."""
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LONGEST_LINE))
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)

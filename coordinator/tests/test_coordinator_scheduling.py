@@ -1,0 +1,181 @@
+"""Policies by tables; and the coordinator's leasing with ``schedule.byLength``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, make_settings, ready
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api import wire
+from scalerl_coordinator.scheduling import (
+    ByLength,
+    Generator,
+    LeastLoaded,
+    Pace,
+    Place,
+    Policy,
+    RoundRobin,
+    SlotOrder,
+    View,
+)
+from scalerl_coordinator.training_leases import PATIENCE_SECONDS
+
+POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
+LONG = [Place(0, 0, 10.0), Place(1, 0, 90.0), Place(2, 1, 100.0), Place(3, 1, 30.0)]
+EMPTY = Generator("b", 9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "room", "others", "slots"),
+    [
+        (SlotOrder(), 3, [EMPTY], [0, 1, 2]),
+        (RoundRobin(), 9, [EMPTY], [0, 1]),
+        (RoundRobin(), 1, [EMPTY], [0]),
+        (LeastLoaded(), 9, [], [0, 1, 2, 3]),
+        (
+            LeastLoaded(),
+            9,
+            [EMPTY],
+            [2],
+        ),  # it holds two groups, the other none: 0 and 1 are the other's, 2 breaks the tie
+        (LeastLoaded(), 9, [Generator("b", 9, groups=9)], [0, 1, 2, 3]),
+        (ByLength(), 9, [], [1, 0, 2, 3]),
+        (ByLength(), 2, [], [1, 0]),
+        (ByLength(), 9, [Generator("b", 9, tokens=499.0)], [1, 0, 3]),  # 2 is the other's
+        (ByLength(), 9, [EMPTY], []),  # it has 400 tokens to do, the other gets the 230
+        (ByLength(), 9, [Generator("b", 1)], [0, 2, 3]),  # the other has room for one
+    ],
+)
+def test_choose(policy: Policy, room: int, others: list[Generator], slots: list[int]) -> None:
+    asking = Generator("a", room, groups=2, tokens=400.0)
+    chosen = policy.choose(View(LONG, asking, others, tokens_per_step=200.0))
+    assert [place.slot for place in chosen] == slots
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "slots"),
+    [(math.inf, [1, 0, 2, 3]), (200.0, [1, 0, 2, 3]), (50.0, [1, 2, 0, 3]), (5.0, [2, 1, 3, 0])],
+)
+def test_a_long_group_is_as_early_as_it_takes_steps(tokens_per_step: float, slots: list[int]) -> None:
+    view = View(LONG, Generator("a", 9), tokens_per_step=tokens_per_step)
+    assert [place.slot for place in ByLength().choose(view)] == slots
+
+
+def test_pace_is_of_groups_and_steps() -> None:
+    pace = Pace()
+    assert (pace.tokens(9.0), pace.tokens_per_step) == (0.0, math.inf)
+    pace.observe_step(4, 100.0)
+    pace.observe_group(30.0, [100, 300, 200])
+    assert (pace.tokens(9.0), pace.tokens_per_step) == (60.0, math.inf)
+    pace.observe_step(6, 140.0)
+    assert pace.tokens_per_step == pytest.approx(20.0 * 200 / 30)
+    pace.observe_step(2, 150.0)  # the trainer returned to a checkpoint
+    pace.observe_step(3, 170.0)
+    assert pace.tokens_per_step == pytest.approx(20.0 * 200 / 30)
+
+
+@given(
+    tokens=st.lists(st.floats(1.0, 2e4), max_size=40),
+    generators=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 5), st.floats(0, 1e5)), min_size=1, max_size=6
+    ),
+    policy=st.sampled_from(POLICIES),
+)
+def test_generators_that_ask_in_turn_get_every_place_once(
+    tokens: list[float], generators: list[tuple[int, int, float]], policy: Policy
+) -> None:
+    """Until all places are leased or nobody has room."""
+    places = [Place(slot, slot // 4, n) for slot, n in enumerate(tokens)]
+    asking = [Generator(f"g{n}", *one) for n, one in enumerate(generators)]
+    leased: list[int] = []
+    for patient in (True, False):
+        for one in asking:
+            others = [other for other in asking if other is not one] if patient else []
+            left = [place for place in places if place.slot not in leased]
+            chosen = policy.choose(View(left, one, others, tokens_per_step=1000.0))
+            assert len(chosen) <= one.room
+            leased += [place.slot for place in chosen]
+    assert len(set(leased)) == len(leased)
+    assert len(leased) >= min(len(places), sum(one.room for one in asking))
+
+
+# --- the coordinator ------------------------------------------------------------------------------
+
+
+def make_world(**changes: Any) -> World:
+    """Seven prompts, three a step, k = 1."""
+    return ready(World(make_settings(by_length=True, zero_variance_filter=False, **changes)))
+
+
+def ask(world: World, member_id: str, groups: int = 9) -> None:
+    request = wire.LeaseRequest(member_id=member_id, weight_version=0, max_groups=groups, wait_seconds=9)
+    world.rollouts.receive_lease_request(request, world.now)
+
+
+def offered(world: World, member_id: str, groups: int = 9) -> list[int] | None:
+    leases = world.rollouts.offer(member_id, groups, world.now)
+    return None if leases is None else [lease.slot for lease in leases.leases]
+
+
+def test_long_prompts_are_leased_first_within_the_window() -> None:
+    """Prompt n has completions of n + 1 tokens."""
+    world = make_world(max_staleness_steps=2)
+    for step in range(6):
+        leases = world.lease(world.member, step)
+        for lease in leases:
+            group = make_group(lease, version=step, tokens=lease.prompt.index + 1)
+            assert world.push(world.member, group) == "accepted"
+        assert world.next("t").action is wire.NextAction.TRAIN
+        world.report("t", step)
+        world.publish("t")
+        if world.state.evaluations:
+            world.serve(world.member, step + 1, 2)
+    leases = world.lease(world.member, 6)
+    assert sorted(lease.slot for lease in leases) == list(world.state.slots_of(8))
+    prompts = [lease.prompt.index for lease in leases]
+    assert prompts == sorted(prompts, reverse=True)
+    assert [lease.slot for lease in leases] != sorted(lease.slot for lease in leases)
+
+
+@pytest.mark.parametrize(("by_length", "parts"), [(False, [6, 0]), (True, [3, 3])])
+def test_generators_that_ask_at_once(by_length: bool, parts: list[int]) -> None:
+    world = ready(World(make_settings(by_length=by_length)))
+    other = world.register("h", version=0)
+    ask(world, world.member)
+    ask(world, other)
+    slots = [offered(world, world.member) or [], offered(world, other) or []]
+    assert [len(some) for some in slots] == parts
+    assert sorted(slots[0] + slots[1]) == list(range(6))
+
+
+def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
+    """The one with less to do has an open request, and never takes the place."""
+    world = make_world()
+    assert len(world.lease(world.member, 0, 5)) == 5
+    ask(world, world.register("h", version=0))
+    ask(world, world.member)
+    assert offered(world, world.member) is None
+    world.core.wake.clear()
+    world.rollouts.tick(world.now)
+    assert not world.core.wake
+    world.now += PATIENCE_SECONDS
+    world.rollouts.tick(world.now)
+    assert world.core.wake == {"work"}
+    assert len(offered(world, world.member) or []) == 1
+
+
+def test_a_restarted_coordinator_leases_the_rest_of_the_window() -> None:
+    world = make_world()
+    first = world.lease(world.member, 0, 2)
+    before = dict(world.state.prompts)
+    world.acknowledge()
+    world.crash(0)
+    world.member = world.register("g", [lease.lease_id for lease in first], 0)
+    rest = world.lease(world.member, 0)
+    assert sorted(lease.slot for lease in [*first, *rest]) == list(range(6))
+    assert {lease.slot: lease.prompt for lease in [*first, *rest]} == before

@@ -1,0 +1,105 @@
+"""``trace.jsonl``: what a run leaves in it, and that no failure of it reaches the run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from coordinator_client import make_group
+from coordinator_world import World, make_settings, ready
+
+from scalerl_api import trace as lines
+from scalerl_coordinator import trace
+from scalerl_coordinator.trace import Trace
+
+
+class Traced:
+    """A world whose records go to a trace, as the server's do."""
+
+    def __init__(self, path: Path) -> None:
+        self.world, self.path, self.lost = World(make_settings()), path, 0
+        self.trace = Trace(path, self.world.core, 256, self._lose)
+        self.note()
+
+    def _lose(self, lines: int) -> None:
+        self.lost += lines
+
+    def note(self) -> None:
+        for record, blob in self.world.core.outbox:
+            self.trace.record(record, blob, self.world.now)
+        self.world.write()
+        if self.trace.tick(self.world.now):
+            self.trace.write()
+
+    def run_a_step(self) -> None:
+        world = ready(self.world)
+        self.note()
+        leases = world.lease(world.member, 0)
+        self.note()
+        world.pass_time(7, {world.member: 0})
+        for lease in leases:
+            assert world.push(world.member, make_group(lease, tokens=3 + lease.slot)) == "accepted"
+        self.note()
+        world.next("t")
+        world.report("t", 0)
+        self.note()
+
+    def read(self) -> list[lines.AnyLine]:
+        return [lines.decode(line) for line in self.path.read_bytes().splitlines()]
+
+
+def test_trace_of_a_step(tmp_path: Path) -> None:
+    traced = Traced(tmp_path / "trace.jsonl")
+    traced.run_a_step()
+    header, *rest = traced.read()
+    assert isinstance(header, lines.RunLine)
+    assert (header.prompts_per_step, header.max_staleness_steps, header.concurrency) == (3, 1, 256)
+    assert lines.GeneratorLine(t=0.0, name="g", event="registered") in rest
+    groups = [line for line in rest if isinstance(line, lines.GroupLine)]
+    assert [(group.slot, group.step, group.lengths) for group in groups] == [
+        (slot, slot // 3, [3 + slot] * 2) for slot in range(6)
+    ]
+    first = groups[0]
+    assert first.leased is not None
+    assert first.t - first.leased == pytest.approx(7.0)
+    assert (first.generator, first.lease_version, first.seconds) == ("g", 0, 0.1)
+    assert (first.finish_reasons, first.version_tokens) == (["stop", "stop"], {0: 6})
+    assert [line.step for line in rest if isinstance(line, lines.StepLine)] == [0]
+    assert [line.version for line in rest if isinstance(line, lines.PublishLine)] == [0]
+    assert traced.lost == 0
+
+
+def test_lines_that_cannot_be_written_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    traced = Traced(tmp_path)  # a directory
+    with caplog.at_level(logging.ERROR):
+        traced.run_a_step()
+    assert traced.lost == 10  # header, generator, publish, six groups, step
+    assert sum("further errors are only counted" in record.message for record in caplog.records) == 1
+    assert traced.world.state.version == 1
+
+
+def test_a_record_that_the_trace_cannot_read_is_counted(tmp_path: Path) -> None:
+    traced = Traced(tmp_path / "trace.jsonl")
+    ready(traced.world)
+    lease = traced.world.lease(traced.world.member, 0, 1)[0]
+    traced.world.push(traced.world.member, make_group(lease))
+    traced.trace.record(traced.world.core.outbox[-1][0], b"no group", traced.world.now)
+    assert traced.lost == 1
+
+
+def test_a_full_file_is_kept_as_one_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "MAX_BYTES", 1000)
+    traced = Traced(tmp_path / "trace.jsonl")
+    traced.run_a_step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl", "trace.jsonl.1"]
+    assert isinstance(traced.read()[0], lines.RunLine)
+
+
+def test_an_incomplete_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    Traced(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"gr')
+    Traced(path)
+    assert path.read_bytes() == whole + whole
