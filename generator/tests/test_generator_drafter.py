@@ -212,8 +212,8 @@ def test_threshold_reaches_the_best_speed(rows: int, cost: tuple[float, float, f
     spent = sampled = 0.0
     for step in range(1500):
         now = cost if step > 300 else (cost[0], cost[1], 10 * cost[2])
-        drafting = -(-rows // 8) if threshold.is_probe else rows
         longest = int((threshold.value(rows) <= ACCEPTED).sum())
+        drafting = -(-rows // 8) if threshold.is_probe else rows
         drafted = drafting * longest
         accepted = int((random.random((drafting, 1)) < ACCEPTED[None, :longest]).sum())
         seconds = now[0] + now[1] * rows + now[2] * drafted

@@ -46,7 +46,7 @@ class DraftThreshold:
 
     @property
     def is_probe(self) -> bool:
-        """The next step is a probe: a part of its rows is enough."""
+        """The step that the last value is for is a probe: drafts for a part of its rows are enough."""
         return self._steps_without >= _PROBE_STEPS
 
     def observe(self, *, seconds: float, rows: int, drafted: int, sampled: int) -> None:

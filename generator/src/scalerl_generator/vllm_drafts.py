@@ -93,9 +93,9 @@ class HistoryProposer:
         slot_r = np.array(slots, np.int32)
         length_r = num_tokens_no_spec[row_r].astype(np.int32)
         limit_r = np.clip(self._max_model_len - length_r - 1, 0, self._max_draft).astype(np.int32)
+        threshold = self._threshold.value(len(rows)) if rows else 1.0
         if self._threshold.is_probe:
             limit_r[np.arange(len(rows)) % _PROBE_ROWS > 0] = 0
-        threshold = self._threshold.value(len(rows)) if rows else 1.0
         draft_sd, drafted_s, accepted, verified = self._drafter.propose(
             slot_r, row_r, token_ids_cpu, length_r, limit_r, threshold
         )
