@@ -70,6 +70,11 @@ class RunPaths:
         return self.root / "coordinator"
 
     @property
+    def history(self) -> Path:
+        """Past responses to the training prompts; written by the coordinator."""
+        return self.root / "history"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -354,6 +354,14 @@ class Server:
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
         return self._decide(lambda now: self._rollouts.receive_partials(request, now))
 
+    async def _responses(self, request: wire.ResponsesRequest) -> wire.Responses:
+        if len(request.prompts) > wire.MAX_RESPONSES_PROMPTS:
+            raise Refusal(
+                "bad-request",
+                f"{len(request.prompts)} prompts, at most {wire.MAX_RESPONSES_PROMPTS} a request",
+            )
+        return wire.Responses(groups=[[] for _ in request.prompts])
+
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
@@ -532,6 +540,7 @@ class Server:
             (endpoints.GROUPS, _RawPush, push_bytes, self._push),
             (endpoints.RELEASE, wire.Release, SMALL_BODY_BYTES, self._release),
             (endpoints.PARTIALS, wire.Partials, push_bytes, self._keep_partials),
+            (endpoints.RESPONSES, wire.ResponsesRequest, SMALL_BODY_BYTES, self._responses),
             (endpoints.TRAINER_HELLO, wire.TrainerHello, HELLO_BODY_BYTES, self._hello),
             (endpoints.TRAINER_NEXT, wire.NextRequest, SMALL_BODY_BYTES, self._next),
             (endpoints.TRAINER_SHARD, wire.ShardRequest, SMALL_BODY_BYTES, self._shard),

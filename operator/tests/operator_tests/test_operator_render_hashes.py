@@ -59,6 +59,7 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"recipe": {"promptsPerStep": 9}}, {Role.COORDINATOR}),
         ({"recipe": {"completionsPerPrompt": 9}}, {Role.COORDINATOR, Role.GENERATOR}),
         ({"generator": {"extraArgs": ["-x"]}}, {Role.GENERATOR}),
+        ({"generator": {"speculation": {"history": {}}}}, {Role.COORDINATOR, Role.GENERATOR}),
         ({"recipe": {"loss": {"ppoClip": {}}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
         ({"recipe": {"loss": {}, "optimizer": {"beta1": "0.9"}}}, set()),
         ({"trainer": {}, "generator": {"replicas": 1}}, set()),

@@ -191,7 +191,9 @@ def _unread(role: Role) -> dict[str, Any]:
     return unread(RunSpec, "")
 
 
-_ALTERNATIVES: Final = frozenset(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives)
+_ALTERNATIVES: Final = frozenset(
+    ["history", *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives)]
+)
 
 
 def _pruned(value: Any) -> Any:
