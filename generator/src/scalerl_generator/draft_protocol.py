@@ -6,14 +6,11 @@ of a resumed completion has its tokens so far.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 MEMORY_TOKENS = "scalerl_memory_tokens"
 """Key in vLLM's ``--additional-config``: tokens that the proposer remembers."""
@@ -21,21 +18,17 @@ MEMORY_TOKENS = "scalerl_memory_tokens"
 _REQUEST = re.compile(r"scalerl\.([0-9a-f]{16})\.")
 
 
-def prompt_key(prompt_token_ids: Sequence[int]) -> str:
-    """A prompt's name: another text, or another tokenizer, has another one."""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, "<i4").tobytes(), digest_size=8).hexdigest()
-
-
 def request_id(key: str) -> str:
-    """A new request's id that names its prompt; vLLM adds parts before and after it."""
+    """A new request's id that names its prompt by its digest in hex (:func:`scalerl_api.wire.prompt_digest`); vLLM adds parts
+    before and after it."""
     return f"scalerl.{key}.{uuid.uuid4().hex}"
 
 
 def prompt_key_of(request: str) -> str:
     """The prompt of a request; one without a name is its own.
 
-    >>> prompt_key_of("0_generate-tokens-" + request_id(prompt_key([1, 2, 3])) + "-1a2b3c4d") == prompt_key([1, 2, 3])
-    True
+    >>> prompt_key_of("0_generate-tokens-" + request_id("4e842f2f50cc089e") + "-1a2b3c4d")
+    '4e842f2f50cc089e'
     """
     named = _REQUEST.search(request)
     return named.group(1) if named else request

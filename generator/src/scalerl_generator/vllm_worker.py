@@ -39,6 +39,7 @@ from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_byt
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class WeightReceiveError(RuntimeError):
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
+    mend_cpu_sampler()
     # Silences the dump of a failed step: the whole configuration, and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
