@@ -130,7 +130,8 @@ def _open_history(settings: Settings, paths: RunPaths) -> ResponseStore | None:
     if settings.history is None:
         return None
     identity = history_identity(settings.identity.train_digest, paths.base_model)
-    return ResponseStore(paths.history, identity, quantity_bytes(settings.history.store_size))
+    size = quantity_bytes(settings.history.store_size)
+    return ResponseStore(paths.history, identity, size, lines=paths.history_lines)
 
 
 def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:

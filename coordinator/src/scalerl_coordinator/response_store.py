@@ -23,6 +23,7 @@ from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, Prom
 from scalerl_coordinator.response_index import MAX_GROUPS, Location, ResponseIndex
 from scalerl_coordinator.response_log import HistoryCounters, HistoryDisk, ResponseLog
 from scalerl_coordinator.response_segments import HEAD_BYTES, Head
+from scalerl_coordinator.response_similarity import SimilarityFile
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class PastGroup(msgspec.Struct, frozen=True):
     digest: bytes
     """:func:`scalerl_api.wire.prompt_digest` of the prompt's tokens."""
     responses: list[PastResponse]
+    drafted_tokens: int | None = None
+    """As the generator reports them, of the group's speculation; None where it does not."""
+    accepted_tokens: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +87,13 @@ def history_identity(train_digest: str, base_model: Path) -> bytes:
     return digest.digest()
 
 
+_decode = msgspec.msgpack.Decoder(list[PastResponse]).decode
+
+
 class ResponseStore:
     """The store in ``directory``; one process has it, guarded by the journal's lock.
+
+    lines: where to record how groups differ from those before them (:mod:`.response_similarity`).
 
     Life cycle: construct → :meth:`start` → :meth:`put` and :meth:`lookup` from any thread → :meth:`close`. Until the thread
     has read the directory, lookups find nothing.
@@ -98,6 +107,7 @@ class ResponseStore:
         identity: bytes,
         max_bytes: int,
         *,
+        lines: Path | None = None,
         disk: HistoryDisk | None = None,
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
@@ -105,6 +115,7 @@ class ResponseStore:
         self.counters = HistoryCounters()
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
+        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report)
         self._max_queue_bytes = queue_bytes
         self._wake = threading.Condition()
         """Guards the queue and the flags."""
@@ -224,6 +235,8 @@ class ResponseStore:
 
     def _next(self) -> PastGroup | None:
         """The group to write next, which stays queued; None once there are none and the store closes."""
+        if self._similarity is not None and not self._queue:
+            self._similarity.flush()
         with self._wake:
             self._wake.wait_for(lambda: self._queue or self._closing)
             return self._queue[0] if self._queue else None
@@ -238,10 +251,12 @@ class ResponseStore:
             self._drop(group, "disk")
             return
         before = self._before(group)
-        head = Head(
-            *(len(blob), zlib.crc32(blob), group.prompt.task, group.prompt.index, group.digest),
-            *(0 if before is None else before[0].visit + 1, len(group.responses)),
-        )
+        visit = 0 if before is None else before[0].visit + 1
+        prompt = group.prompt.task, group.prompt.index
+        head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
+        if self._similarity is not None and before is not None:
+            drafts = group.drafted_tokens, group.accepted_tokens
+            self._similarity.add(prompt, visit, group.responses, _decode(before[1]), drafts)
         try:
             if not self._log.make_room(size):
                 self._drop(group, "no_space")
