@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ def no_wait() -> Iterator[None]:
     """The store tries a failed disk again at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scalerl_coordinator.response_log._RETRY_SECONDS", 0.0)
+        patch.setattr("scalerl_coordinator.response_store._RESERVE_CHECK_SECONDS", 0.05)
         yield
 
 
@@ -217,6 +220,43 @@ def test_volume_keeps_a_reserve(tmp_path: Path) -> None:
     opened.disk.volume_free = 2**29
     opened.put(group(7, 60))
     assert opened.find(7) == [group(7, 60).responses]
+    opened.close()
+
+
+def test_idle_store_yields_to_others_on_the_volume(tmp_path: Path) -> None:
+    opened = Opened(tmp_path / "history", 2**16)
+    opened.put(*(group(number, number, tokens=60) for number in range(40)))
+    opened.disk.volume_free = 2**30 // 20 - 1
+    deadline = time.monotonic() + 20
+    while segments(tmp_path / "history") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert segments(tmp_path / "history") == []
+    assert opened.store.counters.prompts == opened.store.counters.nbytes == 0
+    opened.close()
+
+
+def test_lookups_beside_evictions_answer_whole_groups(tmp_path: Path) -> None:
+    """Readers of another thread see a group as it was put, or nothing, while its segment is written, copied or deleted."""
+    opened = Opened(tmp_path / "history", 2**15)
+    stop = threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            for prompt in range(20):
+                for responses in opened.find(prompt):
+                    number = responses[0].version
+                    assert responses == group(prompt, number, tokens=60).responses
+                    seen.append((prompt, number))
+
+    with ThreadPoolExecutor(1) as threads:
+        reader = threads.submit(read)
+        for begin in range(0, 1000, 100):
+            opened.put(*(group(number**2 % 20, number, tokens=60) for number in range(begin, begin + 100)))
+        stop.set()
+        reader.result(20)
+    assert len(seen) > 100
+    assert opened.store.counters.damaged == 0
     opened.close()
 
 

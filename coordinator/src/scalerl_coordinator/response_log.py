@@ -142,11 +142,7 @@ class ResponseLog:
         self._bound_index()
         while self._sizes and self._counters.nbytes + size + SEGMENT_HEADER_BYTES > self._max_bytes:
             self._delete_oldest(copy=True)
-        while self._begins_segment(size) and not self._volume_has_room(size):
-            if not self._sizes:
-                return False
-            self._delete_oldest(copy=False)
-        return True
+        return not self._begins_segment(size) or self._leave_free(max(self._segment_bytes, size))
 
     def append(self, head: Head, blob: bytes) -> Location:
         """Write a frame, whole or not at all, to the open segment, or to a new one where that is full."""
@@ -180,6 +176,11 @@ class ResponseLog:
             with contextlib.suppress(OSError):
                 self._delete_oldest(copy=False)
 
+    def keep_reserve(self) -> None:
+        """Give up the oldest segments while others fill the volume. Does not raise."""
+        with contextlib.suppress(OSError):
+            self._leave_free(0)
+
     def report(self, problem: str) -> None:
         """Log a problem, once as long as it is the same."""
         if problem != self._problem:
@@ -194,9 +195,15 @@ class ResponseLog:
     def _begins_segment(self, size: int) -> bool:
         return self._fd < 0 or self._sizes[self._number] + size > self._segment_bytes
 
-    def _volume_has_room(self, size: int) -> bool:
-        free, total = self._disk.free(self.directory)
-        return free - max(self._segment_bytes, size) >= min(_RESERVE_BYTES, total // 20)
+    def _leave_free(self, size: int) -> bool:
+        """Delete the oldest segments until the volume has the reserve and ``size`` bytes free; whether it has."""
+        while True:
+            free, total = self._disk.free(self.directory)
+            if free - size >= min(_RESERVE_BYTES, total // 20):
+                return True
+            if not self._sizes:
+                return False
+            self._delete_oldest(copy=False)
 
     def _open_segment(self) -> None:
         number = self._next_number

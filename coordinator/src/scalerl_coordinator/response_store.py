@@ -32,6 +32,7 @@ _QUEUE_BYTES: Final = 2**26
 _RESPONSE_BYTES: Final = 256
 """Of a response in memory, besides its tokens."""
 _RETRY_SECONDS: Final = 1.0
+_RESERVE_CHECK_SECONDS = 5.0
 _CLOSE_SECONDS: Final = 5.0
 _TOKENIZER_FILES: Final = (
     "tokenizer*",
@@ -83,7 +84,8 @@ def history_identity(train_digest: str, base_model: Path) -> bytes:
     """
     digest = hashlib.sha256(train_digest.encode())
     for path in sorted({path for pattern in _TOKENIZER_FILES for path in base_model.glob(pattern)}):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.digest()
 
 
@@ -165,13 +167,14 @@ class ResponseStore:
         """
         files: dict[int, int] = {}
         answers: list[list[bytes]] = []
+        results: list[str] = []
         room = max_bytes
         try:
             for query in prompts:
                 result, blob = self._find(query, self._index.newest(query.prompt), files)
                 if len(blob) > room and answers:
                     break
-                self.counters.lookups[result] += 1
+                results.append(result)
                 answers.append([blob] if blob else [])
                 room -= len(blob)
             for query, answer in zip(prompts, answers, strict=False):
@@ -186,6 +189,8 @@ class ResponseStore:
         finally:
             for fd in files.values():
                 os.close(fd)
+            with self._wake:
+                self.counters.lookups.update(results)
 
     def _find(self, query: PromptQuery, at: Location | None, files: dict[int, int]) -> tuple[str, bytes]:
         """The result of a lookup, and the encoded group of a hit."""
@@ -237,9 +242,11 @@ class ResponseStore:
         """The group to write next, which stays queued; None once there are none and the store closes."""
         if self._similarity is not None and not self._queue:
             self._similarity.flush()
-        with self._wake:
-            self._wake.wait_for(lambda: self._queue or self._closing)
-            return self._queue[0] if self._queue else None
+        while True:
+            with self._wake:
+                if self._wake.wait_for(lambda: self._queue or self._closing, _RESERVE_CHECK_SECONDS):
+                    return self._queue[0] if self._queue else None
+            self._log.keep_reserve()
 
     def _store(self, group: PastGroup) -> None:
         blob = msgspec.msgpack.encode(group.responses)

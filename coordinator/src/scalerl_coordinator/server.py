@@ -104,7 +104,8 @@ class Server:
         self._training = TrainerRequests(core)
         self._trackers = trackers
         self._history = history
-        self._lookups = asyncio.Semaphore(_LOOKUPS)
+        # Threads of their own: reads of the store must not keep those that leases and shards wait for.
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="history-lookup")
         self._metrics = Metrics(
             lambda: msgspec.structs.replace(build_status(core), trackers=trackers()),
             journal.counters,
@@ -164,6 +165,7 @@ class Server:
             self._journal.rotate(self._core.state.encode())
             await self._write_rows()
             await self._write_curve()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
         if self._history is not None:
             await asyncio.to_thread(self._history.close)
         await self._journal.close()
@@ -401,8 +403,9 @@ class Server:
         history = self._history
         if history is None:
             return msgspec.msgpack.encode(wire.Responses(groups=[[] for _ in request.prompts]))
-        async with self._lookups:
-            return await asyncio.to_thread(lambda: _encode_responses(history.lookup(request.prompts)))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._lookups, lambda: _encode_responses(history.lookup(request.prompts))
+        )
 
     # --- trainer --------------------------------------------------------------------------------
 
