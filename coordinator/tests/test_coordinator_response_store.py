@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import threading
@@ -126,6 +127,27 @@ def test_answer_is_bounded_and_prefers_newest_groups(tmp_path: Path) -> None:
     assert answered(2 * length + 50) == [[10], [11]]
     assert answered(4 * length + 100) == [[10, 0], [11], [12]]
     assert answered(2**20) == [[10, 0], [11, 1], [12, 2]]
+    opened.close()
+
+
+def test_lookup_in_many_segments_opens_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(tmp_path / "history", 2**16)
+    opened.put(*(group(prompt, prompt, tokens=60) for prompt in range(60)))
+    assert len(segments(tmp_path / "history")) > 10
+    before, most = len(os.listdir("/proc/self/fd")), 0
+    read = os.pread
+
+    def counting(*arguments: int) -> bytes:
+        nonlocal most
+        most = max(most, len(os.listdir("/proc/self/fd")))
+        return read(*arguments)
+
+    monkeypatch.setattr("scalerl_coordinator.response_log._OPEN_FILES", 2)
+    monkeypatch.setattr(os, "pread", counting)
+    found = opened.store.lookup([PromptQuery(PromptRef(0, Split.TRAIN, p), DIGESTS[0]) for p in range(60)])
+    assert [decode(one) for (one,) in found] == [group(p, p, tokens=60).responses for p in range(60)]
+    assert before < most <= before + 3
+    assert len(os.listdir("/proc/self/fd")) == before
     opened.close()
 
 

@@ -29,7 +29,8 @@ _SEGMENTS: Final = 32
 _MAX_SEGMENT_BYTES: Final = 2**25
 _RESERVE_BYTES: Final = 2**30
 """Free space of the volume that the store leaves to the journal and the checkpoints; at most a 20th of the volume."""
-_RETRY_SECONDS: Final = 1.0
+_RETRY_SECONDS = 1.0
+_OPEN_FILES: Final = 16
 
 DROP_REASONS: Final = ("queue_full", "disk", "no_space", "too_large", "evicted", "failed")
 LOOKUP_RESULTS: Final = ("hit", "miss", "mismatch")
@@ -104,11 +105,13 @@ class ResponseLog:
     def read(self, at: Location, files: dict[int, int]) -> tuple[Head, bytes] | None:
         """A frame, checked; None where it is damaged, or its segment was deleted meanwhile. From any thread.
 
-        files: open segments by number, to which it may add; the caller closes them.
+        files: open segments by number, of which it opens at most ``_OPEN_FILES``; the caller closes them.
         """
         segment, offset, length = at
         try:
             if segment not in files:
+                if len(files) >= _OPEN_FILES:
+                    os.close(files.pop(next(iter(files))))
                 files[segment] = os.open(self._layout.path("segment", segment), os.O_RDONLY | os.O_CLOEXEC)
             found = segments.decode_frame(_read_fully(files[segment], offset, length))
         except FileNotFoundError:
