@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -279,6 +280,36 @@ def test_lookups_beside_evictions_answer_whole_groups(tmp_path: Path) -> None:
         reader.result(20)
     assert len(seen) > 100
     assert opened.store.counters.damaged == 0
+    opened.close()
+
+
+@pytest.mark.parametrize("how", ["unreadable", "missing"])
+def test_segment_that_cannot_be_read_loses_its_groups_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    opened = Opened(tmp_path / "history", 2**16)
+    opened.put(*(group(number, number, tokens=60) for number in range(60)))
+    second = segments(tmp_path / "history")[1]
+    if how == "missing":
+        second.unlink()
+    else:
+        opened.close()
+        really = os.open
+
+        def failing(path: object, *arguments: int) -> int:
+            if path == second:
+                raise OSError(errno.EIO, "Input/output error")
+            return really(path, *arguments)
+
+        monkeypatch.setattr(os, "open", failing)
+        opened = Opened(tmp_path / "history", 2**16)
+    lost = [number for number in range(60) if not opened.find(number)]
+    assert 0 < lost[0] <= lost[-1] < 20
+    assert lost == list(range(lost[0], lost[-1] + 1))
+    opened.put(*(group(number % 20, number, tokens=60) for number in range(60, 300)))
+    assert opened.find(19) == [group(19, n, tokens=60).responses for n in (299, 279)]
+    assert size(tmp_path / "history") <= 2**16
+    assert not second.exists()
     opened.close()
 
 

@@ -117,7 +117,7 @@ class ResponseLog:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.report(f"{self.directory} cannot be read: {error.strerror}")
+            self.report_unreadable(error)
             found = None
         self._counters.damaged += found is None
         return found
@@ -132,6 +132,7 @@ class ResponseLog:
                 os.close(fd)
 
     def _heads(self, number: int, size: int) -> list[tuple[int, Head | None]]:
+        """The heads of a segment, with offsets; None for each damaged stretch."""
         fd = os.open(self._layout.path("segment", number), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return list(segments.scan(lambda offset, length: _read_fully(fd, offset, length), size))
@@ -190,6 +191,9 @@ class ResponseLog:
             log.error("history: %s", problem)
             self._problem = problem
 
+    def report_unreadable(self, error: OSError) -> None:
+        self.report(f"{self.directory} cannot be read: {error.strerror}")
+
     @property
     def _number(self) -> int:
         """Of the newest segment; 0 without any."""
@@ -245,11 +249,12 @@ class ResponseLog:
         number, size = next(iter(self._sizes.items()))
         if number == self._number:
             self.finish_segment()
-        frames = [
-            (head, (number, offset, head.frame_bytes))
-            for offset, head in self._heads(number, size)
-            if head is not None
-        ]
+        try:
+            heads = self._heads(number, size)
+        except OSError as error:  # then a lookup removes what the index has of it
+            self.report_unreadable(error)
+            heads = []
+        frames = [(head, (number, offset, head.frame_bytes)) for offset, head in heads if head is not None]
         live = [(head, at) for head, at in frames if self._index.is_newest(head, at)]
         evicted = sum(head.responses for head, _ in live)
         kept = []
@@ -280,8 +285,13 @@ class ResponseLog:
             size = self._layout.path("segment", number).stat().st_size
             self._sizes[number] = size
             self._counters.nbytes += size
-            if own := self._is_own(number):
-                self._index_segment(number, size)
+            try:
+                if own := self._is_own(number):
+                    self._index_segment(number, size)
+            except OSError as error:  # it is kept until it is the oldest
+                self._counters.damaged += 1
+                self.report_unreadable(error)
+                continue
             if not own or self._sizes[number] <= SEGMENT_HEADER_BYTES:
                 self._unlink(number)
             self._bound_index()

@@ -231,7 +231,7 @@ class ResponseStore:
                 self._log.recover()
                 break
             except OSError as error:
-                self._log.report(f"{self._log.directory} cannot be read: {error.strerror}")
+                self._log.report_unreadable(error)
             with self._wake:
                 self._wake.wait_for(lambda: self._closing, _RETRY_SECONDS)
         with self._wake:
