@@ -14,6 +14,7 @@ from scalerl_api import wire
 from scalerl_api.status import Condition, RunStatus
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
+from scalerl_coordinator.response_log import HistoryCounters
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -92,6 +93,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         staleness_bound=1,
         closed_slots={},
         partial_bytes=lambda: 0,
+        history=HistoryCounters(),
     )
     yield coordinator._registry
     yield TrainerMetrics().registry

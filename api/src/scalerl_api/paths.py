@@ -75,6 +75,11 @@ class RunPaths:
         return self.root / "history"
 
     @property
+    def history_lines(self) -> Path:
+        """One JSON object a training group whose prompt was sampled before; written by the coordinator."""
+        return self.root / "history.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

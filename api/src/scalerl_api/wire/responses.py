@@ -8,8 +8,8 @@ from typing import Final
 from scalerl_api.wire.base import Struct
 from scalerl_api.wire.prompts import PromptRef
 
-MAX_RESPONSES_BYTES: Final = 2**25
-"""Bound on one answer's responses: 8 million tokens."""
+MAX_RESPONSES_BYTES: Final = 2**24
+"""Bound on one answer's responses: 4 million tokens. A larger group is not stored."""
 MAX_RESPONSES_PROMPTS: Final = 4096
 """Prompts of one request."""
 
