@@ -21,6 +21,8 @@ import asyncio
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +32,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
+import psutil
+import torch
 from interplay import check, see_through, write_examples
+from publish import free_port
+from transformers import AutoModelForCausalLM
 
+from scalerl_api.load import load_run
+from scalerl_api.paths import RunPaths
+from scalerl_api.wire import prompt_digest
 from scalerl_cli.main import main as scalerl
+from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.vllm_client import VllmClient
+from scalerl_tasks.sources import open_tasks
 
 EPOCHS = 3
 PROMPTS, COMPLETIONS, PROMPTS_A_STEP = 48, 16, 8
@@ -105,13 +117,152 @@ def models(folder: Path, quick: bool) -> list[Path]:
     for epoch in range(1, EPOCHS + 1):
         to = folder / f"epoch-{epoch}"
         if not to.exists():
+            exported = folder / f"exported-{epoch}"
             step = str(epoch * STEPS_AN_EPOCH)
-            check(scalerl(["export", str(directory), "--to", str(to), "--step", step]))
+            check(scalerl(["export", str(directory), "--to", str(exported), "--step", step]))
+            untie(exported, to)
         made.append(to)
     return made
 
 
+def untie(model: Path, to: Path) -> None:
+    """Give the head weights of its own: vLLM's CPU build keeps the old ones of a tied head when it loads others from a file."""
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy.config.tie_word_embeddings = False
+    policy.lm_head.weight = torch.nn.Parameter(policy.get_input_embeddings().weight.detach().clone())
+    shutil.copytree(model, to, ignore=shutil.ignore_patterns("*.safetensors"))
+    policy.save_pretrained(to)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """options: of :mod:`scalerl_generator.vllm_server`. speculation: vLLM's own, in its own words."""
+
+    options: tuple[str, ...] = ()
+    speculation: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        own = ["--speculative-config", json.dumps(self.speculation)] if self.speculation else []
+        return [*self.options, *(["--", *own] if own else [])]
+
+
+class Server:
+    """A vLLM server with one rival's drafts."""
+
+    def __init__(self, model: Path, rival: Rival, path: Path | None) -> None:
+        self.port, self.token = free_port(), secrets.token_hex(8)
+        self._log = tempfile.NamedTemporaryFile(suffix=".vllm.log")  # noqa: SIM115  # closed with the server
+        environ = os.environ | {"SCALERL_VLLM_TOKEN": self.token}
+        if path is not None:
+            environ["PYTHONPATH"] = str(path)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "scalerl_generator.vllm_server", "--model", str(model)),
+                *("--port", str(self.port), "--dtype", "float32", "--max-model-len", "640"),
+                *("--max-num-seqs", "256", "--kv-cache-bytes", str(512 << 20), "--stats"),
+                *rival.arguments(),
+            ],
+            env=environ,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    async def ready(self, client: VllmClient) -> None:
+        deadline = time.monotonic() + 300
+        while not await client.health():
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError(Path(self._log.name).read_text()[-3000:])
+            await asyncio.sleep(0.3)
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes."""
+        members = [psutil.Process(self._process.pid)]
+        members += members[0].children(recursive=True)
+        return sum(sum(one.cpu_times()[:2]) for one in members)
+
+    def stop(self) -> None:
+        os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
+        self._log.close()
+
+
+async def counter(client: VllmClient, name: str) -> float:
+    """Of vLLM's own metrics; 0 if there is none."""
+    text = (await client._call("GET", "/metrics", None, 30)).decode()
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:_total)?\{{.*\}} (\S+)$", text, re.M))
+
+
+async def load(client: VllmClient, model: Path) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+    await client._call("POST", "/collective_rpc", body, 120)
+
+
+async def sample(
+    client: VllmClient, prompts: list[list[int]], groups_at_once: int, salt: str, n: int = COMPLETIONS
+) -> list[list[list[int]]]:
+    """Completions of each prompt."""
+    places = asyncio.Semaphore(groups_at_once)
+
+    async def group(prompt: list[int]) -> list[list[int]]:
+        key = prompt_digest(np.asarray(prompt, "<i4").tobytes()).hex()
+        async with places:
+            completions = await client.generate(
+                prompt, n=n, max_tokens=MAX_TOKENS, cache_salt=salt, prompt_key=key
+            )
+        return [one.token_ids.tolist() for one in completions]
+
+    return list(await asyncio.gather(*map(group, prompts)))
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    spec = load_run(folder / "run.yaml").spec
+    paths = RunPaths(folder / "run")
+    tasks = open_tasks(spec, paths.root)
+    codec = PromptCodec(paths.base_model, spec.task.tasks[0].section.prompt, spec.model.context_tokens)
+    train = tasks.tasks[0].train
+    return [codec.encode(train[at], MAX_TOKENS).token_ids for at in range(len(train))]
+
+
+async def sampled_epochs(folder: Path, made: list[Path]) -> list[list[list[list[int]]]]:
+    """Completions of all prompts under the weights of each epoch, without speculation."""
+    file = folder / "sampled.json"
+    if not file.exists():
+        prompts = prompts_of(folder)
+        server = Server(made[0], Rival(), None)
+        epochs = []
+        try:
+            async with VllmClient(f"http://127.0.0.1:{server.port}", server.token) as client:
+                await server.ready(client)
+                for at, model in enumerate(made):
+                    await load(client, model)
+                    epochs.append(await sample(client, prompts, 16, str(at)))
+                    await check_loaded(client, model, prompts[0] + epochs[-1][0][0])
+        finally:
+            server.stop()
+        file.write_text(json.dumps(epochs))
+    read: list[list[list[list[int]]]] = json.loads(file.read_text())
+    return read
+
+
+async def check_loaded(client: VllmClient, model: Path, tokens: list[int]) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        own = torch.log_softmax(policy(torch.tensor([tokens])).logits[0].float(), -1)[:-1]
+    expected = own.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+    given = await client.prompt_logprobs(tokens)
+    if np.abs(expected - given).max() > 1e-3:
+        raise RuntimeError(f"the server does not have the weights of {model}")
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    print(models(folder, len(sys.argv) > 2))
+    made = models(folder, len(sys.argv) > 2)
+    epochs = asyncio.run(sampled_epochs(folder, made))
+    for groups in epochs:
+        print(sum(len(c) for g in groups for c in g) / (PROMPTS * COMPLETIONS))

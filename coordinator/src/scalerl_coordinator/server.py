@@ -390,7 +390,10 @@ class Server:
             settings.identity.max_tokens(group.prompt.task),
         )
         responses = past_responses(group.completions, given, group.verdicts.ungraded)
-        self._history.put(PastGroup(group.prompt, wire.prompt_digest(group.prompt_token_ids), responses))
+        digest = wire.prompt_digest(group.prompt_token_ids)
+        self._history.put(
+            PastGroup(group.prompt, digest, responses, group.drafted_tokens, group.accepted_tokens)
+        )
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         if len(request.prompts) > wire.MAX_RESPONSES_PROMPTS:

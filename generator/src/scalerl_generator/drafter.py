@@ -78,6 +78,8 @@ class Sequences(NamedTuple):
     drafted_s: Int32s
     draft_sd: Int32s
     bucket_sd: Int32s
+    tally_sk: NDArray[np.int64]
+    """Drafted and accepted tokens since they were taken (:meth:`Drafter.take_tally`), shape [s, 2]."""
 
 
 class Calibration(NamedTuple):
@@ -319,6 +321,7 @@ def _step(
         known, prompt = sequences.known_s[slot], sequences.prompt_s[slot]
         drafted = sequences.drafted_s[slot]
         verified += drafted
+        sequences.tally_sk[slot, 0] += drafted
         for d in range(min(drafted, end - known)):
             bucket = sequences.bucket_sd[slot, d]
             right = text_t[known + d] == sequences.draft_sd[slot, d]
@@ -329,6 +332,7 @@ def _step(
             if not right:
                 break
             accepted += 1
+            sequences.tally_sk[slot, 1] += 1
         own = _write(memory, sequences.position_s[slot], text_t, known, end, prompt, True, True)
         sequences.position_s[slot] = own
         sequences.known_s[slot] = end
@@ -371,10 +375,11 @@ class Drafter:
             chains=np.full((2, len(ORDERS), size), -1, np.int32),
             cursor=np.zeros(1, np.int32),
         )
-        self._sequences = Sequences(
-            *(np.zeros(sequences, np.int32) for _ in range(4)),
-            *(np.zeros((sequences, max_draft_tokens), np.int32) for _ in range(2)),
-        )
+        by_sequence = {name: np.zeros(sequences, np.int32) for name in Sequences._fields[:4]}
+        by_token = {
+            name: np.zeros((sequences, max_draft_tokens), np.int32) for name in Sequences._fields[4:6]
+        }
+        self._sequences = Sequences(**by_sequence, **by_token, tally_sk=np.zeros((sequences, 2), np.int64))
         # Before the first trials: half for matches of two tokens without agreement, nearly all where all agree.
         prior_b = np.tile(np.linspace(0.4, 0.95, SHARES), BUCKETS // SHARES)
         self._calibration = Calibration(
@@ -404,6 +409,7 @@ class Drafter:
         self._sequences.prompt_s[slot] = prompt
         self._sequences.known_s[slot] = len(prompt_t)
         self._sequences.drafted_s[slot] = 0
+        self._sequences.tally_sk[slot] = 0
         return slot
 
     def _begin(self, prompt: int, prompt_t: Int32s) -> int:
@@ -463,6 +469,12 @@ class Drafter:
             threshold,
         )
         return self._sequences.draft_sd, self._sequences.drafted_s, accepted, verified
+
+    def take_tally(self, slot: int) -> NDArray[np.int64]:
+        """A sequence's drafted and accepted tokens since the last call, or since it began."""
+        tally: NDArray[np.int64] = self._sequences.tally_sk[slot].copy()
+        self._sequences.tally_sk[slot] = 0
+        return tally
 
     def by_position(self) -> tuple[list[int], list[int]]:
         """Drafted tokens before which all were accepted, and how many of them were accepted too, by position in the draft."""

@@ -80,11 +80,18 @@ class PastResponseFeed:
                 self._add(prompt, one.token_ids)
             self._metrics.past_responses.inc(len(batch))
 
-    def sampled(self, prompt: EncodedPrompt, completions: Iterable[Sampled]) -> None:
-        """The server sampled these completions, and remembers them."""
+    async def sampled(
+        self, prompt: EncodedPrompt, completions: Iterable[Sampled]
+    ) -> tuple[int | None, int | None]:
+        """The server sampled these completions, and remembers them. Returns their drafted and accepted tokens, if it says."""
         self._follow_restart()
         for completion in completions:
             self._add(prompt, completion.token_ids.astype("<i4").tobytes())
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await self._server.take_draft_tally(prompt.key)
+        except (TimeoutError, VllmError):
+            return None, None
 
     async def report(self) -> None:
         """Keep the metrics of drafts up to date, until cancelled."""

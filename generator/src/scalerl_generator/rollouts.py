@@ -183,8 +183,6 @@ class RolloutGenerator:
         finally:
             self._busy.request_ended()
         completions = [completion.sampled() for completion in streams.completions]
-        if self._past_responses is not None:
-            self._past_responses.sampled(encoded, completions)
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
         return Generated(lease, section, prompt, encoded, completions, seconds)
@@ -208,7 +206,12 @@ class RolloutGenerator:
         """
         lease = generated.lease
         asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
+        drafted = accepted = None
         try:  # while the teacher is asked, which may be away
+            if self._past_responses is not None:
+                drafted, accepted = await self._past_responses.sampled(
+                    generated.encoded, generated.completions
+                )
             verdicts = await self._verdicts(generated, on_graded)
             teacher_logprobs = await asked
         finally:
@@ -233,6 +236,8 @@ class RolloutGenerator:
             completions=completions,
             verdicts=verdicts,
             generation_seconds=generated.seconds,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
         )
 
     async def _teacher_logprobs(

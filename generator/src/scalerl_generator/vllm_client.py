@@ -31,6 +31,7 @@ from scalerl_generator.vllm_replies import (
     VllmError,
     read_completions,
     read_draft_report,
+    read_draft_tally,
     read_error,
     read_prompt_logprobs,
     read_report,
@@ -250,6 +251,11 @@ class VllmClient:
         encoded = base64.b64encode(msgspec.msgpack.encode(past)).decode()
         body = {"method": "scalerl_remember", "args": [encoded]}
         await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS)
+
+    async def take_draft_tally(self, prompt_key: str) -> tuple[int, int]:
+        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        body = {"method": "scalerl_take_draft_tally", "args": [prompt_key]}
+        return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
 
     async def draft_report(self) -> DraftReport:
         """The drafts of the server's first worker since its start; all workers draft the same."""

@@ -40,6 +40,8 @@ class HistoryProposer:
         self._runner: Any = None
         self._slots: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
+        self._tallies: dict[str, NDArray[np.int64]] = {}
+        """By prompt: drafted and accepted tokens of sequences that ended."""
         self._ended_at: float | None = None
         self.report = DraftReport()
 
@@ -75,7 +77,7 @@ class HistoryProposer:
             return drafts
         batch = self._runner.input_batch
         for ended in self._slots.keys() - batch.req_id_to_index.keys():
-            self._drafter.end(self._slots.pop(ended))
+            self._end(ended)
         rows: list[int] = []
         slots: list[int] = []
         prefilled = False
@@ -118,6 +120,21 @@ class HistoryProposer:
         self._ended_at = time.perf_counter()
         report.draft_seconds += self._ended_at - started
         return drafts
+
+    def take_tally(self, prompt_key: str) -> tuple[int, int]:
+        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        tally = self._tallies.pop(prompt_key, np.zeros(2, np.int64))
+        for request, slot in self._slots.items():
+            if prompt_key_of(request) == prompt_key:
+                tally = tally + self._drafter.take_tally(slot)
+        return int(tally[0]), int(tally[1])
+
+    def _end(self, request: str) -> None:
+        slot = self._slots.pop(request)
+        key = prompt_key_of(request)
+        if key != request:  # otherwise nobody takes it
+            self._tallies[key] = self._tallies.get(key, 0) + self._drafter.take_tally(slot)
+        self._drafter.end(slot)
 
     def _begin(self, request: str, prompt_t: NDArray[np.int32]) -> int:
         prompt = self._prompts.setdefault(prompt_key_of(request), len(self._prompts))

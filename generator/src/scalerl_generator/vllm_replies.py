@@ -166,6 +166,10 @@ class _DraftReply(msgspec.Struct):
     results: list[DraftReport]
 
 
+class _TallyReply(msgspec.Struct):
+    results: list[tuple[int, int]]
+
+
 class _ErrorDetail(msgspec.Struct):
     message: str
 
@@ -181,6 +185,7 @@ _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
 _DRAFTS = msgspec.json.Decoder(_DraftReply)
+_TALLY = msgspec.json.Decoder(_TallyReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
 
@@ -287,6 +292,18 @@ def read_report(content: bytes) -> PublishReport:
     if not reports:
         raise BadReply("the answer has no worker's report")
     return max(reports, key=lambda r: (r.state == "partial", r.transfer_seconds + r.load_seconds))
+
+
+def read_draft_tally(content: bytes) -> tuple[int, int]:
+    """The first worker's drafted and accepted tokens.
+
+    Raises:
+        BadReply
+    """
+    tallies = _decoded(_TALLY, content).results
+    if not tallies:
+        raise BadReply("the answer has no worker's tally")
+    return tallies[0]
 
 
 def read_draft_report(content: bytes) -> DraftReport:

@@ -74,6 +74,8 @@ class ServerOptions:
     """Longest draft from past responses (:mod:`.drafter`); 0: no speculative decoding."""
     draft_memory_tokens: int = 4_000_000
     """Tokens of responses that are remembered for drafts, 56 bytes each."""
+    stats: bool = False
+    """Serve vLLM's own metrics at ``/metrics``; they cost time at every step."""
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
     """Appended unchanged to vLLM's command line."""
@@ -99,6 +101,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
     p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
+    p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
     p.add_argument("--log-level", default=d.log_level)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
     values = vars(p.parse_args(argv))
@@ -122,12 +125,14 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         *("--middleware", "scalerl_generator.vllm_server.RequireToken"),
         "--enable-scale-out",
         "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
-        *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
+        *("--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", options.log_level),
         # With development endpoints vLLM logs one error for each request in flight, each time with a longer stack:
         # 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
         "--no-log-error-stack",
     ]
+    if not options.stats:
+        argv.append("--disable-log-stats")
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
     if kv_cache_bytes is not None:
         argv += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]

@@ -364,6 +364,10 @@ class WorkerExtension:
         past = msgspec.msgpack.decode(base64.b64decode(encoded), type=PastResponses)
         self._proposer.remember(past)
 
+    def scalerl_take_draft_tally(self, prompt_key: str) -> list[int]:
+        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        return list(self._proposer.take_tally(prompt_key))
+
     def scalerl_draft_report(self) -> dict[str, Any]:
         """:class:`~.draft_protocol.DraftReport` since the server's start, as a dict."""
         return asdict(self._proposer.report)
