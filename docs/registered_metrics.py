@@ -15,6 +15,7 @@ from scalerl_api.status import Condition, RunStatus
 from scalerl_api.task_figures import TASK_FIGURES, task_key
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
+from scalerl_coordinator.response_log import HistoryCounters
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -93,6 +94,7 @@ def _registries() -> Iterator[CollectorRegistry]:
         staleness_bound=1,
         closed_slots={},
         partial_bytes=lambda: 0,
+        history=HistoryCounters(),
     )
     yield coordinator._registry
     yield TrainerMetrics().registry

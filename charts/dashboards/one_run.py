@@ -427,6 +427,13 @@ COORDINATOR = Section(
             ),
         ),
         lines(
+            "Past responses",
+            "Stored for drafts (generator.speculation.history), dropped by reason, and prompts looked up by result; per second.",
+            (rate("scalerl_coordinator_history_responses_total"), "stored"),
+            (rate("scalerl_coordinator_history_dropped_responses_total", "reason"), "dropped: {{reason}}"),
+            (rate("scalerl_coordinator_history_lookups_total", "result"), "lookups: {{result}}"),
+        ),
+        lines(
             "Exports",
             "Models written to the volume and copied to trainer.export.to, by outcome; failures are retried.",
             (

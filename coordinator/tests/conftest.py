@@ -29,6 +29,7 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.response_store import ResponseStore
 from scalerl_coordinator.samplers import TaskSamplers, make_sampler
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
@@ -125,7 +126,9 @@ class Local:
 
 
 @asynccontextmanager
-async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIterator[Local]:
+async def serve(
+    root: Path, nonce: str = "local", history: ResponseStore | None = None, **options: object
+) -> AsyncIterator[Local]:
     """A coordinator on ``root`` while the context lasts; then an orderly stop. ``options`` are the journal's."""
     settings = Settings.of_run(
         parse_run(run_text(), "test"), train_digest="train", held_out=[("held-out", 3)]
@@ -136,7 +139,9 @@ async def serve(root: Path, nonce: str = "local", **options: object) -> AsyncIte
     core = Core.begin(settings, samplers, load_state(journal), nonce, 0.0)
     await journal.start()
     train = Prompts("train", 397)
-    server = Server(core, journal, RunFiles(paths), TOKEN, [train], [Prompts("held-out", 3)])
+    server = Server(
+        *(core, journal, RunFiles(paths), TOKEN, [train], [Prompts("held-out", 3)]), history=history
+    )
     await server.start()
     served = runner(server.app, shutdown_seconds=1.0)
     await served.setup()
@@ -171,12 +176,24 @@ def serving_on() -> Callable[..., AbstractAsyncContextManager[Local]]:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Process]:
+def make_process(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """Makes a coordinator process, not yet started, with sections of the spec; killed at the end whatever happens."""
+    made: list[Process] = []
+
+    def make(**overrides: object) -> Process:
+        made.append(Process(tmp_path, **overrides))
+        return made[-1]
+
+    yield make
+    for process in made:
+        if process.process is not None and process.process.poll() is None:
+            process.kill()
+
+
+@pytest.fixture
+def coordinator(make_process: Callable[..., Process]) -> Process:
     """A coordinator process, not yet started; killed at the end whatever happens."""
-    process = Process(tmp_path)
-    yield process
-    if process.process is not None and process.process.poll() is None:
-        process.kill()
+    return make_process()
 
 
 @pytest.fixture

@@ -77,6 +77,10 @@ class Client:
     async def push(self, member: str, groups: list[wire.Group]) -> wire.PushReply:
         return await self.post(endpoints.GROUPS, wire.Push(member_id=member, groups=groups), wire.PushReply)
 
+    async def responses(self, prompts: list[wire.PromptQuery]) -> list[list[list[wire.PastResponse]]]:
+        request = wire.ResponsesRequest(prompts=prompts)
+        return (await self.post(endpoints.RESPONSES, request, wire.Responses)).groups
+
     async def hello(
         self, incarnation: str, version: int = 0, snapshot: bytes | None = None
     ) -> wire.TrainerWelcome:

@@ -67,23 +67,24 @@ def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     (torch_dir / "lib").mkdir(parents=True)
     (torch_dir / "lib" / "libgomp.so.1").touch()
     given = {"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/bin", "LD_PRELOAD": "/x/libtcmalloc.so"}
-    env = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path / "cache")
+    env = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path, cache_bytecode=True)
     assert env["LD_PRELOAD"] == f"/x/libtcmalloc.so:{torch_dir}/lib/libgomp.so.1"
     assert env["OMP_NUM_THREADS"] == "1"
     assert env["LD_LIBRARY_PATH"] == f"{sys.prefix}/lib/scalerl"
-    assert env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "cache")
+    assert env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "pycache")
     assert "PYTHONDONTWRITEBYTECODE" not in env
     assert env["PATH"] == "/bin"
     assert given["PYTHONDONTWRITEBYTECODE"] == "1"
 
     given = {"LD_PRELOAD": "/x/libiomp5.so", "LD_LIBRARY_PATH": "/x"}
-    own = prepared_environment(OPTIONS, given, True, torch_dir, None)
+    own = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path, cache_bytecode=False)
     assert own["LD_PRELOAD"] == "/x/libiomp5.so"
     assert own["LD_LIBRARY_PATH"] == f"/x:{sys.prefix}/lib/scalerl"
 
 
 def test_prepared_environment_on_gpus_keeps_threads(tmp_path: Path) -> None:
-    env = prepared_environment(OPTIONS, {"PYTHONDONTWRITEBYTECODE": "1"}, False, tmp_path, None)
+    given = {"PYTHONDONTWRITEBYTECODE": "1"}
+    env = prepared_environment(OPTIONS, given, False, tmp_path, tmp_path, cache_bytecode=False)
     assert env["PYTHONDONTWRITEBYTECODE"] == "1"
     assert not {"OMP_NUM_THREADS", "LD_PRELOAD", "TORCHDYNAMO_DISABLE"} & env.keys()
 

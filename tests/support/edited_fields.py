@@ -120,6 +120,9 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.curriculum.difficultyPools.weights": {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.5"], "weights": [2, 3]}}}
     },
+    "generator.speculation.history.memoryTokens": {
+        "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
+    },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},

@@ -153,6 +153,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.memoryFraction": Edit(Effect.ALL),
     "generator.leaseSeconds": Edit(Effect.COORDINATOR),
     "generator.extraArgs": Edit(Effect.GENERATOR),
+    "generator.speculation": Edit(Effect.GENERATORS),
     "generator.maxRestarts": Edit(Effect.AT_ONCE),
     "generator.podTemplate": Edit(Effect.GENERATOR),
     "trainer.replicas": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),

@@ -149,14 +149,16 @@ def rank_memory(
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
-    """Bytes of one generator replica on each of its devices: its share of the weights, on a CPU the KV cache too.
+    """Bytes of one generator replica on each of its devices: its share of the weights, on a CPU the KV cache and past responses too.
 
     On an accelerator the cache takes what the weights leave, so the weights are the least it needs.
     """
+    generator = spec.generator
     weights = size.parameters * BYTES[spec.model.dtype]
-    if spec.generator.devices:
-        return math.ceil(weights / spec.generator.devices)
-    return weights + (quantity_bytes(spec.generator.kv_cache) if spec.generator.kv_cache else 0)
+    if generator.devices:
+        return math.ceil(weights / generator.devices)
+    cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
+    return weights + cache + (generator.speculation.memory_bytes if generator.speculation else 0)
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:

@@ -70,6 +70,16 @@ class RunPaths:
         return self.root / "coordinator"
 
     @property
+    def history(self) -> Path:
+        """Past responses to the training prompts; written by the coordinator."""
+        return self.root / "history"
+
+    @property
+    def history_lines(self) -> Path:
+        """One JSON object a training group whose prompt was sampled before; written by the coordinator."""
+        return self.root / "history.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

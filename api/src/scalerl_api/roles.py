@@ -6,8 +6,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import Matches, MemoryQuantity, Model, PositiveQuantity, PositiveUnitDecimal
+from scalerl_api.fields import Matches, MemoryQuantity, Model, PositiveQuantity, PositiveUnitDecimal, Rule
 from scalerl_api.pods import PodTemplate
+from scalerl_api.speculation import SPECULATION_OPTIONS, SpeculationSpec, is_speculation_option
 
 MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
 
@@ -67,10 +68,24 @@ class GeneratorSpec(Model):
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
     ] = []
     """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected."""
+    speculation: SpeculationSpec | None = None
+    """Speculative decoding; default: none."""
     max_restarts: MaxRestarts = 20
     """On a cluster: consecutive restarts of one pod after which the run is degraded; the others continue."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for generators; ignored by the local runtime."""
+
+    rules = (
+        Rule(
+            "!has(self.speculation) || !has(self.extraArgs) || self.extraArgs.all(a, "
+            f"!(a.split('=')[0].replace('_', '-') in {list(SPECULATION_OPTIONS)}))",
+            "generator.extraArgs and generator.speculation both configure speculative decoding: leave one of them out",
+            "extraArgs",
+            lambda generator: (
+                generator.speculation is None or not any(map(is_speculation_option, generator.extra_args))
+            ),
+        ),
+    )
 
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096

@@ -49,6 +49,7 @@ from scalerl_api.source import (
     TaskSpec,
     VerifierSpec,
 )
+from scalerl_api.speculation import SpeculationSpec
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
@@ -89,6 +90,7 @@ __all__ = [
     "ScaleRLRun",
     "ScheduleSpec",
     "ScratchModel",
+    "SpeculationSpec",
     "TaskSpec",
     "TrainerSpec",
     "TrainingTask",

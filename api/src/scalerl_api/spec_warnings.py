@@ -185,6 +185,15 @@ def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
                 "that is being written",
                 "raise it, or lower checkpoint.keep",
             )
+    speculation = spec.generator.speculation
+    if speculation is not None and speculation.history is not None and storage.claim_name is None:
+        store_size = speculation.history.store_size
+        if quantity_bytes(store_size) >= quantity_bytes(storage.size):
+            yield SpecProblem(
+                "spec.generator.speculation.history.storeSize",
+                f"{store_size} is not less than storage.size ({storage.size}), and the volume also holds checkpoints",
+                "lower it, or raise storage.size",
+            )
     if storage.on_delete == "Delete" and spec.ttl_seconds_after_finished is not None:
         yield SpecProblem(
             "spec.ttlSecondsAfterFinished",

@@ -16,6 +16,7 @@ from functools import partial
 
 from aiohttp import web
 
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
@@ -26,6 +27,7 @@ from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
+from scalerl_coordinator.response_store import ResponseStore, history_identity
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
@@ -116,7 +118,10 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     files = RunFiles(environment.paths)
     concurrency = run.spec.generator.max_concurrent_sequences
     make_trace = partial(Trace, environment.paths.trace, core, concurrency) if settings.trace else None
-    server = Server(core, journal, files, environment.token, train, held_out, trackers.status, make_trace)
+    history = await asyncio.to_thread(_open_history, settings, environment.paths)
+    server = Server(
+        core, journal, files, environment.token, train, held_out, trackers.status, history, make_trace
+    )
     await server.start()
     trackers.start()
     try:
@@ -124,6 +129,15 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     finally:
         await server.close()
         await trackers.close()
+
+
+def _open_history(settings: Settings, paths: RunPaths) -> ResponseStore | None:
+    """The store of past responses, if the spec asks for it. Raises OSError where the prepared model cannot be read."""
+    if settings.history is None:
+        return None
+    identity = history_identity(settings.identity.train_digest, paths.base_model)
+    size = quantity_bytes(settings.history.store_size)
+    return ResponseStore(paths.history, identity, size, lines=paths.history_lines)
 
 
 def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:

@@ -21,6 +21,7 @@ from scalerl_api.wire import Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
 from scalerl_coordinator.partials import MAX_BYTES
+from scalerl_coordinator.response_log import DROP_REASONS, LOOKUP_RESULTS, HistoryCounters
 
 _PREFIX = "scalerl_coordinator_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -31,7 +32,7 @@ class Metrics:
 
     refusing: whether the journal refuses records now. staleness_bound: maximum age of a trained token, in steps.
     closed_slots: of this process, by cause of giving up, ``""`` for those that were served.
-    partial_bytes: kept of unfinished completions.
+    partial_bytes: kept of unfinished completions. history: of the store of past responses; None without one.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Metrics:
         staleness_bound: int,
         closed_slots: Mapping[str, int],
         partial_bytes: Callable[[], int],
+        history: HistoryCounters | None = None,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
@@ -50,6 +52,8 @@ class Metrics:
         self._registry.register(
             _RunCollector(status, journal, refusing, staleness_bound, closed_slots, partial_bytes)
         )
+        if history is not None:
+            self._registry.register(_HistoryCollector(history))
         self.requests = Counter(
             _PREFIX + "requests",
             "Requests by endpoint and status code.",
@@ -256,3 +260,41 @@ class _RunCollector(Collector):
             ("journal_rotations", journal.rotations, "Completed journal segments."),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value=float(total))
+
+
+class _HistoryCollector(Collector):
+    def __init__(self, counters: HistoryCounters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[Metric]:
+        counters = self._counters
+        dropped = CounterMetricFamily(
+            _PREFIX + "history_dropped_responses",
+            "Responses that were not stored, or evicted from the store, by reason.",
+            labels=("reason",),
+        )
+        for reason in DROP_REASONS:
+            dropped.add_metric((reason,), counters.dropped[reason])
+        yield dropped
+        lookups = CounterMetricFamily(
+            _PREFIX + "history_lookups",
+            "Prompts whose past responses were requested, by result; mismatch: the prompt's tokens were others.",
+            labels=("result",),
+        )
+        for result in LOOKUP_RESULTS:
+            lookups.add_metric((result,), counters.lookups[result])
+        yield lookups
+        for name, value, text in (
+            ("history_responses", counters.stored, "Responses stored since this process began."),
+            (
+                "history_damaged_frames",
+                counters.damaged,
+                "Damaged frames and segments of the store, skipped.",
+            ),
+        ):
+            yield CounterMetricFamily(_PREFIX + name, text, value=float(value))
+        for name, value, text in (
+            ("history_bytes", counters.nbytes, "Bytes of past responses on disk, at most storeSize."),
+            ("history_prompts", counters.prompts, "Prompts with past responses."),
+        ):
+            yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))

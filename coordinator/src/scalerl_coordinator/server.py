@@ -36,6 +36,8 @@ from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
+from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
+from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state, new_member_id
 from scalerl_coordinator.trace import Trace
@@ -53,6 +55,8 @@ _TICK_SECONDS = 0.25
 _EXPORTS_SECONDS = 5.0
 """Maximum age of the status' exports while the run trains; read at every tick once the run has finished."""
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
+_LOOKUPS = 4
+"""Answers with past responses that are read at a time; each has up to ``wire.MAX_RESPONSES_BYTES``."""
 
 T = TypeVar("T")
 
@@ -64,11 +68,18 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     groups: list[msgspec.Raw]
 
 
+class _RawResponses(msgspec.Struct, frozen=True):
+    """A :class:`wire.Responses` whose groups stay encoded, as they are on disk."""
+
+    groups: list[list[msgspec.Raw]]
+
+
 class Server:
     """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`.
 
-    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task. make_trace: makes the
-    run's trace, with a function that counts lost lines; None: there is none.
+    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task. history: past responses,
+    which the server starts and closes. make_trace: makes the run's trace, with a function that counts lost lines; None: there
+    is none.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class Server:
         train: Sequence[PromptSource],
         held_out: Sequence[PromptSource],
         trackers: Callable[[], list[wire.Tracker]] = list,
+        history: ResponseStore | None = None,
         make_trace: Callable[[Callable[[int], None]], Trace] | None = None,
     ) -> None:
         self._core = core
@@ -94,6 +106,9 @@ class Server:
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
         self._trackers = trackers
+        self._history = history
+        # Threads of their own: reads of the store must not keep those that leases and shards wait for.
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="history-lookup")
         self._metrics = Metrics(
             lambda: msgspec.structs.replace(build_status(core), trackers=trackers()),
             journal.counters,
@@ -101,6 +116,7 @@ class Server:
             staleness_bound=core.settings.identity.max_staleness_steps,
             closed_slots=core.closed_slots,
             partial_bytes=lambda: self._rollouts.partial_bytes,
+            history=history.counters if history is not None else None,
         )
         self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
         self._guard = RequestGuard(token, self._metrics)
@@ -126,6 +142,8 @@ class Server:
         """Bring the files up to the state and start the ticks. The journal is started before."""
         self._flush()
         await self._journal.durable()
+        if self._history is not None:
+            self._history.start()
         await self._write_rows(whole=True)
         await self._write_curve()
         await self._read_exports()
@@ -152,6 +170,9 @@ class Server:
             await self._write_rows()
             await self._write_curve()
             self._write_trace()
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        if self._history is not None:
+            await asyncio.to_thread(self._history.close)
         await self._journal.close()
         self._files_thread.shutdown(wait=True)
 
@@ -355,6 +376,9 @@ class Server:
             ]
 
         verdicts = await self._decided(take)
+        for group, (result, _) in zip(groups, verdicts, strict=True):
+            if result is wire.PushResult.ACCEPTED and group.split is wire.Split.TRAIN:
+                self._remember(group)
         return wire.PushReply(results=[v for v, _ in verdicts], reasons=[reason for _, reason in verdicts])
 
     async def _release(self, request: wire.Release) -> wire.Ack:
@@ -363,6 +387,38 @@ class Server:
 
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
         return self._decide(lambda now: self._rollouts.receive_partials(request, now))
+
+    def _remember(self, group: wire.Group) -> None:
+        """Store the responses of an accepted training group for drafts."""
+        if self._history is None:
+            return
+        settings = self._core.settings
+        given = rewards(
+            group.verdicts,
+            [completion.tokens for completion in group.completions],
+            settings.length,
+            settings.identity.max_tokens(group.prompt.task),
+        )
+        responses = past_responses(group.completions, given, group.verdicts.ungraded)
+        digest = wire.prompt_digest(group.prompt_token_ids)
+        self._history.put(
+            PastGroup(group.prompt, digest, responses, group.drafted_tokens, group.accepted_tokens)
+        )
+
+    async def _responses(self, request: wire.ResponsesRequest) -> bytes:
+        if len(request.prompts) > wire.MAX_RESPONSES_PROMPTS:
+            raise Refusal(
+                "bad-request",
+                f"{len(request.prompts)} prompts, at most {wire.MAX_RESPONSES_PROMPTS} a request",
+            )
+        if any(query.prompt.split is not wire.Split.TRAIN for query in request.prompts):
+            raise Refusal("bad-request", "responses of evaluations are not stored")
+        history = self._history
+        if history is None:
+            return msgspec.msgpack.encode(wire.Responses(groups=[[] for _ in request.prompts]))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._lookups, lambda: _encode_responses(history.lookup(request.prompts))
+        )
 
     # --- trainer --------------------------------------------------------------------------------
 
@@ -546,6 +602,7 @@ class Server:
             (endpoints.GROUPS, _RawPush, push_bytes, self._push),
             (endpoints.RELEASE, wire.Release, SMALL_BODY_BYTES, self._release),
             (endpoints.PARTIALS, wire.Partials, push_bytes, self._keep_partials),
+            (endpoints.RESPONSES, wire.ResponsesRequest, SMALL_BODY_BYTES, self._responses),
             (endpoints.TRAINER_HELLO, wire.TrainerHello, HELLO_BODY_BYTES, self._hello),
             (endpoints.TRAINER_NEXT, wire.NextRequest, SMALL_BODY_BYTES, self._next),
             (endpoints.TRAINER_SHARD, wire.ShardRequest, SMALL_BODY_BYTES, self._shard),
@@ -570,6 +627,12 @@ class Server:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
+
+
+def _encode_responses(groups: list[list[bytes]]) -> bytes:
+    return msgspec.msgpack.encode(
+        _RawResponses([[msgspec.Raw(group) for group in found] for found in groups])
+    )
 
 
 _decode_group = msgspec.msgpack.Decoder(wire.Group).decode

@@ -12,6 +12,7 @@ import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
+from scalerl_api.speculation import HistorySpec
 from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
 from scalerl_coordinator.weighted_mean import MEAN_TASK
 
@@ -141,6 +142,8 @@ class Settings:
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
+    history: HistorySpec | None = None
+    """``generator.speculation.history``; None: past responses are not stored."""
 
     def every_steps(self, task: int) -> int:
         """Steps between evaluations on the set of ``task``."""
@@ -243,4 +246,5 @@ class Settings:
             generator_devices=max(1, spec.generator.devices),
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,
+            history=spec.generator.speculation.history if spec.generator.speculation else None,
         )

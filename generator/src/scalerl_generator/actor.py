@@ -68,6 +68,7 @@ from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
+from scalerl_generator.past_responses import PastResponseFeed
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
 from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Section, Strategy, sample_plain
@@ -182,6 +183,12 @@ async def run_actor(
             vocabulary_size=codec.tokenizer.vocabulary_size,
             max_staleness_steps=spec.recipe.max_staleness_steps,
         )
+        speculation = spec.generator.speculation
+        past_responses = None
+        if speculation is not None and speculation.history is not None:
+            past_responses = PastResponseFeed(
+                coordinator, server, state, metrics, speculation.history.memory_tokens
+            )
         rollouts = RolloutGenerator(
             server,
             monitor,
@@ -197,6 +204,7 @@ async def run_actor(
             partials=partials,
             strategy=_strategy(spec, codec, thread, metrics),
             teacher=teacher,
+            past_responses=past_responses,
         )
         delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
@@ -216,6 +224,8 @@ async def run_actor(
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _lease(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
+        if past_responses is not None:
+            _owned(stack, past_responses.report())
         await _until(stop, watching, heartbeats, pushing, leases, reporting)
 
         run_finished = leases.done() and leases.exception() is None

@@ -137,6 +137,7 @@ class CompletionStreams:
             "temperature": self.lease.temperature,
             "stop_token_ids": self._stop_token_ids,
             "cache_salt": self._state.cache_salt,
+            "prompt_key": self.prompt.key,
             "timeout_seconds": self.lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
         }
 

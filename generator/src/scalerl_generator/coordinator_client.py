@@ -30,13 +30,17 @@ from scalerl_api.wire import (
     PartialGroup,
     Partials,
     PartialsReply,
+    PastResponse,
     Problem,
+    PromptQuery,
     Push,
     PushReply,
     Register,
     Registered,
     Release,
     ReleaseCause,
+    Responses,
+    ResponsesRequest,
     Struct,
 )
 
@@ -136,6 +140,12 @@ class CoordinatorClient:
     async def report_partials(self, member_id: str, groups: list[PartialGroup]) -> PartialsReply:
         message = Partials(member_id=member_id, groups=groups)
         return await self._call(endpoints.PARTIALS, message, PartialsReply, _CALL_SECONDS)
+
+    async def responses(self, query: PromptQuery) -> list[list[PastResponse]]:
+        """Past responses to a prompt, by group, the newest first."""
+        message = ResponsesRequest(prompts=[query])
+        groups = (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).groups
+        return groups[0] if groups else []
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
         try:

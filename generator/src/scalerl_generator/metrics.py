@@ -103,6 +103,30 @@ class ActorMetrics:
             "Reports of a lease's unfinished completions that the coordinator had no room for",
             registry=r,
         )
+        self.past_responses = Counter(
+            "scalerl_actor_past_responses",
+            "Past responses from the coordinator that the server was given to draft from",
+            registry=r,
+        )
+        self.past_responses_failed = Counter(
+            "scalerl_actor_past_responses_failures",
+            "Groups that were generated without the past responses to their prompt, because they did not arrive in time",
+            registry=r,
+        )
+        self.drafted_tokens = Counter(
+            "scalerl_actor_drafted_tokens", "Drafted tokens that the server verified", registry=r
+        )
+        self.accepted_tokens = Counter(
+            "scalerl_actor_accepted_draft_tokens", "Drafted tokens that were accepted", registry=r
+        )
+        self.draft_seconds = Counter(
+            "scalerl_actor_draft_seconds", "Seconds that the server spent on drafting", registry=r
+        )
+        self.draft_threshold = Gauge(
+            "scalerl_actor_draft_threshold",
+            "Least probability of acceptance at which the server drafts a token; 1: none pays",
+            registry=r,
+        )
         self.server_losses = Counter(
             "scalerl_actor_server_losses", "Times the server stopped responding", registry=r
         )

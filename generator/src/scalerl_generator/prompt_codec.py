@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.spec import PromptSpec
+from scalerl_api.wire import prompt_digest
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.text import ModelTokenizer
 
@@ -30,6 +31,11 @@ class EncodedPrompt:
     """The same ids as little-endian int32."""
     in_thought: bool = False
     """The template opens a thought that the completion continues."""
+
+    @cached_property
+    def key(self) -> str:
+        """The prompt's digest in hex, which its requests are named by."""
+        return prompt_digest(self.wire).hex()
 
 
 class PromptCodec:

@@ -22,6 +22,7 @@ from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
+from scalerl_generator.past_responses import PastResponseFeed
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -123,6 +124,7 @@ class RolloutGenerator:
         partials: PartialReports,
         strategy: Strategy = sample_plain,
         teacher: Teacher | None = None,
+        past_responses: PastResponseFeed | None = None,
     ) -> None:
         self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
         self._metrics, self._sections = metrics, sections
@@ -131,6 +133,7 @@ class RolloutGenerator:
         self._max_sequences = max_sequences
         self._kept, self._partials, self._strategy = kept, partials, strategy
         self._teacher = teacher
+        self._past_responses = past_responses
 
     async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
         """Sample the completions of a lease; waits while the server holds no weights or receives new ones.
@@ -145,6 +148,8 @@ class RolloutGenerator:
         """
         section, prompt, encoded = await self._in_thread(self._encoded, lease)
         await self._state.serving()
+        if self._past_responses is not None:
+            await self._past_responses.prepare(lease, encoded)
         started, server_start = time.monotonic(), self._state.start_count
         kept, handed_over = self._kept.take(lease), self._partials.read(lease, encoded)
         # The longer are the later ones: of an earlier server, or of another actor since.
@@ -201,7 +206,12 @@ class RolloutGenerator:
         """
         lease = generated.lease
         asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
+        drafted = accepted = None
         try:  # while the teacher is asked, which may be away
+            if self._past_responses is not None:
+                drafted, accepted = await self._past_responses.sampled(
+                    generated.encoded, generated.completions
+                )
             verdicts = await self._verdicts(generated, on_graded)
             teacher_logprobs = await asked
         finally:
@@ -226,6 +236,8 @@ class RolloutGenerator:
             completions=completions,
             verdicts=verdicts,
             generation_seconds=generated.seconds,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
         )
 
     async def _teacher_logprobs(

@@ -7,6 +7,7 @@ Every call has a timeout. The client holds one connection pool and belongs to on
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
+from scalerl_generator.draft_protocol import DraftReport, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     Part,
     PublishReport,
@@ -28,6 +30,8 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
     read_completions,
+    read_draft_report,
+    read_draft_tally,
     read_error,
     read_prompt_logprobs,
     read_report,
@@ -65,9 +69,11 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Resul
 
 
 def _generate_body(
-    token_ids: Sequence[int], params: dict[str, Any], cache_salt: str | None
+    token_ids: Sequence[int], params: dict[str, Any], cache_salt: str | None, prompt_key: str | None = None
 ) -> dict[str, Any]:
     body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": params}
+    if prompt_key is not None:
+        body["request_id"] = request_id(prompt_key)
     return body if cache_salt is None else body | {"cache_salt": cache_salt}
 
 
@@ -135,6 +141,7 @@ class VllmClient:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
+        prompt_key: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> list[Sampled]:
         """Sample ``n`` completions of one prompt; the answer comes whole.
@@ -144,15 +151,16 @@ class VllmClient:
                 model's own end-of-sequence token ends it too.
             cache_salt: cached prefixes are shared among equal salts only. Give every installation of weights
                 one of its own: an update does not drop what older weights have cached.
+            prompt_key: 16 hexadecimal digits that name the prompt, also where ``prompt_token_ids`` has tokens of a
+                completion: what was sampled for it helps to draft (:mod:`.drafter`).
             timeout_seconds: for the whole answer.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
         params = _sampling(n, max_tokens, temperature, stop_token_ids)
-        return read_completions(
-            await self._generate(prompt_token_ids, params, cache_salt, timeout_seconds), n
-        )
+        body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key)
+        return read_completions(await self._call("POST", _GENERATE, body, timeout_seconds), n)
 
     async def stream(
         self,
@@ -164,6 +172,7 @@ class VllmClient:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
+        prompt_key: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         """Sample ``n`` completions of one prompt that arrive in parts; arguments and errors as :meth:`generate`'s.
@@ -176,7 +185,7 @@ class VllmClient:
         """
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
         params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
-        body = _generate_body(prompt_token_ids, params, cache_salt) | {"stream": True}
+        body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key) | {"stream": True}
         timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
         answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
@@ -211,9 +220,8 @@ class VllmClient:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return read_prompt_logprobs(
-            await self._generate(token_ids, params, cache_salt, timeout_seconds), token_ids
-        )
+        body = _generate_body(token_ids, params, cache_salt)
+        return read_prompt_logprobs(await self._call("POST", _GENERATE, body, timeout_seconds), token_ids)
 
     async def weight_version(self) -> int:
         """Version of the weights that the server holds; ``UNVERSIONED`` from its start to its first update."""
@@ -237,6 +245,24 @@ class VllmClient:
             "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, _CONTROL_SECONDS
         )
         return read_report(body)
+
+    async def remember(self, past: PastResponses) -> None:
+        """Give the server past responses to a prompt, to draft from."""
+        encoded = base64.b64encode(msgspec.msgpack.encode(past)).decode()
+        body = {"method": "scalerl_remember", "args": [encoded]}
+        await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS)
+
+    async def take_draft_tally(self, prompt_key: str) -> tuple[int, int]:
+        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        body = {"method": "scalerl_take_draft_tally", "args": [prompt_key]}
+        return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
+
+    async def draft_report(self) -> DraftReport:
+        """The drafts of the server's first worker since its start; all workers draft the same."""
+        body = await self._call(
+            "POST", "/collective_rpc", {"method": "scalerl_draft_report"}, _CONTROL_SECONDS
+        )
+        return read_draft_report(body)
 
     async def init_group(self, join: GroupJoin) -> None:
         """Join a process group, leaving any other.
@@ -307,12 +333,6 @@ class VllmClient:
         except ServerRefused as error:
             if "aborted by the client" not in error.message:
                 raise
-
-    async def _generate(
-        self, token_ids: Sequence[int], params: dict[str, Any], cache_salt: str | None, timeout_seconds: float
-    ) -> bytes:
-        body = _generate_body(token_ids, params, cache_salt)
-        return await self._call("POST", _GENERATE, body, timeout_seconds)
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
         """Generation shares a pool; every other request gets its own connection.

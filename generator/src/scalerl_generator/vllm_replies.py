@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_generator.draft_protocol import DraftReport
+
 UNVERSIONED = -1
 """Version of the weights a server starts with, before the first update."""
 
@@ -160,6 +162,14 @@ class _RpcReply(msgspec.Struct):
     results: list[PublishReport]
 
 
+class _DraftReply(msgspec.Struct):
+    results: list[DraftReport]
+
+
+class _TallyReply(msgspec.Struct):
+    results: list[tuple[int, int]]
+
+
 class _ErrorDetail(msgspec.Struct):
     message: str
 
@@ -174,6 +184,8 @@ _GENERATE = msgspec.json.Decoder(_GenerateReply)
 _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
+_DRAFTS = msgspec.json.Decoder(_DraftReply)
+_TALLY = msgspec.json.Decoder(_TallyReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
 
@@ -280,6 +292,30 @@ def read_report(content: bytes) -> PublishReport:
     if not reports:
         raise BadReply("the answer has no worker's report")
     return max(reports, key=lambda r: (r.state == "partial", r.transfer_seconds + r.load_seconds))
+
+
+def read_draft_tally(content: bytes) -> tuple[int, int]:
+    """The first worker's drafted and accepted tokens.
+
+    Raises:
+        BadReply
+    """
+    tallies = _decoded(_TALLY, content).results
+    if not tallies:
+        raise BadReply("the answer has no worker's tally")
+    return tallies[0]
+
+
+def read_draft_report(content: bytes) -> DraftReport:
+    """The first worker's report.
+
+    Raises:
+        BadReply
+    """
+    reports = _decoded(_DRAFTS, content).results
+    if not reports:
+        raise BadReply("the answer has no worker's report")
+    return reports[0]
 
 
 def read_error(content: bytes) -> str:

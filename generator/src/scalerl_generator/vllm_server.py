@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
+from scalerl_generator.draft_protocol import MEMORY_TOKENS
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
@@ -69,6 +70,12 @@ class ServerOptions:
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
     prefix_caching: bool = True
+    max_draft_tokens: int = 0
+    """Longest draft from past responses (:mod:`.drafter`); 0: no speculative decoding."""
+    draft_memory_tokens: int = 4_000_000
+    """Tokens of responses that are remembered for drafts, 56 bytes each."""
+    stats: bool = False
+    """Serve vLLM's own metrics at ``/metrics``; they cost time at every step."""
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
     """Appended unchanged to vLLM's command line."""
@@ -92,6 +99,9 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
+    p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
+    p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
     p.add_argument("--log-level", default=d.log_level)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
     values = vars(p.parse_args(argv))
@@ -111,21 +121,31 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         *("--tensor-parallel-size", str(options.tensor_parallel)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", json.dumps({"backend": _PLUGIN})),
-        *("--worker-extension-cls", "scalerl_generator.vllm_worker.PublishReporting"),
+        *("--worker-extension-cls", "scalerl_generator.vllm_worker.WorkerExtension"),
         *("--middleware", "scalerl_generator.vllm_server.RequireToken"),
         "--enable-scale-out",
         "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
-        *("--disable-fastapi-docs", "--disable-uvicorn-access-log", "--disable-log-stats"),
+        *("--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", options.log_level),
         # With development endpoints vLLM logs one error for each request in flight, each time with a longer stack:
         # 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
         "--no-log-error-stack",
     ]
+    if not options.stats:
+        argv.append("--disable-log-stats")
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
     if kv_cache_bytes is not None:
         argv += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     else:
         argv += ["--gpu-memory-utilization", str(options.memory_fraction)]
+    if options.max_draft_tokens:
+        speculation = {
+            "method": "custom_class",
+            "model": "scalerl_generator.vllm_drafts.HistoryProposer",
+            "num_speculative_tokens": options.max_draft_tokens,
+        }
+        argv += ["--speculative-config", json.dumps(speculation)]
+        argv += ["--additional-config", json.dumps({MEMORY_TOKENS: options.draft_memory_tokens})]
     if options.fp32_head:
         argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if on_cpu:
@@ -140,14 +160,17 @@ def prepared_environment(
     environ: Mapping[str, str],
     on_cpu: bool,
     torch_dir: Path,
-    bytecode_cache: Path | None,
+    cache: Path,
+    *,
+    cache_bytecode: bool,
 ) -> dict[str, str]:
     """The environment vLLM must be started in.
 
     Args:
         torch_dir: torch's package directory; its OpenMP library is preloaded on CPUs, because a second
             one loaded by another package would bring a second pool of threads.
-        bytecode_cache: where to keep compiled bytecode, or None when the installation has it.
+        cache: folder for what is compiled at a first start.
+        cache_bytecode: keep bytecode there too: the installation has none.
     """
     env = dict(environ)
     env |= {
@@ -160,9 +183,11 @@ def prepared_environment(
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
-    if bytecode_cache is not None:
+    if options.max_draft_tokens:
+        env.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))  # compiling the drafter takes ten seconds
+    if cache_bytecode:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
-        env["PYTHONPYCACHEPREFIX"] = str(bytecode_cache)
+        env["PYTHONPYCACHEPREFIX"] = str(cache / "pycache")
     if on_cpu:
         env["OMP_NUM_THREADS"] = str(options.threads)
         env["TORCHDYNAMO_DISABLE"] = "1"  # one sampler function is compiled otherwise: C++ compiler, 15 s
@@ -274,7 +299,7 @@ def _register_model_class(model: str) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
+async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve
     from vllm.entrypoints.launchers.launcher import setup_server
@@ -293,6 +318,8 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool) -> None:
     engine = AsyncLLM.from_vllm_config(
         config, usage_context=UsageContext.OPENAI_API_SERVER, disable_log_stats=arguments.disable_log_stats
     )
+    if drafts:
+        await engine.collective_rpc("scalerl_attach_proposer")
     gc.collect()
     gc.freeze()  # imported objects stay; collections skip them
     try:
@@ -318,7 +345,7 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     if one_cpu_worker:
         _register_model_class(options.model)
     gc.enable()
-    uvloop.run(_serve(arguments, fork_engine=one_cpu_worker))
+    uvloop.run(_serve(arguments, fork_engine=one_cpu_worker, drafts=options.max_draft_tokens > 0))
 
 
 def _token_from_file(environ: Mapping[str, str]) -> str:
@@ -347,13 +374,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not on_cpu:
             _require_a_gpu()
         vllm_dir = _package_dir("vllm")
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl" / "pycache"
         env = prepared_environment(
             options,
             os.environ,
             on_cpu,
             _package_dir("torch"),
-            cache if uncompiled_package(vllm_dir) and "PYTHONPYCACHEPREFIX" not in os.environ else None,
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl",
+            cache_bytecode=uncompiled_package(vllm_dir) and "PYTHONPYCACHEPREFIX" not in os.environ,
         )
         os.execve(sys.executable, [sys.executable, "-P", "-m", "scalerl_generator.vllm_server", *argv], env)  # noqa: S606
     serve(options, on_cpu)

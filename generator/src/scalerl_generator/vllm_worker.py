@@ -14,6 +14,7 @@ vLLM loads this module in every process of the server through its ``vllm.general
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import logging
 import socket
@@ -37,12 +38,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm.config import VllmConfig
+
+    from scalerl_generator.vllm_drafts import HistoryProposer
 
 BACKEND = "scalerl"
 _POLL_SECONDS = 0.002
@@ -56,6 +61,7 @@ class WeightReceiveError(RuntimeError):
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
+    mend_cpu_sampler()
     # Silences the dump of a failed step: the whole configuration, and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -339,11 +345,34 @@ def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.T
         yield slot.tensor.name, flat.view(getattr(torch, slot.tensor.dtype)).view(slot.tensor.shape)
 
 
-class PublishReporting:
-    """Mix-in of vLLM's worker class (``--worker-extension-cls``), called through ``/collective_rpc``."""
+class WorkerExtension:
+    """Mix-in of vLLM's worker class (``--worker-extension-cls``), called through ``/collective_rpc``, which passes strings."""
 
     weight_transfer_engine: ScaleRLWeightEngine
+    model_runner: Any
 
     def scalerl_publish_report(self) -> dict[str, Any]:
         """:class:`PublishReport` of the last update, as a dict."""
         return asdict(self.weight_transfer_engine.report)
+
+    def scalerl_attach_proposer(self) -> None:
+        """Let the proposer of drafts see the ids of requests."""
+        self._proposer.attach(self.model_runner)
+
+    def scalerl_remember(self, encoded: str) -> None:
+        """Take in past responses: base64 of :class:`~.draft_protocol.PastResponses` in MessagePack."""
+        past = msgspec.msgpack.decode(base64.b64decode(encoded), type=PastResponses)
+        self._proposer.remember(past)
+
+    def scalerl_take_draft_tally(self, prompt_key: str) -> list[int]:
+        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        return list(self._proposer.take_tally(prompt_key))
+
+    def scalerl_draft_report(self) -> dict[str, Any]:
+        """:class:`~.draft_protocol.DraftReport` since the server's start, as a dict."""
+        return asdict(self._proposer.report)
+
+    @property
+    def _proposer(self) -> HistoryProposer:
+        proposer: HistoryProposer = self.model_runner.drafter
+        return proposer

@@ -149,7 +149,7 @@ def _generator(spec: RunSpec) -> Workload:
         resources=Resources(
             generator.devices,
             generator.cpu_threads,
-            quantity_bytes(generator.kv_cache) if generator.kv_cache else None,
+            _server_memory_bytes(spec),
         ),
         volumes=_volumes(spec, sources=False, writable=False),
         **_probes("/health", "/health", "vllm", stuck_seconds=120),
@@ -176,6 +176,12 @@ def _generator(spec: RunSpec) -> Workload:
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
 
 
+def _server_memory_bytes(spec: RunSpec) -> int | None:
+    generator = spec.generator
+    cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
+    return cache + (generator.speculation.memory_bytes if generator.speculation else 0) or None
+
+
 def _server_options(spec: RunSpec) -> tuple[str, ...]:
     generator = spec.generator
     options = [
@@ -189,6 +195,9 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     ]
     if generator.kv_cache:
         options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]
+    if generator.speculation and (history := generator.speculation.history):
+        options += ["--max-draft-tokens", str(history.max_draft_tokens)]
+        options += ["--draft-memory-tokens", str(history.memory_tokens)]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

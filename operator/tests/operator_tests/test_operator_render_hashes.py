@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from operator_tests.manifests import (
     IMAGES,
@@ -14,9 +17,10 @@ from operator_tests.manifests import (
     cluster_run,
     rendered,
 )
+from scalerl_api.spec import RunSpec
 from scalerl_operator import names
 from scalerl_operator.build import raw_hash, render, spec_hash
-from scalerl_operator.build.scope import Images
+from scalerl_operator.build.scope import _SWITCHES, Images
 from scalerl_operator.workloads import Role
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
@@ -59,6 +63,9 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"recipe": {"promptsPerStep": 9}}, {Role.COORDINATOR}),
         ({"recipe": {"completionsPerPrompt": 9}}, {Role.COORDINATOR, Role.GENERATOR}),
         ({"generator": {"extraArgs": ["-x"]}}, {Role.GENERATOR}),
+        ({"generator": {"speculation": {"history": {}}}}, {Role.COORDINATOR, Role.GENERATOR}),
+        ({"recipe": {"refill": {}}}, {Role.COORDINATOR}),
+        ({"trackers": {"tensorBoard": {}}}, {Role.COORDINATOR}),
         ({"recipe": {"loss": {"ppoClip": {}}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
         ({"recipe": {"loss": {}, "optimizer": {"beta1": "0.9"}}}, set()),
         ({"trainer": {}, "generator": {"replicas": 1}}, set()),
@@ -67,6 +74,25 @@ def hashes(**spec: Any) -> dict[Role, str]:
 def test_spec_hash_changes_for_roles_that_an_edit_restarts(change: dict[str, Any], rolled: set[Role]) -> None:
     before, after = hashes(), hashes(**change)
     assert {role for role in before if before[role] != after[role]} == rolled
+
+
+def optional_sections(model: type[BaseModel]) -> Iterator[str]:
+    """Names of fields that are None unless given, and valid when given empty."""
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+                continue
+            with contextlib.suppress(ValidationError):
+                kind()
+                if field.default is None:
+                    yield name
+            yield from optional_sections(kind)
+
+
+def test_spec_hash_sees_sections_that_are_given_empty() -> None:
+    """An empty podTemplate changes nothing, and the model and the warm start are immutable; any other section does something by
+    being there."""
+    assert set(optional_sections(RunSpec)) - {"pod_template", "scratch", "warm_start"} <= _SWITCHES
 
 
 def test_pods_and_jobs_carry_the_spec_hash() -> None:

@@ -15,7 +15,7 @@ Vocabulary
     prompt    named by a :class:`~.prompts.PromptRef`: task, split, index.
     verdict   a verifier's result for one completion, a score and named parts; a group has :class:`~.verdicts.Verdicts`.
 
-One module for each who speaks: :mod:`.actor`, :mod:`.trainer` (to the coordinator), :mod:`.control` (trainer to actor)
+One module for each who speaks: :mod:`.actor` (and :mod:`.responses`), :mod:`.trainer` (to the coordinator), :mod:`.control` (trainer to actor)
 and :mod:`.watching` (anyone); everything is to be had from here.
 """
 
@@ -58,6 +58,15 @@ from scalerl_api.wire.control import (
     WeightReceived,
 )
 from scalerl_api.wire.prompts import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
+from scalerl_api.wire.responses import (
+    MAX_RESPONSES_BYTES,
+    MAX_RESPONSES_PROMPTS,
+    PastResponse,
+    PromptQuery,
+    Responses,
+    ResponsesRequest,
+    prompt_digest,
+)
 from scalerl_api.wire.trainer import (
     CheckpointBegin,
     CheckpointCommit,
@@ -106,6 +115,8 @@ __all__ = [
     "INTERRUPTED",
     "MAIN_TASK",
     "MASKED",
+    "MAX_RESPONSES_BYTES",
+    "MAX_RESPONSES_PROMPTS",
     "MEAN_SET",
     "WIRE_HEADER",
     "WIRE_VERSION",
@@ -136,10 +147,12 @@ __all__ = [
     "Partials",
     "PartialsReply",
     "PassAt",
+    "PastResponse",
     "Phase",
     "Probe",
     "Probed",
     "Problem",
+    "PromptQuery",
     "PromptRef",
     "PublishBegin",
     "PublishCommit",
@@ -151,6 +164,8 @@ __all__ = [
     "Registered",
     "Release",
     "ReleaseCause",
+    "Responses",
+    "ResponsesRequest",
     "Sequence",
     "Shard",
     "ShardRequest",
@@ -170,5 +185,6 @@ __all__ = [
     "VersionSpan",
     "WeightReceive",
     "WeightReceived",
+    "prompt_digest",
     "trained_tokens",
 ]

@@ -1,4 +1,5 @@
-"""``scalerl report``: what runs can do by label of the prompts, such as their difficulty or context, and by task of a mix."""
+"""``scalerl report``: what runs can do by label of the prompts, such as their difficulty or context, and by task of a mix; and
+how their responses change from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from scalerl_api.curve import LABEL_COLUMNS, label_order
 from scalerl_api.paths import RunPaths
 from scalerl_cli import exits
 from scalerl_cli.curves import formatting
+from scalerl_cli.curves.history_report import EpochRow, epoch_csv, epoch_rows, epoch_table
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.task_report import TaskRow, task_csv, task_rows, task_table
 from scalerl_cli.output import replace_text, say
@@ -47,19 +49,22 @@ class Row:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Print the tables, and write ``report.md``, ``.csv`` and ``.png``, of mixes ``report-tasks.csv``; returns the exit code."""
+    """Print the tables, and write ``report.md``, ``.csv`` and ``.png``, of mixes ``report-tasks.csv``, with a history
+    ``report-history.csv`` and ``.png``; returns the exit code."""
     runs = named_runs(arguments.runs)
     try:
-        tasks = task_rows(runs)
-        # Prompts of a mix may have no labels; its tasks are reported all the same.
-        unlabelled = bool(tasks) and not any(RunPaths(directory).labels.exists() for _, directory in runs)
+        tasks, epochs = task_rows(runs), epoch_rows(runs)
+        # Prompts may have no labels; tasks and epochs are reported all the same.
+        unlabelled = bool(tasks or epochs) and not any(
+            RunPaths(directory).labels.exists() for _, directory in runs
+        )
         rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
         folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
-        written = write_report(rows, folder, tasks)
+        written = write_report(rows, folder, tasks, epochs)
     except CurveProblem as problem:
         say(str(problem), error=True)
         return exits.BAD_INPUT
-    for lines in ([table(rows)] if rows else []) + ([task_table(tasks)] if tasks else []):
+    for lines in _tables(rows, tasks, epochs):
         for line in formatting.table(lines, indent=""):
             say(line)
         say()
@@ -199,19 +204,34 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def write_report(rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = ()) -> list[Path]:
-    """Write ``report.md``, and of the rows there are ``report.csv`` and ``.png``, of tasks ``report-tasks.csv``, into
-    ``folder``, which is made.
+def _tables(
+    rows: Sequence[Row], tasks: Sequence[TaskRow], epochs: Sequence[EpochRow]
+) -> list[list[list[str]]]:
+    """Those that have lines."""
+    return [
+        *([table(rows)] if rows else []),
+        *([task_table(tasks)] if tasks else []),
+        *([epoch_table(epochs)] if epochs else []),
+    ]
+
+
+def write_report(
+    rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = (), epochs: Sequence[EpochRow] = ()
+) -> list[Path]:
+    """Write ``report.md``, and of the rows there are ``report.csv`` and ``.png``, of tasks ``report-tasks.csv``, of epochs
+    ``report-history.csv`` and ``.png``, into ``folder``, which is made.
 
     Raises:
         CurveProblem: one cannot be written.
     """
+    from scalerl_cli.curves.history_picture import draw_epochs
     from scalerl_cli.curves.label_picture import draw_labels
 
-    tables = ([table(rows)] if rows else []) + ([task_table(tasks)] if tasks else [])
+    tables = _tables(rows, tasks, epochs)
     texts = {"report.md": "\n".join("\n".join(_markdown(lines)) + "\n" for lines in tables)}
     texts |= {"report.csv": _csv(rows)} if rows else {}
     texts |= {"report-tasks.csv": task_csv(tasks)} if tasks else {}
+    texts |= {"report-history.csv": epoch_csv(epochs)} if epochs else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -222,6 +242,9 @@ def write_report(rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = (
     if rows:
         draw_labels(rows, folder / "report.png")
         written.append(folder / "report.png")
+    if epochs:
+        draw_epochs(epochs, folder / "report-history.png")
+        written.append(folder / "report-history.png")
     return written
 
 

@@ -194,18 +194,21 @@ def _unread(role: Role) -> dict[str, Any]:
     return unread(RunSpec, "")
 
 
-_ALTERNATIVES: Final = frozenset(
-    to_snake(name) for alternatives in (*ONE_OF.values(), ("byLength",)) for name in alternatives
+_SWITCHES: Final = frozenset(
+    [
+        *("by_length", "history", "refill", "tensor_board", "wandb"),
+        *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
+    ]
 )
+"""Fields that do something by being there, also without any field of their own."""
 
 
 def _pruned(value: Any) -> Any:
-    """Without empty objects: an object of defaults, written out or not, is no difference. Which one of several
-    alternatives stands there is one, also where that has no fields."""
+    """Without empty objects: an object of defaults, written out or not, is no difference, unless its presence is one."""
     if not isinstance(value, dict):
         return value
     kept = {name: _pruned(item) for name, item in value.items()}
-    return {name: item for name, item in kept.items() if item != {} or name in _ALTERNATIVES}
+    return {name: item for name, item in kept.items() if item != {} or name in _SWITCHES}
 
 
 def raw_hash(run: ScaleRLRun) -> str:

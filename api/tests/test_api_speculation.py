@@ -1,0 +1,46 @@
+"""``spec.generator.speculation`` and the messages about past responses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from edited_fields import BASE
+from invalid_runs import merged
+from pydantic import ValidationError
+
+from scalerl_api import wire
+from scalerl_api.spec import ScaleRLRun
+
+
+def generator(**section: object) -> ScaleRLRun:
+    return ScaleRLRun.model_validate(merged(BASE, {"spec": {"generator": section}}))
+
+
+def test_speculation_is_off_by_default_and_has_defaults_when_on() -> None:
+    assert generator().spec.generator.speculation is None
+    on = generator(speculation={"history": {}}).spec.generator.speculation
+    assert on is not None
+    assert on.history is not None
+    assert (on.history.max_draft_tokens, on.history.memory_tokens, on.history.store_size) == (
+        16,
+        4_000_000,
+        "8Gi",
+    )
+
+
+@pytest.mark.parametrize(
+    "option", ["--speculative-config={}", "--speculative_config", "--spec-method=ngram", "-sc"]
+)
+def test_speculation_in_two_places_is_refused(option: str) -> None:
+    generator(extraArgs=["--seed=1", option])
+    generator(extraArgs=["--specialize-active-lora"], speculation={"history": {}})
+    with pytest.raises(ValidationError, match=r"generator\.extraArgs and generator\.speculation both"):
+        generator(extraArgs=["--seed=1", option], speculation={"history": {}})
+
+
+def test_responses_are_the_same_after_the_wire() -> None:
+    query = wire.PromptQuery(wire.PromptRef(1, wire.Split.TRAIN, 7), wire.prompt_digest(bytes(8)))
+    request = wire.ResponsesRequest(prompts=[query])
+    answer = wire.Responses(groups=[[[wire.PastResponse(3, None, bytes(4))]], []])
+    for message in (request, answer):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message

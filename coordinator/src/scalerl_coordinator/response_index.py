@@ -1,0 +1,88 @@
+"""Where the newest two groups of each prompt are in the response store. In memory: one integer per group."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from scalerl_api.wire import PromptRef
+from scalerl_coordinator.response_segments import Head
+
+MAX_GROUPS: Final = 2**20
+"""Groups in the index, of about 200 bytes each."""
+
+Location = tuple[int, int, int]
+"""Of a frame: segment, offset, length."""
+
+
+def _key(prompt: PromptRef | Head) -> int:
+    return prompt.task << 64 | (prompt.prompt if isinstance(prompt, Head) else prompt.index)
+
+
+def _pack(at: Location) -> int:
+    """One integer has a third of a tuple's memory, and the garbage collector does not visit it."""
+    segment, offset, length = at
+    return segment << 64 | offset << 32 | length
+
+
+def _unpack(packed: int) -> Location:
+    return packed >> 64, packed >> 32 & 0xFFFFFFFF, packed & 0xFFFFFFFF
+
+
+class ResponseIndex:
+    """Locations by prompt; thread-safe."""
+
+    def __init__(self, max_groups: int = MAX_GROUPS) -> None:
+        self._max_groups = max_groups
+        self._newest: dict[int, int] = {}
+        self._previous: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def prompts(self) -> int:
+        return len(self._newest)
+
+    @property
+    def full(self) -> bool:
+        return len(self._newest) + len(self._previous) >= self._max_groups
+
+    def clear(self) -> None:
+        with self._lock:
+            self._newest.clear()
+            self._previous.clear()
+
+    def newest(self, prompt: PromptRef) -> Location | None:
+        with self._lock:
+            packed = self._newest.get(_key(prompt))
+        return None if packed is None else _unpack(packed)
+
+    def previous(self, prompt: PromptRef) -> Location | None:
+        """The group before the newest."""
+        with self._lock:
+            packed = self._previous.get(_key(prompt))
+        return None if packed is None else _unpack(packed)
+
+    def is_newest(self, head: Head, at: Location) -> bool:
+        with self._lock:
+            return self._newest.get(_key(head)) == _pack(at)
+
+    def add(self, head: Head, at: Location) -> None:
+        """Make a frame the newest of its prompt."""
+        key = _key(head)
+        with self._lock:
+            if (before := self._newest.get(key)) is not None:
+                self._previous[key] = before
+            self._newest[key] = _pack(at)
+
+    def move(self, head: Head, at: Location) -> None:
+        """The newest frame of a prompt has another location."""
+        with self._lock:
+            self._newest[_key(head)] = _pack(at)
+
+    def remove(self, prompt: PromptRef | Head, at: Location) -> None:
+        """Forget a frame, if it is indexed at ``at``."""
+        key, packed = _key(prompt), _pack(at)
+        with self._lock:
+            for found in (self._newest, self._previous):
+                if found.get(key) == packed:
+                    del found[key]

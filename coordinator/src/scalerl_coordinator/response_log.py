@@ -1,0 +1,337 @@
+"""The files of the response store: segments that are appended to, of which the oldest is deleted when the store is full.
+
+Groups in it that are still the newest of their prompt are first copied to the end if they are less than half of the segment.
+If they are more, the store is too small for an epoch: copying would only push out others, and they are evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from scalerl_coordinator import response_segments as segments
+from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.recovery import Layout
+from scalerl_coordinator.response_index import Location, ResponseIndex
+from scalerl_coordinator.response_segments import SEGMENT_HEADER_BYTES, Head
+
+log = logging.getLogger(__name__)
+
+_SEGMENTS: Final = 32
+"""Segments of a full store, at least: eviction deletes one at a time."""
+_MAX_SEGMENT_BYTES: Final = 2**25
+_RESERVE_BYTES: Final = 2**30
+"""Free space of the volume that the store leaves to the journal and the checkpoints; at most a 20th of the volume."""
+_RETRY_SECONDS = 1.0
+_OPEN_FILES: Final = 16
+
+DROP_REASONS: Final = ("queue_full", "disk", "no_space", "too_large", "evicted", "failed")
+LOOKUP_RESULTS: Final = ("hit", "miss", "mismatch")
+
+
+@dataclass(slots=True)
+class HistoryCounters:
+    """For the metrics."""
+
+    stored: int = 0
+    """Responses."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Responses, by :data:`DROP_REASONS`."""
+    lookups: Counter[str] = field(default_factory=Counter)
+    """Prompts, by :data:`LOOKUP_RESULTS`."""
+    damaged: int = 0
+    """Frames and segments."""
+    discarded_segments: int = 0
+    """Of another task or tokenizer."""
+    nbytes: int = 0
+    prompts: int = 0
+
+
+class HistoryDisk(Disk):
+    """The system calls that can fail; a test's disk can be full at any byte."""
+
+    def free(self, directory: Path) -> tuple[int, int]:
+        """Free and total bytes of the volume."""
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+class ResponseLog:
+    """Writes the segments of one directory, and keeps the index right. Of one thread, except for :meth:`read`.
+
+    max_bytes: on disk. identity: 32 bytes; segments of another one are deleted. Every method but :meth:`read` may raise OSError.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: bytes,
+        max_bytes: int,
+        index: ResponseIndex,
+        counters: HistoryCounters,
+        disk: HistoryDisk | None = None,
+    ) -> None:
+        self.directory = directory
+        self.max_frame_bytes = max_bytes // 2 - SEGMENT_HEADER_BYTES
+        self._layout = Layout(directory)
+        self._identity = identity
+        self._max_bytes = max_bytes
+        self._segment_bytes = min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS)
+        self._index = index
+        self._counters = counters
+        self._disk = disk or HistoryDisk()
+        self._sizes: dict[int, int] = {}
+        """Bytes of each segment by number, ascending."""
+        self._fd = -1
+        """The newest segment, while it is written."""
+        self._next_number = 1
+        self._retry_at = 0.0
+        self._problem = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the disk has just failed."""
+        return time.monotonic() < self._retry_at
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def read(self, at: Location, files: dict[int, int]) -> tuple[Head, bytes] | None:
+        """A frame, checked; None where it is damaged, or its segment was deleted meanwhile. From any thread.
+
+        files: open segments by number, of which it opens at most ``_OPEN_FILES``; the caller closes them.
+        """
+        segment, offset, length = at
+        try:
+            if segment not in files:
+                if len(files) >= _OPEN_FILES:
+                    os.close(files.pop(next(iter(files))))
+                files[segment] = os.open(self._layout.path("segment", segment), os.O_RDONLY | os.O_CLOEXEC)
+            found = segments.decode_frame(_read_fully(files[segment], offset, length))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.report_unreadable(error)
+            found = None
+        self._counters.damaged += found is None
+        return found
+
+    def read_one(self, at: Location) -> tuple[Head, bytes] | None:
+        """As :meth:`read`, of one frame."""
+        files: dict[int, int] = {}
+        try:
+            return self.read(at, files)
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _heads(self, number: int, size: int) -> list[tuple[int, Head | None]]:
+        """The heads of a segment, with offsets; None for each damaged stretch."""
+        fd = os.open(self._layout.path("segment", number), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return list(segments.scan(lambda offset, length: _read_fully(fd, offset, length), size))
+        finally:
+            os.close(fd)
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def make_room(self, size: int) -> bool:
+        """Have room for a frame of ``size`` bytes within the bounds of the store and of the volume; whether there is any."""
+        self._bound_index()
+        while self._sizes and self._counters.nbytes + size + SEGMENT_HEADER_BYTES > self._max_bytes:
+            self._delete_oldest(copy=True)
+        return not self._begins_segment(size) or self._leave_free(max(self._segment_bytes, size))
+
+    def append(self, head: Head, blob: bytes) -> Location:
+        """Write a frame, whole or not at all, to the open segment, or to a new one where that is full."""
+        if self._begins_segment(head.frame_bytes):
+            self.finish_segment()
+            self._open_segment()
+        at = self._number, self._sizes[self._number], head.frame_bytes
+        self._write(segments.encode_frame(head, blob))
+        return at
+
+    def finish_segment(self) -> None:
+        """Close the open segment. Synced, so that the journal's next sync does not wait for what the store has written."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            self._disk.sync(fd)
+        finally:
+            os.close(fd)
+
+    def _bound_index(self) -> None:
+        """Delete the oldest segments until the index has no more groups than it may have."""
+        while self._index.full and len(self._sizes) > 1:
+            self._delete_oldest(copy=False)
+
+    def yield_space(self, error: OSError) -> None:
+        """After ``error``: wait before the next write, and give up the oldest segment to a full volume. Does not raise."""
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        self.report(f"{self.directory} cannot be written: {error.strerror}; responses are dropped")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._sizes:
+            with contextlib.suppress(OSError):
+                self._delete_oldest(copy=False)
+
+    def keep_reserve(self) -> None:
+        """Give up the oldest segments while others fill the volume. Does not raise."""
+        with contextlib.suppress(OSError):
+            self._leave_free(0)
+
+    def report(self, problem: str) -> None:
+        """Log a problem, once as long as it is the same."""
+        if problem != self._problem:
+            log.error("history: %s", problem)
+            self._problem = problem
+
+    def report_unreadable(self, error: OSError) -> None:
+        self.report(f"{self.directory} cannot be read: {error.strerror}")
+
+    @property
+    def _number(self) -> int:
+        """Of the newest segment; 0 without any."""
+        return next(reversed(self._sizes), 0)
+
+    def _begins_segment(self, size: int) -> bool:
+        return self._fd < 0 or self._sizes[self._number] + size > self._segment_bytes
+
+    def _leave_free(self, size: int) -> bool:
+        """Delete the oldest segments until the volume has the reserve and ``size`` bytes free; whether it has."""
+        while True:
+            free, total = self._disk.free(self.directory)
+            if free - size >= min(_RESERVE_BYTES, total // 20):
+                return True
+            if not self._sizes:
+                return False
+            self._delete_oldest(copy=False)
+
+    def _open_segment(self) -> None:
+        number = self._next_number
+        path = self._layout.path("segment", number)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._next_number += 1
+        self._sizes[number] = 0
+        self._write(segments.encode_segment_header(number, self._identity))
+
+    def _write(self, data: bytes) -> None:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._disk.write(self._fd, rest) :]
+        except OSError:
+            self._abandon_segment()
+            raise
+        self._set_size(self._number, self._sizes[self._number] + len(data))
+
+    def _abandon_segment(self) -> None:
+        """Close a segment whose last write failed. What that left counts in its size; the scan at the next start cuts it."""
+        self._set_size(self._number, os.fstat(self._fd).st_size)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _set_size(self, number: int, size: int) -> None:
+        self._counters.nbytes += size - self._sizes[number]
+        self._sizes[number] = size
+
+    def _unlink(self, number: int) -> None:
+        self._layout.path("segment", number).unlink(missing_ok=True)
+        self._counters.nbytes -= self._sizes.pop(number)
+
+    def _delete_oldest(self, *, copy: bool) -> None:
+        """Delete the oldest segment; ``copy``: after it, write its newest groups again if they are less than half of it."""
+        number, size = next(iter(self._sizes.items()))
+        if number == self._number:
+            self.finish_segment()
+        try:
+            heads = self._heads(number, size)
+        except OSError as error:  # then a lookup removes what the index has of it
+            self.report_unreadable(error)
+            heads = []
+        frames = [(head, (number, offset, head.frame_bytes)) for offset, head in heads if head is not None]
+        live = [(head, at) for head, at in frames if self._index.is_newest(head, at)]
+        evicted = sum(head.responses for head, _ in live)
+        kept = []
+        if copy and 2 * sum(head.frame_bytes for head, _ in live) < size:
+            kept = [found for _, at in live if (found := self.read_one(at)) is not None]
+        for head, at in frames:
+            self._index.remove(head, at)
+        try:
+            self._unlink(number)
+            for head, blob in kept:
+                self._index.move(head, self.append(head, blob))
+                evicted -= head.responses
+        finally:
+            self._counters.dropped["evicted"] += evicted
+            self._counters.prompts = self._index.prompts
+
+    # --- recovery -------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Index what the directory has, oldest first. May be repeated."""
+        self._sizes.clear()
+        self._index.clear()
+        self._counters.nbytes = 0
+        self.directory.mkdir(parents=True, exist_ok=True)
+        numbers = self._layout.numbered("segment")
+        self._next_number = numbers[-1] + 1 if numbers else 1
+        for number in numbers:
+            size = self._layout.path("segment", number).stat().st_size
+            self._sizes[number] = size
+            self._counters.nbytes += size
+            try:
+                if own := self._is_own(number):
+                    self._index_segment(number, size)
+            except OSError as error:  # it is kept until it is the oldest
+                self._counters.damaged += 1
+                self.report_unreadable(error)
+                continue
+            if not own or self._sizes[number] <= SEGMENT_HEADER_BYTES:
+                self._unlink(number)
+            self._bound_index()
+        while self._counters.nbytes > self._max_bytes:
+            self._delete_oldest(copy=False)
+        self._counters.prompts = self._index.prompts
+        if self._counters.discarded_segments:
+            log.info(
+                "history: deleted %d segments of another task or tokenizer from %s",
+                *(self._counters.discarded_segments, self.directory),
+            )
+
+    def _is_own(self, number: int) -> bool:
+        """Whether a segment is of this task and tokenizer, and its header undamaged."""
+        fd = os.open(self._layout.path("segment", number), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            identity = segments.decode_segment_header(_read_fully(fd, 0, SEGMENT_HEADER_BYTES), number)
+        finally:
+            os.close(fd)
+        self._counters.damaged += identity is None
+        self._counters.discarded_segments += identity is not None and identity != self._identity
+        return identity == self._identity
+
+    def _index_segment(self, number: int, size: int) -> None:
+        """Index the frames of a segment, and cut a last one that is not whole."""
+        for offset, head in self._heads(number, size):
+            if head is None:
+                self._counters.damaged += 1
+                continue
+            if offset + head.frame_bytes > size:
+                os.truncate(self._layout.path("segment", number), offset)
+                self._set_size(number, offset)
+                break
+            self._index.add(head, (number, offset, head.frame_bytes))
+
+
+def _read_fully(fd: int, offset: int, length: int) -> bytes:
+    """``length`` bytes from ``offset``; fewer at the end of the file."""
+    parts = []
+    while length and (part := os.pread(fd, length, offset)):
+        parts.append(part)
+        offset, length = offset + len(part), length - len(part)
+    return b"".join(parts)

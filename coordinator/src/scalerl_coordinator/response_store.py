@@ -1,0 +1,285 @@
+"""Past responses to the training prompts, on disk, for the generators' drafts.
+
+The store is a cache, not part of the journal's promise (``docs/adr/0010-history-beside-the-journal.md``): what is missing
+costs speed alone. :meth:`ResponseStore.put` only queues; a thread of the store writes, and a group that cannot be written is
+dropped and counted. Readers get the newest groups of a prompt, whole, or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptQuery, PromptRef
+from scalerl_coordinator.response_index import MAX_GROUPS, Location, ResponseIndex
+from scalerl_coordinator.response_log import HistoryCounters, HistoryDisk, ResponseLog
+from scalerl_coordinator.response_segments import HEAD_BYTES, Head
+from scalerl_coordinator.response_similarity import SimilarityFile
+
+log = logging.getLogger(__name__)
+
+_QUEUE_BYTES: Final = 2**26
+"""Bound on the groups that wait for the disk."""
+_RESPONSE_BYTES: Final = 256
+"""Of a response in memory, besides its tokens."""
+_RETRY_SECONDS: Final = 1.0
+_RESERVE_CHECK_SECONDS = 5.0
+_CLOSE_SECONDS: Final = 5.0
+_TOKENIZER_FILES: Final = (
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "special_tokens_map*",
+    "added_tokens*",
+    "*.model",
+)
+
+
+class PastGroup(msgspec.Struct, frozen=True):
+    """A group to store."""
+
+    prompt: PromptRef
+    digest: bytes
+    """:func:`scalerl_api.wire.prompt_digest` of the prompt's tokens."""
+    responses: list[PastResponse]
+    drafted_tokens: int | None = None
+    """As the generator reports them, of the group's speculation; None where it does not."""
+    accepted_tokens: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """In memory."""
+        return sum(len(response.token_ids) + _RESPONSE_BYTES for response in self.responses)
+
+
+def past_responses(
+    completions: Sequence[Completion], rewards: Sequence[float], ungraded: Iterable[int]
+) -> list[PastResponse]:
+    """What the store keeps of a group's completions. rewards: of each. ungraded: indices of those without a verdict."""
+    without = set(ungraded)
+    return [
+        PastResponse(
+            max(span.version for span in completion.versions),
+            None if at in without else rewards[at],
+            completion.token_ids,
+        )
+        for at, completion in enumerate(completions)
+    ]
+
+
+def history_identity(train_digest: str, base_model: Path) -> bytes:
+    """32 bytes of what stored responses depend on: the training prompts, and the files of the tokenizer.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256(train_digest.encode())
+    for path in sorted({path for pattern in _TOKENIZER_FILES for path in base_model.glob(pattern)}):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.digest()
+
+
+_decode = msgspec.msgpack.Decoder(list[PastResponse]).decode
+
+
+class ResponseStore:
+    """The store in ``directory``; one process has it, guarded by the journal's lock.
+
+    lines: where to record how groups differ from those before them (:mod:`.response_similarity`).
+
+    Life cycle: construct → :meth:`start` → :meth:`put` and :meth:`lookup` from any thread → :meth:`close`. Until the thread
+    has read the directory, lookups find nothing.
+
+    max_bytes: on disk. identity: of :func:`history_identity`; what is stored of another one is deleted.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: bytes,
+        max_bytes: int,
+        *,
+        lines: Path | None = None,
+        disk: HistoryDisk | None = None,
+        max_groups: int = MAX_GROUPS,
+        queue_bytes: int = _QUEUE_BYTES,
+    ) -> None:
+        self.counters = HistoryCounters()
+        self._index = ResponseIndex(max_groups)
+        self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
+        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report)
+        self._max_queue_bytes = queue_bytes
+        self._wake = threading.Condition()
+        """Guards the queue and the flags."""
+        self._queue: deque[PastGroup] = deque()
+        self._queued_bytes = 0
+        self._ready = self._closing = self._failed = False
+        self._thread = threading.Thread(target=self._run, name="history", daemon=True)
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which first reads the directory."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is queued, for at most ``_CLOSE_SECONDS``."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the directory is read and nothing is queued, ``timeout`` seconds at most; whether that is so."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._ready and not self._queue, timeout)
+
+    # --- callers --------------------------------------------------------------------------------
+
+    def put(self, group: PastGroup) -> None:
+        """Queue a group for writing. Never blocks: where the queue is full, the group is dropped."""
+        size = group.nbytes
+        with self._wake:
+            if self._failed or self._queued_bytes + size > self._max_queue_bytes:
+                self._drop(group, "failed" if self._failed else "queue_full")
+                return
+            self._queue.append(group)
+            self._queued_bytes += size
+            self._wake.notify_all()
+
+    def lookup(
+        self, prompts: Sequence[PromptQuery], max_bytes: int = MAX_RESPONSES_BYTES
+    ) -> list[list[bytes]]:
+        """The groups of the first of ``prompts``, each an encoded list of :class:`PastResponse`, newest first.
+
+        As many prompts as ``max_bytes`` hold the newest groups of, at least one; then the groups before, as far as they fit.
+        Blocking I/O.
+        """
+        files: dict[int, int] = {}
+        answers: list[list[bytes]] = []
+        results: list[str] = []
+        room = max_bytes
+        try:
+            for query in prompts:
+                result, blob = self._find(query, self._index.newest(query.prompt), files)
+                if len(blob) > room and answers:
+                    break
+                results.append(result)
+                answers.append([blob] if blob else [])
+                room -= len(blob)
+            for query, answer in zip(prompts, answers, strict=False):
+                at = self._index.previous(query.prompt)
+                if at is None or at[2] > room:
+                    continue
+                _, blob = self._find(query, at, files)
+                if blob:
+                    answer.append(blob)
+                    room -= len(blob)
+            return answers
+        finally:
+            for fd in files.values():
+                os.close(fd)
+            with self._wake:
+                self.counters.lookups.update(results)
+
+    def _find(self, query: PromptQuery, at: Location | None, files: dict[int, int]) -> tuple[str, bytes]:
+        """The result of a lookup, and the encoded group of a hit."""
+        if at is None:
+            return "miss", b""
+        found = self._log.read(at, files)
+        if found is None or (found[0].task, found[0].prompt) != (query.prompt.task, query.prompt.index):
+            self._index.remove(query.prompt, at)
+            return "miss", b""
+        head, blob = found
+        return ("hit", blob) if head.digest == query.digest else ("mismatch", b"")
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._recover()
+            while (group := self._next()) is not None:
+                self._store(group)
+                with self._wake:
+                    self._queue.popleft()
+                    self._queued_bytes -= group.nbytes
+                    self._wake.notify_all()
+            self._log.finish_segment()
+        except Exception:
+            log.exception("the history of past responses ends; the run continues without it")
+        finally:
+            with self._wake:
+                self._failed = True
+                for group in self._queue:
+                    self._drop(group, "failed")
+                self._queue.clear()
+                self._wake.notify_all()
+
+    def _recover(self) -> None:
+        while not self._closing:
+            try:
+                self._log.recover()
+                break
+            except OSError as error:
+                self._log.report_unreadable(error)
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing, _RETRY_SECONDS)
+        with self._wake:
+            self._ready = True
+            self._wake.notify_all()
+
+    def _next(self) -> PastGroup | None:
+        """The group to write next, which stays queued; None once there are none and the store closes."""
+        if self._similarity is not None and not self._queue:
+            self._similarity.flush()
+        while True:
+            with self._wake:
+                if self._wake.wait_for(lambda: self._queue or self._closing, _RESERVE_CHECK_SECONDS):
+                    return self._queue[0] if self._queue else None
+            self._log.keep_reserve()
+
+    def _store(self, group: PastGroup) -> None:
+        blob = msgspec.msgpack.encode(group.responses)
+        size = HEAD_BYTES + len(blob)
+        if size > min(MAX_RESPONSES_BYTES, self._log.max_frame_bytes):
+            self._drop(group, "too_large")
+            return
+        if self._log.waits:
+            self._drop(group, "disk")
+            return
+        before = self._before(group)
+        visit = 0 if before is None else before[0].visit + 1
+        prompt = group.prompt.task, group.prompt.index
+        head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
+        if self._similarity is not None and before is not None:
+            drafts = group.drafted_tokens, group.accepted_tokens
+            self._similarity.add(prompt, visit, group.responses, _decode(before[1]), drafts)
+        try:
+            if not self._log.make_room(size):
+                self._drop(group, "no_space")
+                return
+            self._index.add(head, self._log.append(head, blob))
+            self.counters.stored += len(group.responses)
+            self.counters.prompts = self._index.prompts
+        except OSError as error:
+            self._log.yield_space(error)
+            self._drop(group, "disk")
+
+    def _before(self, group: PastGroup) -> tuple[Head, bytes] | None:
+        """The newest group of the prompt so far, if its tokens were the same."""
+        at = self._index.newest(group.prompt)
+        found = None if at is None else self._log.read_one(at)
+        return found if found is not None and found[0].digest == group.digest else None
+
+    def _drop(self, group: PastGroup, reason: str) -> None:
+        self.counters.dropped[reason] += len(group.responses)

@@ -1,0 +1,121 @@
+"""How much of new responses occurs in old ones, and what ``history.jsonl`` says of it."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl_api.history import HistoryLine
+from scalerl_api.wire import PastResponse, PromptRef, Split
+from scalerl_coordinator import response_similarity
+from scalerl_coordinator.response_similarity import RUN_TOKENS, reused_tokens
+from scalerl_coordinator.response_store import PastGroup, ResponseStore
+
+
+def ids(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def counted(new: list[list[int]], old: list[list[int]]) -> int:
+    """The definition, run by run."""
+    known = {tuple(one[at : at + RUN_TOKENS]) for one in old for at in range(len(one) - RUN_TOKENS + 1)}
+    return sum(
+        any(
+            tuple(one[begin : begin + RUN_TOKENS]) in known
+            for begin in range(max(0, at - RUN_TOKENS + 1), at + 1)
+            if begin + RUN_TOKENS <= len(one)
+        )
+        for one in new
+        for at in range(len(one))
+    )
+
+
+RESPONSES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=3)
+
+
+@given(new=RESPONSES, old=RESPONSES)
+def test_reused_tokens_are_those_of_common_runs(new: list[list[int]], old: list[list[int]]) -> None:
+    assert reused_tokens(list(map(ids, new)), list(map(ids, old))) == counted(new, old)
+
+
+def lines(path: Path) -> list[HistoryLine]:
+    return [msgspec.json.decode(line, type=HistoryLine) for line in path.read_bytes().splitlines()]
+
+
+def put(store: ResponseStore, version: int, *responses: list[int], **more: int) -> None:
+    past = [PastResponse(version, 1.0, ids(one)) for one in responses]
+    store.put(PastGroup(PromptRef(1, Split.TRAIN, 7), b"12345678", past, **more))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ResponseStore:
+    made = ResponseStore(tmp_path / "history", bytes(32), 2**20, lines=tmp_path / "history.jsonl")
+    made.start()
+    return made
+
+
+def test_a_line_compares_a_group_with_the_one_before(tmp_path: Path, store: ResponseStore) -> None:
+    put(store, 3, list(range(20)), list(range(50, 60)))
+    put(store, 5, [99, *range(10)], [*range(50, 58), 98, 97])
+    put(store, 6, [1], drafted_tokens=9, accepted_tokens=4)
+    store.close()
+    common = {"task": 1, "prompt": 7}
+    assert lines(tmp_path / "history.jsonl") == [
+        HistoryLine(
+            **common,
+            visit=1,
+            version=5,
+            previous_version=3,
+            responses=2,
+            tokens=21,
+            previous_responses=2,
+            previous_tokens=30,
+            compared_tokens=21,
+            reused_tokens=18,
+        ),
+        HistoryLine(
+            **common,
+            visit=2,
+            version=6,
+            previous_version=5,
+            responses=1,
+            tokens=1,
+            previous_responses=2,
+            previous_tokens=21,
+            compared_tokens=1,
+            drafted_tokens=9,
+            accepted_tokens=4,
+        ),
+    ]
+
+
+def test_without_time_or_for_long_groups_less_is_compared(
+    tmp_path: Path, store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_similarity, "_MAX_TOKENS", 20)
+    put(store, 0, [0] * 15)
+    put(store, 1, [0] * 15, [0] * 15)
+    assert store.drain(20)
+    monkeypatch.setattr(response_similarity, "_SLACK_SECONDS", -1e9)
+    put(store, 2, [0] * 15)
+    store.close()
+    assert [
+        (line.tokens, line.compared_tokens, line.reused_tokens) for line in lines(tmp_path / "history.jsonl")
+    ] == [
+        (30, 15, 15),
+        (15, 0, 0),
+    ]
+
+
+def test_unwritable_lines_leave_the_store_alone(tmp_path: Path, store: ResponseStore) -> None:
+    (tmp_path / "history.jsonl").mkdir()
+    put(store, 0, [0] * 15)
+    put(store, 1, [0] * 15)
+    store.close()
+    assert store.counters.stored == 2
+    assert store.counters.dropped.total() == 0

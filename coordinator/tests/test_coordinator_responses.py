@@ -1,0 +1,112 @@
+"""Past responses over HTTP: what accepted groups leave in the store, and that the store cannot stop the run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+from coordinator_client import Client, ErrorAnswer, make_group
+from coordinator_disks import FullDisk
+
+from scalerl_api import endpoints, wire
+from scalerl_coordinator.response_log import HistoryDisk
+from scalerl_coordinator.response_store import ResponseStore
+
+HISTORY = {"speculation": {"history": {"storeSize": "64Mi"}}, "leaseSeconds": 30}
+
+
+class NoSpace(FullDisk, HistoryDisk):
+    room = 0
+
+
+def query(group: wire.Group) -> wire.PromptQuery:
+    return wire.PromptQuery(group.prompt, wire.prompt_digest(group.prompt_token_ids))
+
+
+async def found_for(client: Client, groups: list[wire.Group]) -> list[list[list[wire.PastResponse]]]:
+    """What is found once all groups are: they are written, and read again, beside the requests."""
+    for _ in range(500):
+        if all(found := await client.responses([query(group) for group in groups])):
+            break
+        await asyncio.sleep(0.02)
+    return found
+
+
+async def served(client: Client, digest: str) -> list[wire.Group]:
+    """The groups of the first leases, pushed."""
+    member = await client.register("g", digest)
+    await client.hello("t")
+    await client.publish("t", 0)
+    await client.heartbeat(member, 0)
+    groups = [make_group(lease, version=0) for lease in (await client.lease(member, 0, 16)).leases]
+    reply = await client.push(member, groups)
+    assert set(reply.results) == {wire.PushResult.ACCEPTED}
+    assert (await client.push(member, groups[-1:])).results == [wire.PushResult.DUPLICATE]
+    return groups
+
+
+async def test_accepted_training_groups_are_served_by_prompt(tmp_path, serving_on):
+    store = ResponseStore(tmp_path / "history", bytes(32), 2**20)
+    async with aiohttp.ClientSession() as session, serving_on(tmp_path, history=store) as local:
+        client = Client(session, local.url)
+        groups = await served(client, local.digest)
+        assert store.drain(20)
+        training = [group for group in groups if group.split is wire.Split.TRAIN]
+        assert len(training) < len(groups)
+        answer = await client.responses([query(group) for group in training])
+        for group, found in zip(training, answer, strict=True):
+            (past,) = found  # the duplicate is not stored again
+            assert [one.token_ids for one in past] == [one.token_ids for one in group.completions]
+            assert [(one.version, one.reward) for one in past] == [(0, -1.0), (0, 1.0)]
+        assert store.counters.stored == sum(len(group.completions) for group in training)
+        other = wire.PromptQuery(training[0].prompt, wire.prompt_digest(b"else"))
+        assert await client.responses([other]) == [[]]
+        async with session.get(local.url + endpoints.METRICS) as response:
+            text = await response.text()
+        assert 'scalerl_coordinator_history_lookups_total{result="mismatch"} 1.0' in text
+        assert f"scalerl_coordinator_history_prompts {len(training)}.0" in text
+
+
+async def test_requests_are_checked(local, visitor):
+    """Without a history, every prompt has no responses."""
+    prompt = wire.PromptQuery(wire.PromptRef(0, wire.Split.TRAIN, 0), bytes(8))
+    assert await visitor.responses([prompt] * 3) == [[], [], []]
+    with pytest.raises(ErrorAnswer, match="4097 prompts, at most 4096 a request") as caught:
+        await visitor.responses([prompt] * 4097)
+    assert caught.value.status == 400
+    with pytest.raises(ErrorAnswer, match="responses of evaluations are not stored"):
+        await visitor.responses([wire.PromptQuery(wire.PromptRef(0, wire.Split.HELD_OUT, 0), bytes(8))])
+    visitor.headers["Authorization"] = "Bearer wrong"
+    with pytest.raises(ErrorAnswer) as caught:
+        await visitor.responses([prompt])
+    assert caught.value.status == 401
+
+
+async def test_run_continues_when_the_history_cannot_be_written(tmp_path, serving_on):
+    store = ResponseStore(tmp_path / "history", bytes(32), 2**20, disk=NoSpace())
+    async with aiohttp.ClientSession() as session, serving_on(tmp_path, history=store) as local:
+        client = Client(session, local.url)
+        groups = await served(client, local.digest)
+        assert store.drain(20)
+        assert await client.responses([query(groups[-1])]) == [[]]
+        assert store.counters.dropped["disk"] > 0
+        assert (await client.next("t", 0)).action is wire.NextAction.TRAIN
+        assert len((await client.shard("t", 0)).sequences) == 8
+
+
+async def test_history_outlives_a_kill_of_the_process(tmp_path: Path, make_process):
+    coordinator = make_process(generator=HISTORY)
+    coordinator.start()
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, coordinator.url)
+        groups = [g for g in await served(client, coordinator.digest) if g.split is wire.Split.TRAIN]
+        before = await found_for(client, groups)
+    coordinator.kill()
+    coordinator.start()
+    async with aiohttp.ClientSession() as session:
+        after = await found_for(Client(session, coordinator.url), groups)
+        assert before == after
+        assert [len(past) for past in after] == [1] * len(groups)
+    assert coordinator.terminate() == 0

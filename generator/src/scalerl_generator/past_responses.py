@@ -1,0 +1,141 @@
+"""Gives the server past responses to a prompt, from the coordinator, before the prompt is sampled again.
+
+The server remembers what it sampled itself, until it restarts or other text overwrites it; what is missing are responses of other
+generators, and of before a restart. Drafts need none of it: whatever fails is counted, and generation begins without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from scalerl_api.wire import Lease, PastResponse, PromptQuery, Split, prompt_digest
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
+from scalerl_generator.draft_protocol import DraftReport, PastResponses
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.prompt_codec import EncodedPrompt
+from scalerl_generator.server_state import ServerState
+from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import Sampled, VllmError
+
+logger = logging.getLogger("scalerl.actor.drafts")
+
+_SECONDS = 2.0
+"""Generation waits so long at most."""
+_REPORT_SECONDS = 5.0
+_BYTES_A_CALL = 1 << 16
+"""Of responses: the server takes in a million tokens in some seconds, and samples nothing meanwhile."""
+
+
+class PastResponseFeed:
+    """Knows which responses the server remembers, and passes on the others.
+
+    Args:
+        memory_tokens: what the server remembers.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        server: VllmClient,
+        state: ServerState,
+        metrics: ActorMetrics,
+        memory_tokens: int,
+    ) -> None:
+        self._coordinator, self._server, self._state, self._metrics = coordinator, server, state, metrics
+        self._memory_bytes = 4 * memory_tokens
+        self._server_start = 0
+        self._remembered: OrderedDict[bytes, int] = OrderedDict()
+        """By response: how many bytes the server had taken in with it."""
+        self._bytes = 0
+        self._reported = DraftReport()
+
+    async def prepare(self, lease: Lease, prompt: EncodedPrompt) -> None:
+        """Pass on past responses to a lease's prompt; raises nothing, and takes two seconds at most."""
+        if lease.split is not Split.TRAIN:
+            return
+        try:
+            async with asyncio.timeout(_SECONDS):
+                await self._pass_on(lease, prompt)
+        except (TimeoutError, CoordinatorError, VllmError) as error:
+            if not self._metrics.past_responses_failed._value.get():
+                logger.warning(
+                    "no past responses for a prompt, later ones are only counted: %s", error or "timeout"
+                )
+            self._metrics.past_responses_failed.inc()
+
+    async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
+        groups = await self._coordinator.responses(PromptQuery(lease.prompt, prompt_digest(prompt.wire)))
+        self._follow_restart()
+        missing = [one for group in groups for one in group if self._is_missing(prompt, one)]
+        for batch in _batches(missing):
+            await self._server.remember(
+                PastResponses(prompt.key, prompt.wire, [one.token_ids for one in batch])
+            )
+            for one in batch:
+                self._add(prompt, one.token_ids)
+            self._metrics.past_responses.inc(len(batch))
+
+    async def sampled(
+        self, prompt: EncodedPrompt, completions: Iterable[Sampled]
+    ) -> tuple[int | None, int | None]:
+        """The server sampled these completions, and remembers them. Returns their drafted and accepted tokens, if it says."""
+        self._follow_restart()
+        for completion in completions:
+            self._add(prompt, completion.token_ids.astype("<i4").tobytes())
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await self._server.take_draft_tally(prompt.key)
+        except (TimeoutError, VllmError):
+            return None, None
+
+    async def report(self) -> None:
+        """Keep the metrics of drafts up to date, until cancelled."""
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            if self._state.up:
+                try:
+                    report = await self._server.draft_report()
+                except VllmError:
+                    continue
+                self._record(report)
+
+    def _record(self, report: DraftReport) -> None:
+        before = self._reported if report.steps >= self._reported.steps else DraftReport()
+        self._reported = report
+        metrics = self._metrics
+        metrics.drafted_tokens.inc(report.drafted_tokens - before.drafted_tokens)
+        metrics.accepted_tokens.inc(report.accepted_tokens - before.accepted_tokens)
+        metrics.draft_seconds.inc(report.draft_seconds - before.draft_seconds)
+        metrics.draft_threshold.set(report.threshold)
+
+    def _follow_restart(self) -> None:
+        if self._server_start != self._state.start_count:
+            self._server_start = self._state.start_count
+            self._remembered.clear()
+
+    def _is_missing(self, prompt: EncodedPrompt, response: PastResponse) -> bool:
+        return bool(response.token_ids) and _identity(prompt, response.token_ids) not in self._remembered
+
+    def _add(self, prompt: EncodedPrompt, token_ids: bytes) -> None:
+        self._bytes += len(token_ids)
+        identity = _identity(prompt, token_ids)
+        self._remembered[identity] = self._bytes
+        self._remembered.move_to_end(identity)
+        while next(iter(self._remembered.values())) < self._bytes - self._memory_bytes:
+            self._remembered.popitem(last=False)
+
+
+def _identity(prompt: EncodedPrompt, token_ids: bytes) -> bytes:
+    return prompt_digest(prompt.wire + token_ids)
+
+
+def _batches(responses: list[PastResponse]) -> Iterable[list[PastResponse]]:
+    """Divided by size, so that the server samples between them."""
+    ends = np.cumsum([len(one.token_ids) for one in responses]) // _BYTES_A_CALL
+    for number in np.unique(ends):
+        yield [one for one, end in zip(responses, ends, strict=True) if end == number]

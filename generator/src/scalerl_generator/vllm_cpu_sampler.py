@@ -1,0 +1,31 @@
+"""Mends the rejection sampler of vLLM's CPU build (0.32), which verifies drafts at a temperature that nobody set.
+
+The sampler repeats each sequence's temperature for its drafted tokens. The CPU build's replacement for that kernel writes to a
+copy in int64 and drops it, so temperatures are what was in the memory before, and completions with drafts follow another law.
+``test_vllm_drafts_leave_the_law_of_outputs`` fails without this.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def mend_cpu_sampler() -> None:
+    """Replace the kernel before a worker registers it; builds for GPUs do not use it."""
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = _expand
+
+
+def _expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: int | None = None,  # vLLM passes arguments by these names
+) -> None:
+    """``output``: each sequence's value, as often as it has drafted tokens; ``cu_num_tokens`` are their running sums."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(input_val == replace_from, replace_to, input_val)
+    output.copy_(torch.repeat_interleave(values, counts))
