@@ -100,7 +100,7 @@ def test_claim_has_the_fields_of_the_spec() -> None:
     claim = rendered(cluster_run(storage=storage))["PersistentVolumeClaim/run"]
     assert claim["spec"] == {
         "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": "2Ti"}},
+        "resources": {"requests": {"storage": "2048Gi"}},
         "storageClassName": "nfs",
     }
     assert claim["metadata"]["ownerReferences"]
