@@ -12,14 +12,14 @@ from typing import Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.build import names_of, raw_hash
+from scalerl_operator.build import raw_hash
 from scalerl_operator.build.scope import SECTION
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT
+from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.problems import Problem, creation_problem
 
 TRIED_SECONDS: Final = 60.0
@@ -64,11 +64,13 @@ class Preflight:
         if (late := past_deadline(run.spec, created)) is not None:
             return Problem(Reason.DEADLINE_PASSED, str(late))
         problem = await self._check_storage(context)
-        for kind, name in names_of(run):
+        objects = render_all()
+        names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
+        for kind, name in (*names, ("Secret", Names(context.name).token)):
             problem = problem or await self._check_name(kind, name, context)
         if problem is not None or not _has_raw_parts(run):
             return problem
-        return await self._dry_run(context, render_all)
+        return await self._dry_run(context, objects)
 
     def forget_namespace(self, namespace: str) -> None:
         """What passed a dry run in a namespace may be refused by now."""
@@ -99,15 +101,13 @@ class Preflight:
                 live = await self._api.get(kind, context.namespace, name)  # it may be gone since
         return None if live is None else name_taken(live, context)
 
-    async def _dry_run(
-        self, context: RunContext, render_all: Callable[[], Sequence[Object]]
-    ) -> Problem | None:
+    async def _dry_run(self, context: RunContext, objects: Sequence[Object]) -> Problem | None:
         """Whether the API server accepts the run's pods. Of a thousand runs with the same pods one is tried."""
         tried, now = (context.namespace, raw_hash(context.run)), context.unix_seconds
         self._tried = {at: when for at, when in self._tried.items() if 0 <= now - when < TRIED_SECONDS}
         if tried in self._tried:
             return None
-        for obj in render_all():
+        for obj in objects:
             if obj["kind"] not in WORKLOADS:
                 continue
             try:

@@ -17,9 +17,7 @@ from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.lifecycle_types import (
-    CoordinatorReport,
     LifecycleDecision,
     LifecycleInput,
     Memory,
@@ -261,11 +259,7 @@ class RunContext:
 
     def lifecycle_input(self) -> LifecycleInput:
         """The part of what was observed that the lifecycle depends on."""
-        coordinator, observed = self.coordinator, self.observed
-        report = None
-        if coordinator is not None:
-            usage = Usage(coordinator.wall_seconds, coordinator.device_seconds)
-            report = CoordinatorReport(coordinator.phase, coordinator.stop_reason, usage)
+        observed = self.observed
         return LifecycleInput(
             unix_seconds=self.unix_seconds,
             deleting=self.deleted,
@@ -275,7 +269,7 @@ class RunContext:
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
-            coordinator_report=report,
+            status=self.coordinator,
             stop="" if self.state.autoscaler is None else self.state.autoscaler.stop,
             generators_wanted=self.before.generators.replicas
             if self.accepted is None

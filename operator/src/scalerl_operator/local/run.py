@@ -27,7 +27,7 @@ from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
-from scalerl_operator.policy.budget import REVOCABLE, Usage, limit_reached, must_notify
+from scalerl_operator.policy.budget import REVOCABLE, limit_reached, must_notify
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
@@ -249,7 +249,7 @@ class LocalRun:
         """Why the run is to end now; empty while it is not."""
         if self._interrupts:
             return INTERRUPTED
-        limit = limit_reached(self._run.spec.budget, Usage(status.wall_seconds, status.device_seconds))
+        limit = limit_reached(self._run.spec.budget, status)
         if limit:
             return limit
         return "" if self._autoscaler is None else self._autoscaler.stop
