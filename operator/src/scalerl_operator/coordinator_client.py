@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -51,7 +50,7 @@ class OffsetSuperseded(CoordinatorRefused):
 
 
 class CoordinatorClient:
-    """Client of one coordinator. Use as an async context manager.
+    """Client of one coordinator; it connects at the first request.
 
     timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
     """
@@ -63,17 +62,11 @@ class CoordinatorClient:
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession(headers=self._headers)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
+        """Closes the connections; a later request opens others."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     async def status(self) -> Status:
         """``GET /v1/status``.
@@ -118,10 +111,9 @@ class CoordinatorClient:
         answer: type[T],
         timeout_seconds: float | None = None,
     ) -> T:
-        if self._session is None:
-            raise RuntimeError("use CoordinatorClient as an async context manager")
         import aiohttp
 
+        self._session = self._session or aiohttp.ClientSession(headers=self._headers)
         data = None if body is None else msgspec.msgpack.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
         for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):

@@ -74,7 +74,7 @@ class Autoscaler:
         self._read_earlier = earlier
         self._earlier: Sequence[EarlierRun] | None = None
         self._unix = unix
-        self._meter = LoadMeter(spec)
+        self._meter = LoadMeter()
         self._seen: object = None
         # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
         self._asking = Backoff(monotonic)
@@ -90,7 +90,7 @@ class Autoscaler:
         if self.spec.autoscaling.mode == "Off":
             return None
         points = [point(evaluation) for evaluation in status.points]
-        load = self._meter.measure(status, generators)
+        load = self._meter.measure(self.spec, status, generators)
         resumed = self.resumed
         what = (status.points, self._rules(), resumed)
         if points and (what != self._seen or self._asking.is_due):

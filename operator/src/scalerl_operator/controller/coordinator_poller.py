@@ -138,7 +138,7 @@ class CoordinatorPollers:
                 held.task.cancel()
                 await asyncio.gather(held.task, return_exceptions=True)
         finally:
-            await held.client.__aexit__(None, None, None)
+            await held.client.aclose()
 
     async def close(self) -> None:
         for uid in list(self._pollers):
@@ -267,7 +267,7 @@ class CoordinatorPollers:
         if held is None or (held.url, held.token) != (url, given):
             await self.forget(uid)
             client = CoordinatorClient(url, given, timeout_seconds=ANSWER_SECONDS)
-            held = self._pollers[uid] = _Poller(await client.__aenter__(), url, given)
+            held = self._pollers[uid] = _Poller(client, url, given)
             if self._background:
                 held.task = asyncio.create_task(self._run(uid, held), name=f"coordinator of run {uid}")
         return held

@@ -109,7 +109,6 @@ class LocalRun:
         started: float | None = None,
     ) -> None:
         self._run = run
-        self._token = directory.token
         self._on_event = on_event
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
@@ -136,7 +135,7 @@ class LocalRun:
         # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
-        self._client: CoordinatorClient | None = None
+        self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._status: Status | None = None
         self._meter = RateMeter()
         self._rates = Rates()
@@ -171,8 +170,7 @@ class LocalRun:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            if self._client is not None:
-                await self._client.__aexit__(None, None, None)
+            await self._client.aclose()
         self._report()
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
@@ -215,7 +213,7 @@ class LocalRun:
     async def _poll(self) -> bool:
         """Get a new status; False if the coordinator does not answer."""
         try:
-            self._status = await (await self._coordinator()).status()
+            self._status = await self._client.status()
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
@@ -240,7 +238,7 @@ class LocalRun:
             if must_notify(wanted, given, self._revocable):
                 # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
                 with contextlib.suppress(CoordinatorUnreachable):
-                    await (await self._coordinator()).stop(wanted)
+                    await self._client.stop(wanted)
                     self._on_event(
                         Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}")
                     )
@@ -274,11 +272,6 @@ class LocalRun:
             return phase in (Phase.FINISHING, Phase.FINISHED)
         # A trainer that is interrupted in mid-training exits without the end of the run.
         return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
-
-    async def _coordinator(self) -> CoordinatorClient:
-        if self._client is None:
-            self._client = await CoordinatorClient(self._runtime.coordinator_url, self._token).__aenter__()
-        return self._client
 
     async def _measure_memory(self) -> None:
         while True:
