@@ -32,7 +32,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.loop import AutoscalerLoop
 from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage, FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler

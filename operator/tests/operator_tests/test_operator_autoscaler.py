@@ -180,7 +180,7 @@ async def test_forecast_is_not_decided_by_rules_edited_meanwhile(
         update={"autoscaling": spec.autoscaling.model_copy(update={"horizon": "4", "min_gain": "0.5"})}
     )
 
-    async def slow(asked: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+    async def slow(asked: ForecastRequest) -> ForecastAnswer:
         answer = await forecast(asked)
         watched.scaler.spec = changed
         return answer

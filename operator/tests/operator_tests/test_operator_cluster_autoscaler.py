@@ -18,7 +18,7 @@ from scalerl_api.wire import BROKEN, FORECAST, Counts, EvaluationPoint
 from scalerl_operator.autoscaling import decision_log
 from scalerl_operator.autoscaling.autoscaler import FIRST_RETRY_SECONDS, Autoscaler
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, as_recorded
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify

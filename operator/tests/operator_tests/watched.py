@@ -10,7 +10,7 @@ from operator_tests.scaling import EVERY, run, status
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import verify

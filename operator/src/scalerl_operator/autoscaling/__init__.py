@@ -6,7 +6,7 @@
       └─ autoscaler.Autoscaler.step
            ├─ observation.observe, balance.LoadMeter     the run's status as data
            ├─ forecast_request.question                  the points and the spec's questions, with history.select as a prior
-           ├─ forecast_request.Sidecar ─▶ curve-fit sidecar
+           ├─ forecast_client.Sidecar ─▶ curve-fit sidecar
            ├─ decide.decide (alarm, vote, throughput) or balance.balance     pure: the same input, the same decision
            └─ decision_log.DecisionRecord.append ─▶ log_storage.Storage      before anything is acted on
 

@@ -10,13 +10,14 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from scalerl_api.forecast import EarlierRun
+from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.balance import LEAST_STEPS, LoadMeter, balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Policy
-from scalerl_operator.autoscaling.forecast_request import Sidecar, question
+from scalerl_operator.autoscaling.forecast_client import Sidecar, SidecarError
+from scalerl_operator.autoscaling.forecast_request import implausibility, question
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, Load, Observation
@@ -25,6 +26,8 @@ from scalerl_operator.autoscaling.observation import Point, limits, observe, poi
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
 """Pauses after consecutive failures: the first, doubled each time, up to the last."""
+
+UNBELIEVABLE: Final = "the forecast cannot be believed"
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Autoscaler:
         """Decide if there is something to decide on: a new evaluation, a retry, or a full window of load.
 
         Call it once a second or so, one call at a time, apart from what must not wait: a slow sidecar
-        makes it take up to :data:`.forecast_request.BOUND_SECONDS`. Raises nothing that the run's own state,
+        makes it take up to :data:`.forecast_client.BOUND_SECONDS`. Raises nothing that the run's own state,
         the sidecar or the disk can cause.
         """
         if self.spec.autoscaling.mode == "Off":
@@ -131,7 +134,7 @@ class Autoscaler:
         answer, trouble = None, asked if isinstance(asked, str) else ""
         if not isinstance(asked, str):
             asked = replace(asked, earlier=list(await self._prior()))
-            answer, trouble = await self._sidecar.forecast(asked)
+            answer, trouble = await self._forecast(asked)
             if rules != self._rules():
                 return None
         step = await self._finish("autoscale", points, replace(observation, forecast=answer, trouble=trouble))
@@ -140,6 +143,15 @@ class Autoscaler:
         if resumed and not step.trouble:
             self.resumed = False
         return step
+
+    async def _forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+        """The answer, or why there is none."""
+        try:
+            answer = await self._sidecar.forecast(request)
+        except SidecarError as error:
+            return None, str(error)
+        implausible = implausibility(request, answer)
+        return (None, f"{UNBELIEVABLE}: {implausible}") if implausible else (answer, "")
 
     async def _prior(self) -> Sequence[EarlierRun]:
         """The earlier runs to ask with.

@@ -20,7 +20,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.status import DecisionStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
-from scalerl_operator.autoscaling.autoscaler import Autoscaler, Backoff, Step
+from scalerl_operator.autoscaling.autoscaler import UNBELIEVABLE, Autoscaler, Backoff, Step
 from scalerl_operator.autoscaling.decision_log import (
     REASON_CHARACTERS,
     DecisionRecord,
@@ -28,7 +28,7 @@ from scalerl_operator.autoscaling.decision_log import (
     as_recorded,
     decision_status,
 )
-from scalerl_operator.autoscaling.forecast_request import NO_ANSWER, UNBELIEVABLE, Sidecar
+from scalerl_operator.autoscaling.forecast_client import NO_ANSWER, Sidecar
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Decision, Generators, State
