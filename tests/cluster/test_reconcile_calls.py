@@ -12,7 +12,7 @@ from stage import Stage, condition, evaluations, tiny
 from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.loop import AutoscalerReport
+from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build import render
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS, START_CHECK_SECONDS

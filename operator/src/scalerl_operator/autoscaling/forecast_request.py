@@ -17,6 +17,8 @@ from scalerl_operator.autoscaling.throughput import left, pace_now, reach
 
 T = TypeVar("T")
 
+UNBELIEVABLE: Final = "the forecast cannot be believed"
+"""How the trouble of a decision begins whose forecast has an :func:`implausibility`."""
 _LONGEST: Final = 80
 SAME: Final = 1e-9
 """Relative difference of two computes that are one."""

@@ -16,7 +16,7 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
-from scalerl_operator.autoscaling.loop import AutoscalerLoop
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
@@ -56,7 +56,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         namespaced: bool = False,
-        autoscaler: Callable[[ScaleRLRun, str], AutoscalerLoop] | None = None,
+        autoscaler: Callable[[ScaleRLRun, str], Autoscaler] | None = None,
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,

@@ -11,7 +11,8 @@ from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.kube.types import Key, Object
@@ -87,7 +88,7 @@ class RunState:
     events_asked: tuple[float, Problem | None] = (0.0, None)
     queue_asked: tuple[float, str] = (0.0, "")
 
-    autoscaler: AutoscalerLoop | None = None
+    autoscaler: Autoscaler | None = None
 
     def may_repair(self, what: ObjectName, now: float) -> bool:
         """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""

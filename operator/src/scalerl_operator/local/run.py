@@ -18,7 +18,7 @@ from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, known_of
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
@@ -94,7 +94,7 @@ class LocalRun:
     started: ``time.monotonic()`` at the start of the command.
 
     Raises:
-        RecordError: the record of decisions cannot be opened.
+        RecordError: the record of decisions cannot be read.
     """
 
     def __init__(
@@ -112,22 +112,24 @@ class LocalRun:
         self._on_event = on_event
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
-        record = None
+        known = None
         if run.spec.autoscaling.mode != "Off":
-            record = DecisionRecord.open(directory.paths.decisions)
-            plan, message = resumed_plan(plan, run.spec, record)
+            known = known_of(directory.paths.decisions)
+            plan, message = resumed_plan(plan, run.spec, known)
             plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
             if message:
                 on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
             plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
         )
+        self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._autoscaler = None
-        if record is not None:
+        if known is not None:
             self._autoscaler = LocalAutoscaler(
                 run.spec,
                 self._runtime,
-                record,
+                DecisionRecord(self._client.decisions, self._client.record_decision),
+                applied=known.sequence - 1,
                 token=directory.token,
                 earlier=DirectoryRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
@@ -135,7 +137,6 @@ class LocalRun:
         # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
-        self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._status: Status | None = None
         self._meter = RateMeter()
         self._rates = Rates()
