@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import coordinator, generator, network, prepare, storage, trainer
-from scalerl_operator.build.scope import Desired, Images, Scope, finished, raw_hash, spec_hash
+from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.build.storage import secret
 from scalerl_operator.kube.types import Object
 
@@ -48,4 +48,4 @@ def render(
     return [finished(rendered) for rendered in objects]
 
 
-__all__ = ["raw_hash", "render", "secret", "spec_hash"]
+__all__ = ["render", "secret", "spec_hash"]

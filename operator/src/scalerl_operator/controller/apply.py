@@ -101,8 +101,6 @@ class Applier:
             await self._replace_unlabelled_coordinator(context)
         blocked = blocked or next(iter(state.refused.values()), None)
         state.blocked = blocked or await diagnose(self._api, context)
-        if state.blocked is not None:
-            self._preflight.forget_namespace(context.namespace)
 
     def _render(self, context: RunContext, desired: Desired, images: Images) -> list[Object]:
         return render(context.run, context.uid, desired, images, operator_namespace=self._operator_namespace)

@@ -12,7 +12,6 @@ from typing import Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.build import raw_hash
 from scalerl_operator.build.scope import SECTION
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
@@ -21,9 +20,6 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.problems import Problem, creation_problem
-
-TRIED_SECONDS: Final = 60.0
-"""For so long a dry run that succeeded stands for other runs with the same pods."""
 
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
@@ -48,8 +44,6 @@ class Preflight:
     def __init__(self, api: KubeApi, *, namespaced: bool = False) -> None:
         self._api = api
         self._namespaced = namespaced
-        self._tried: dict[tuple[str, str], float] = {}
-        """By namespace and :func:`raw_hash`: when such pods last passed a dry run."""
 
     async def check(self, context: RunContext, render_all: Callable[[], Sequence[Object]]) -> Problem | None:
         """The first thing that keeps a run of which there is nothing yet from being started.
@@ -71,10 +65,6 @@ class Preflight:
         if problem is not None or not _has_raw_parts(run):
             return problem
         return await self._dry_run(context, objects)
-
-    def forget_namespace(self, namespace: str) -> None:
-        """What passed a dry run in a namespace may be refused by now."""
-        self._tried = {at: when for at, when in self._tried.items() if at[0] != namespace}
 
     async def _check_storage(self, context: RunContext) -> Problem | None:
         storage = context.run.spec.storage
@@ -102,11 +92,7 @@ class Preflight:
         return None if live is None else name_taken(live, context)
 
     async def _dry_run(self, context: RunContext, objects: Sequence[Object]) -> Problem | None:
-        """Whether the API server accepts the run's pods. Of a thousand runs with the same pods one is tried."""
-        tried, now = (context.namespace, raw_hash(context.run)), context.unix_seconds
-        self._tried = {at: when for at, when in self._tried.items() if 0 <= now - when < TRIED_SECONDS}
-        if tried in self._tried:
-            return None
+        """Whether the API server accepts the run's pods."""
         for obj in objects:
             if obj["kind"] not in WORKLOADS:
                 continue
@@ -116,7 +102,6 @@ class Preflight:
                 pass  # its name was checked
             except (errors.Invalid, errors.Forbidden) as error:
                 return refused(error, obj, context)
-        self._tried[tried] = now
         return None
 
 
