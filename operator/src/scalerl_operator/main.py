@@ -309,7 +309,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         return Autoscaler(
             "/".join(key),
             run.spec,
-            DecisionRecord(functools.partial(read, uid), functools.partial(write, uid)),
+            DecisionRecord(functools.partial(read, key), functools.partial(write, key)),
             sidecar,
             wake=lambda: parts.wake(key),
             on_decision=parts.metrics.decision,

@@ -66,12 +66,9 @@ class Reconciler:
         self._cache = cache
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, images, operator_namespace, namespaced=namespaced)
-        self.coordinators = CoordinatorPollers(
-            lambda what: api.must_lead(what), self._answered, background=background
-        )
+        self.coordinators = CoordinatorPollers(lambda what: api.must_lead(what), wake, background=background)
         self._make_autoscaler = autoscaler
         self._on_status = on_status
-        self._wake = wake
         self._clock = clock
         self._known = KnownRuns(self.coordinators.forget)
 
@@ -91,7 +88,7 @@ class Reconciler:
         if context is None:
             return None
         if context.deleted and FINALIZER not in context.finalizers:
-            await self._known.forget(context.uid)
+            await self._known.forget(context.key)
             return None  # the rest is the garbage collector's
         await self._applier.find_unlabelled(context)
         accept(context)
@@ -109,7 +106,7 @@ class Reconciler:
         context.decision = decide(context)
         if context.decision.release:
             await self._run.release(context)
-            await self._known.forget(context.uid)
+            await self._known.forget(context.key)
             return None
         await self._check(context)
         await self._carry_out(context)
@@ -185,13 +182,8 @@ class Reconciler:
     async def _report(self, context: RunContext) -> float | None:
         """Writes the status if it has changed. Returns the seconds until a postponed write is due."""
         status = report(context)
-        self._on_status((context.namespace, context.name), status)
+        self._on_status(context.key, status)
         return await self._run.write(context, status)
-
-    def _answered(self, uid: str) -> None:
-        key = self._known.key(uid)
-        if key is not None:
-            self._wake(key)
 
 
 def _soonest(*waits: float | None) -> float | None:

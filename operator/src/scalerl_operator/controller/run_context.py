@@ -118,39 +118,29 @@ def _is_recent(repair: Repair, now: float) -> bool:
 
 
 class KnownRuns:
-    """The uid and the state of each run by its name. forget: called with the uid of a run that is gone."""
+    """The uid and the state of each run by its name. forget: called with the name of a run that is gone."""
 
-    def __init__(self, forget: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, forget: Callable[[Key], Awaitable[None]]) -> None:
         self._forget = forget
         self._runs: dict[Key, tuple[str, RunState]] = {}
-        self._keys: dict[str, Key] = {}
-
-    def key(self, uid: str) -> Key | None:
-        """The run with that uid."""
-        return self._keys.get(uid)
 
     async def state(self, key: Key, uid: str | None) -> RunState | None:
         """The state of the run that has the name now; None where there is none. One that had it before is forgotten."""
         known = self._runs.get(key)
         if known is not None and known[0] != uid:
-            await self.forget(known[0])
-        if uid is None:
-            return None
-        self._keys[uid] = key
-        return self._runs.setdefault(key, (uid, RunState()))[1]
+            await self.forget(key)
+        return None if uid is None else self._runs.setdefault(key, (uid, RunState()))[1]
 
-    async def forget(self, uid: str) -> None:
+    async def forget(self, key: Key) -> None:
         """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
-        key = self._keys.pop(uid, None)
-        if key is not None:
-            _, state = self._runs.pop(key)
-            if state.autoscaler is not None:
-                state.autoscaler.close()
-        await self._forget(uid)
+        _, state = self._runs.pop(key, ("", RunState()))
+        if state.autoscaler is not None:
+            state.autoscaler.close()
+        await self._forget(key)
 
     async def forget_all(self) -> None:
-        for uid in list(self._keys):
-            await self.forget(uid)
+        for key in list(self._runs):
+            await self.forget(key)
 
 
 @dataclass
@@ -207,6 +197,10 @@ class RunContext:
     @property
     def uid(self) -> str:
         return str(self.obj["metadata"]["uid"])
+
+    @property
+    def key(self) -> Key:
+        return self.namespace, self.name
 
     @property
     def namespace(self) -> str:
