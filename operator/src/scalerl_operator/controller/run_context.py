@@ -277,9 +277,8 @@ def is_deleted(obj: Object) -> bool:
 
 def decide(context: RunContext) -> LifecycleDecision:
     """For a run without a readable spec, nothing is decided but its drain once it is deleted, which needs no spec."""
-    if context.accepted is not None:
-        return lifecycle.decide(context.run.spec, context.lifecycle_input(), context.memory)
-    if context.deleted:
-        return lifecycle.decide_deletion(context.lifecycle_input(), context.memory)
+    if context.accepted is not None or context.deleted:
+        spec = None if context.accepted is None else context.accepted.spec
+        return lifecycle.decide(spec, context.lifecycle_input(), context.memory)
     phase = context.before.phase if context.memory.attempt else Phase.PENDING
     return LifecycleDecision(phase, context.memory)

@@ -60,13 +60,14 @@ NEWS_SECONDS: Final = 30.0
 _IN_QUEUE: Final = "the queue to let it in"
 
 
-def decide(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """The decision for a run whose spec is accepted."""
+def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+    """The decision for a run. spec: as it was accepted; None: only of a run that is being deleted, to which it does not matter."""
     memory = _known(observed, memory)
     if memory.outcome is not None:
         return _ended(observed, memory, memory.outcome)
     if observed.deleting or observed.suspend or memory.rest is not Suspension.NO:
         return _suspend(observed, memory)
+    assert spec is not None
     if observed.prepare.stale:
         return _update(observed, memory)
     memory = _without_drain(memory)
@@ -78,14 +79,6 @@ def decide(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Lifecycle
     if broken is not None:
         return _end(observed, memory, broken)
     return _run(spec, observed, memory)
-
-
-def decide_deletion(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """The decision for a run that is being deleted. Its spec does not matter, and may be unreadable."""
-    memory = _known(observed, memory)
-    if memory.outcome is not None:
-        return _ended(observed, memory, memory.outcome)
-    return _suspend(observed, memory)
 
 
 def _known(observed: LifecycleInput, memory: Memory) -> Memory:
