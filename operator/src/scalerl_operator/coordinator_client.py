@@ -50,7 +50,7 @@ class OffsetSuperseded(CoordinatorRefused):
 
 
 class CoordinatorClient:
-    """Client of one coordinator; it connects at the first request.
+    """Client of one coordinator; it connects at the first request. Every request raises CoordinatorUnreachable or CoordinatorRefused.
 
     timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
     """
@@ -69,36 +69,20 @@ class CoordinatorClient:
             self._session = None
 
     async def status(self) -> Status:
-        """``GET /v1/status``.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused
-        """
+        """``GET /v1/status``."""
         return await self._call("GET", endpoints.STATUS, None, Status)
 
     async def stop(self, reason: str) -> None:
-        """``POST /v1/stop``: end the run in order.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused
-        """
+        """``POST /v1/stop``: end the run in order."""
         await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
 
     async def decisions(self, offset: int) -> DecisionLines:
-        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
-        """
+        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on."""
         path = f"{endpoints.DECISIONS}?offset={offset}"
         return await self._call("GET", path, None, DecisionLines, DECISIONS_SECONDS)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
-        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
-        """
+        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns."""
         await self._call(
             "POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack, DECISIONS_SECONDS
         )

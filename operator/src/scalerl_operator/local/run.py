@@ -116,7 +116,7 @@ class LocalRun:
         if run.spec.autoscaling.mode != "Off":
             known = known_of(directory.paths.decisions)
             plan, message = resumed_plan(plan, run.spec, known)
-            plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
+            plan = replace(plan, workloads=(*plan.workloads, forecaster()))
             if message:
                 on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
