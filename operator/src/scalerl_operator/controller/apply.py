@@ -6,6 +6,7 @@ left alone.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.observe import JOB_NAME, is_settled, label
-from scalerl_operator.controller.refusals import Preflight, name_taken, refused
+from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, Settled, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
 from scalerl_operator.kube import errors
@@ -46,7 +47,7 @@ class Applier:
     """Writes the objects of runs.
 
     images: where a run names none. operator_namespace: its pods may reach the coordinators. namespaced: see
-    :class:`.Preflight`.
+    :func:`.preflight`.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class Applier:
         self._cache = cache
         self._images = images
         self._operator_namespace = operator_namespace
-        self._preflight = Preflight(api, namespaced=namespaced)
+        self._namespaced = namespaced
 
     async def preflight(self, context: RunContext) -> Problem | None:
-        """What keeps a run of which there is nothing yet from being started; see :meth:`.Preflight.check`."""
+        """What keeps a run of which there is nothing yet from being started; see :func:`.preflight`."""
         images = pinned(context, context.run.spec.images, self._images)
         every = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
-        return await self._preflight.check(context, lambda: self._render(context, every, images))
+        render_all = functools.partial(self._render, context, every, images)
+        return await preflight(self._api, context, render_all, namespaced=self._namespaced)
 
     async def apply(self, context: RunContext) -> None:
         """Makes the run's objects as its decision has them, and notes in the run's state what keeps one from being made.

@@ -38,71 +38,70 @@ _VALUES: Final = (
 )
 
 
-class Preflight:
-    """Checks runs of which nothing exists yet. namespaced: the operator's role lets it read nothing of the cluster's."""
+async def preflight(
+    api: KubeApi, context: RunContext, render_all: Callable[[], Sequence[Object]], *, namespaced: bool
+) -> Problem | None:
+    """The first thing that keeps a run of which there is nothing yet from being started.
 
-    def __init__(self, api: KubeApi, *, namespaced: bool = False) -> None:
-        self._api = api
-        self._namespaced = namespaced
-
-    async def check(self, context: RunContext, render_all: Callable[[], Sequence[Object]]) -> Problem | None:
-        """The first thing that keeps a run of which there is nothing yet from being started.
-
-        render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
-        those with pods dry-run: the generators' would else be refused only after an hour of preparation.
-        """
-        begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
-        if context.before.start_time is not None or begun:
-            return None
-        run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
-        if (late := past_deadline(run.spec, created)) is not None:
-            return Problem(Reason.DEADLINE_PASSED, str(late))
-        problem = await self._check_storage(context)
-        objects = render_all()
-        names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
-        for kind, name in (*names, ("Secret", Names(context.name).token)):
-            problem = problem or await self._check_name(kind, name, context)
-        if problem is not None or not _has_raw_parts(run):
-            return problem
-        return await self._dry_run(context, objects)
-
-    async def _check_storage(self, context: RunContext) -> Problem | None:
-        storage = context.run.spec.storage
-        claim, storage_class = storage.claim_name, storage.storage_class_name
-        if claim is not None:
-            if await self._api.get(CLAIM, context.namespace, claim) is None:
-                return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
-        elif storage_class is not None and not self._namespaced:
-            try:
-                found = await self._api.get("StorageClass", None, storage_class)
-            except errors.Forbidden:
-                found = {}  # by a role that is not the chart's; the claim's events will say
-            if found is None:
-                message = f"spec.storage.storageClassName: {storage_class} does not exist"
-                return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+    namespaced: the operator's role lets it read nothing of the cluster's.
+    render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
+    those with pods dry-run: the generators' would else be refused only after an hour of preparation.
+    """
+    begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
+    if context.before.start_time is not None or begun:
         return None
+    run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
+    if (late := past_deadline(run.spec, created)) is not None:
+        return Problem(Reason.DEADLINE_PASSED, str(late))
+    problem = await _check_storage(api, context, namespaced=namespaced)
+    objects = render_all()
+    names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
+    for kind, name in (*names, ("Secret", Names(context.name).token)):
+        problem = problem or await _check_name(api, kind, name, context)
+    if problem is not None or not _has_raw_parts(run):
+        return problem
+    return await _dry_run(api, context, objects)
 
-    async def _check_name(self, kind: str, name: str, context: RunContext) -> Problem | None:
-        live = context.objects.get((kind, name))
-        if live is None:
-            # A cached answer will do: nothing is ever written over an object that was created since.
-            live = await self._api.get(kind, context.namespace, name, recent=True)
-            if live is not None and not context.owns(live):
-                live = await self._api.get(kind, context.namespace, name)  # it may be gone since
-        return None if live is None else name_taken(live, context)
 
-    async def _dry_run(self, context: RunContext, objects: Sequence[Object]) -> Problem | None:
-        """Whether the API server accepts the run's pods."""
-        for obj in objects:
-            if obj["kind"] not in WORKLOADS:
-                continue
-            try:
-                await self._api.create(obj, dry_run=True)
-            except errors.AlreadyExists:
-                pass  # its name was checked
-            except (errors.Invalid, errors.Forbidden) as error:
-                return refused(error, obj, context)
-        return None
+async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool) -> Problem | None:
+    storage = context.run.spec.storage
+    claim, storage_class = storage.claim_name, storage.storage_class_name
+    if claim is not None:
+        if await api.get(CLAIM, context.namespace, claim) is None:
+            return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
+    elif storage_class is not None and not namespaced:
+        try:
+            found = await api.get("StorageClass", None, storage_class)
+        except errors.Forbidden:
+            found = {}  # by a role that is not the chart's; the claim's events will say
+        if found is None:
+            message = f"spec.storage.storageClassName: {storage_class} does not exist"
+            return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+    return None
+
+
+async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -> Problem | None:
+    live = context.objects.get((kind, name))
+    if live is None:
+        # A cached answer will do: nothing is ever written over an object that was created since.
+        live = await api.get(kind, context.namespace, name, recent=True)
+        if live is not None and not context.owns(live):
+            live = await api.get(kind, context.namespace, name)  # it may be gone since
+    return None if live is None else name_taken(live, context)
+
+
+async def _dry_run(api: KubeApi, context: RunContext, objects: Sequence[Object]) -> Problem | None:
+    """Whether the API server accepts the run's pods."""
+    for obj in objects:
+        if obj["kind"] not in WORKLOADS:
+            continue
+        try:
+            await api.create(obj, dry_run=True)
+        except errors.AlreadyExists:
+            pass  # its name was checked
+        except (errors.Invalid, errors.Forbidden) as error:
+            return refused(error, obj, context)
+    return None
 
 
 def _has_raw_parts(run: ScaleRLRun) -> bool:
