@@ -30,7 +30,7 @@ import scalerl_curvefit as cf
 from scalerl_api import forecast as wire
 from scalerl_curvefit.families import gain_share
 from scalerl_curvefit.simulate import Truth, ar1_noise, simulated
-from scalerl_operator.autoscaling.forecast_client import SidecarClient
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 PUBLISHED = json.loads((DATA / "published_params.json").read_text())
@@ -520,20 +520,20 @@ def stat_of(pid: int) -> list[str]:
 
 async def asked(url: str, requests: list[wire.ForecastRequest]) -> tuple[float, float]:
     """Forecasts a second, and milliseconds of one, p99; then one of 10,000 points, for the memory."""
-    async with SidecarClient(url, timeout_seconds=30) as client:
-        await client.forecast(requests[0])
-        waiting, took = iter(requests), list[float]()
+    client = Sidecar(lambda: url, timeout_seconds=30)
+    await client.forecast(requests[0])
+    waiting, took = iter(requests), list[float]()
 
-        async def caller() -> None:
-            for request in waiting:
-                begun = time.perf_counter()
-                await client.forecast(request)
-                took.append(1000 * (time.perf_counter() - begun))
+    async def caller() -> None:
+        for request in waiting:
+            begun = time.perf_counter()
+            await client.forecast(request)
+            took.append(1000 * (time.perf_counter() - begun))
 
-        started = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(4)))
-        rate = len(requests) / (time.perf_counter() - started)
-        await client.forecast(request_of(simulated(n=10_000)))
+    started = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(4)))
+    rate = len(requests) / (time.perf_counter() - started)
+    await client.forecast(request_of(simulated(n=10_000)))
     return rate, float(np.quantile(took, 0.99))
 
 

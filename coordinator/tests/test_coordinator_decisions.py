@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -31,7 +31,7 @@ async def post(visitor: Client, offset: int, line: bytes) -> None:
 
 
 async def test_the_operators_client_reads_what_it_wrote(local) -> None:
-    async with CoordinatorClient(local.url, "secret") as client:
+    async with aclosing(CoordinatorClient(local.url, "secret")) as client:
         assert await client.decisions(0) == wire.DecisionLines(content=b"", size=0)
         await client.record_decision(0, b'{"a":1}\n')
         await client.record_decision(8, b'{"b":2}\n')
@@ -82,7 +82,7 @@ async def test_a_full_disk_is_507_and_another_failure_500_with_its_text(local, v
     with pytest.raises(ErrorAnswer, match=r"decisions\.jsonl: Is a directory") as refused:
         await post(visitor, 0, b"{}\n")
     assert refused.value.status == 500
-    async with CoordinatorClient(local.url, "secret") as client:
+    async with aclosing(CoordinatorClient(local.url, "secret")) as client:
         with pytest.raises(CoordinatorUnreachable, match=r"HTTP 500: decisions\.jsonl: Is a directory"):
             await client.decisions(0)
     local.paths.decisions.rmdir()
@@ -99,7 +99,7 @@ async def test_the_log_waits_longer_for_a_disk_than_a_status(local, monkeypatch:
         return real(log, offset)
 
     monkeypatch.setattr(DecisionLog, "read", slow)
-    async with CoordinatorClient(local.url, "secret", timeout_seconds=1.0) as client:
+    async with aclosing(CoordinatorClient(local.url, "secret", timeout_seconds=1.0)) as client:
         assert (await client.decisions(0)).size == 0
 
 

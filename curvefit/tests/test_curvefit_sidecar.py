@@ -28,7 +28,12 @@ from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
-from scalerl_operator.autoscaling.forecast_client import SidecarClient, SidecarRefused, SidecarUnavailable
+from scalerl_operator.autoscaling import forecast_client
+from scalerl_operator.autoscaling.forecast_client import SidecarRefused, SidecarUnavailable
+
+
+def client(url: str, **options: float) -> forecast_client.Sidecar:
+    return forecast_client.Sidecar(lambda: url, **options)
 
 
 def points(curve: cf.Curve, **more: object) -> wire.Points:
@@ -64,9 +69,9 @@ async def test_forecast_matches_library(start) -> None:
     request = wire.ForecastRequest(
         points=points(curve), at=[2 * curve.now], target=0.58, max_compute=50_000.0, value=1.0, price=1e-6
     )
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(request)
-        again = await sidecar.forecast(request)
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(request)
+    again = await sidecar.forecast(request)
     fitted = cf.fit(curve)
     (ahead,) = cf.forecast(fitted, [2 * curve.now])
     got = answer.forecasts[0]
@@ -83,16 +88,16 @@ async def test_forecast_matches_library(start) -> None:
 
 async def test_forecast_unreachable_target_is_null(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=50, seed=1)), target=0.95)
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(request)
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(request)
     assert answer.outlook.to_target.median is None
     assert answer.outlook.to_target.probability < 0.05
 
 
 async def test_forecast_broken_run_has_no_outlook(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=40, seed=1)), truncation=[0.3])
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(request)
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(request)
     assert answer.guard.broken
     assert (answer.forecasts, answer.outlook) == ([], None)
 
@@ -100,12 +105,12 @@ async def test_forecast_broken_run_has_no_outlook(start) -> None:
 async def test_forecast_equal_rewards_with_budget(start) -> None:
     """A model that passes nothing: no curve is fitted to it otherwise, and it would never be stopped."""
     silent = wire.Points(compute=[float(i) for i in range(1, 21)], reward=[0.0] * 20, samples=1000.0)
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(wire.ForecastRequest(points=silent, budget=30.0))
-        with pytest.raises(SidecarRefused, match="constant_reward"):
-            await sidecar.forecast(wire.ForecastRequest(points=silent))
-        with pytest.raises(SidecarRefused, match="budget is -1; it is the total compute that may be used"):
-            await sidecar.forecast(wire.ForecastRequest(points=silent, budget=-1.0))
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(wire.ForecastRequest(points=silent, budget=30.0))
+    with pytest.raises(SidecarRefused, match="constant_reward"):
+        await sidecar.forecast(wire.ForecastRequest(points=silent))
+    with pytest.raises(SidecarRefused, match="budget is -1; it is the total compute that may be used"):
+        await sidecar.forecast(wire.ForecastRequest(points=silent, budget=-1.0))
     assert isinstance(answer.flat, wire.Flat)
     assert (answer.flat.share, answer.flat.gained) == (pytest.approx(2 / 3), 0.0)
     assert answer.flat.p_gain < 0.1
@@ -113,8 +118,8 @@ async def test_forecast_equal_rewards_with_budget(start) -> None:
 
 async def test_forecast_includes_late_rises(start) -> None:
     curve = points(simulated(n=50, seed=1))
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
     assert answer.outlook.p_late_rise == pytest.approx(p_late_rise(2.0, 0.02))
     assert answer.outlook.p_gain_above_min > answer.outlook.p_late_rise
     assert answer.outlook.late_rise.high == pytest.approx(0.267)
@@ -128,8 +133,8 @@ async def test_forecast_new_recipe_uses_axis_of_request(start) -> None:
         recipe=["a"] * 20 + ["b"] * 40,
     )
     at = before.now + 2 * after.now
-    async with SidecarClient(await start(Sidecar().application())) as sidecar:
-        answer = await sidecar.forecast(wire.ForecastRequest(points=curve, at=[at]))
+    sidecar = client(await start(Sidecar().application()))
+    answer = await sidecar.forecast(wire.ForecastRequest(points=curve, at=[at]))
     assert answer.fit.segment_start == before.now
     assert answer.fit.points_used == 40
     assert answer.forecasts[0].compute == pytest.approx(at)
@@ -364,8 +369,8 @@ async def test_runner_does_not_decompress_bodies(start) -> None:
 
 async def test_forecast_hundred_thousand_points(start) -> None:
     curve = simulated(n=100_000, reach=4)
-    async with SidecarClient(await start(Sidecar().application()), timeout_seconds=20) as sidecar:
-        answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
+    sidecar = client(await start(Sidecar().application()), timeout_seconds=20)
+    answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
     assert abs(answer.fit.A.median - 0.61) < 0.01
 
 
@@ -394,10 +399,10 @@ async def test_client_does_not_retry_refusals(start) -> None:
         return web.json_response({"code": "too_few_points", "message": "2 points"}, status=422)
 
     application = web.Application()
-    application.router.add_post(wire.FIT, refuse)
-    async with SidecarClient(await start(application), backoff_seconds=0.01) as sidecar:
-        with pytest.raises(SidecarRefused, match="2 points") as refused:
-            await sidecar.fit(wire.FitRequest(points=points(simulated())))
+    application.router.add_post(wire.FORECAST, refuse)
+    sidecar = client(await start(application), backoff_seconds=0.01)
+    with pytest.raises(SidecarRefused, match="2 points") as refused:
+        await sidecar.forecast(wire.ForecastRequest(points=points(simulated())))
     assert (calls, refused.value.code, refused.value.status) == (1, "too_few_points", 422)
 
 
@@ -422,11 +427,11 @@ async def test_client_invalid_answers_are_unavailable_after_retries(start, troub
         return web.Response(text=body[trouble])
 
     application = web.Application()
-    application.router.add_post(wire.FIT, answer)
+    application.router.add_post(wire.FORECAST, answer)
     url = f"http://127.0.0.1:{unused_port()}" if trouble == "down" else await start(application)
-    async with SidecarClient(url, timeout_seconds=0.3, attempts=2, backoff_seconds=0.01) as sidecar:
-        with pytest.raises(SidecarUnavailable, match="after 2 attempts"):
-            await asyncio.wait_for(sidecar.fit(wire.FitRequest(points=points(simulated()))), 120)
+    sidecar = client(url, timeout_seconds=0.3, attempts=2, backoff_seconds=0.01)
+    with pytest.raises(SidecarUnavailable, match="after 2 attempts"):
+        await asyncio.wait_for(sidecar.forecast(wire.ForecastRequest(points=points(simulated()))), 120)
     assert calls == (0 if trouble == "down" else 2)
 
 
@@ -449,13 +454,13 @@ async def test_command_serves_until_sigterm() -> None:
             re.search(r"http://\S+", (await asyncio.wait_for(process.stderr.readline(), 120)).decode())[0]
             for _ in range(2)
         ]
-        async with SidecarClient(url) as sidecar:
-            fitted = await sidecar.fit(wire.FitRequest(points=points(simulated(seed=1))))
+        sidecar = client(url)
+        fitted = (await sidecar.forecast(wire.ForecastRequest(points=points(simulated(seed=1))))).fit
         assert abs(fitted.A.median - 0.61) < 0.05
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
             async with session.get(metrics_application + endpoints.METRICS) as answer:
                 assert (
-                    f'{wire.REQUESTS_METRIC}_total{{path="{wire.FIT}",status="200"}} 1.0'
+                    f'{wire.REQUESTS_METRIC}_total{{path="{wire.FORECAST}",status="200"}} 1.0'
                     in await answer.text()
                 )
             async with session.get(metrics_application + endpoints.HEALTH) as answer:

@@ -6,19 +6,17 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-import yaml
 from stage import Stage, condition, evaluations, tiny
 
 from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.loop import AutoscalerReport
+from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build import render
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.refusals import TRIED_SECONDS
 from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
@@ -35,48 +33,6 @@ async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: St
     assert there.calls.counts["get"] == 11, "each name is asked for once"
     assert there.calls.counts["apply"] == 0, "of what is not there"
     assert there.calls.counts["patch"] == 2, "the finalizer, the status"
-
-
-async def test_pods_that_were_just_taken_are_not_tried_again(there: Stage) -> None:
-    async def tried(name: str, **spec: Any) -> int:
-        before, events = there.calls.counts["create"], len(await there.events())
-        await there.create(tiny(name, **spec))
-        await there.look(name)
-        events = len(await there.events()) - events
-        return there.calls.counts["create"] - before - events - 5
-
-    assert await tried("first") == 4
-    assert await tried("second", budget={"maxSteps": 3}) == 0, "what it trains is no matter of its pods"
-    assert await tried("third", generator={"replicas": 1, "kvCache": "512Mi"}) == 4
-    there.now += TRIED_SECONDS + 1.0
-    assert await tried("fourth") == 4, "what is taken may change"
-
-
-async def test_pods_that_were_taken_are_tried_again_once_anything_was_refused(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-    create = there.api.create
-
-    async def update_trouble(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        tried.extend([obj["kind"]] if dry_run else [])
-        return await create(obj, dry_run=dry_run)
-
-    monkeypatch.setattr(there.api, "create", update_trouble)
-    await there.create(tiny("first"), tiny("second"), tiny("third"))
-    await there.look("first")
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}}
-    full = yaml.safe_dump(quota | {"spec": {"hard": {"count/configmaps": "0"}}})
-    await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=full)
-    await asyncio.to_thread(
-        *(there.kubectl, "wait", "-n", there.namespace, "resourcequota/q", "--timeout=180s"),
-        "--for=jsonpath={.status.used}",
-    )
-    tried.clear()
-    run = await there.looks(lambda r: condition(r, "Degraded") == "QuotaExceeded", "second", times=1)
-    assert (condition(run, "Accepted"), tried) == ("Accepted", [])
-    await there.look("third")
-    assert len(tried) == 4
 
 
 async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_any(

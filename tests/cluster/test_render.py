@@ -18,7 +18,6 @@ from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.build import render, secret
-from scalerl_operator.build.resources import canonical
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.kube.objects import content_hash
 from scalerl_operator.kube.types import Object
@@ -217,31 +216,6 @@ def test_apply_restores_what_was_changed_and_removes_what_is_no_longer_rendered(
         v["name"] for v in after["spec"]["template"]["spec"]["volumes"]
     }
     namespace.delete(run)
-
-
-QUANTITIES = (
-    *("1000m", "0.1", "1e3", "1E", "1500", "2000", "1024Ki", "1.5Gi", "0.5Ki", "1.3Ki", "0", "0Gi", "12e6", "1000000e-3"),
-    *(".5", "0.1n", "100k", "0.3m", "1000Mi", "1023", "1023Ki", "3Ei", "999999999999", "0.1Ki", "7u"),
-    *("1e-3", "15e-1", "1.25", "1234567890123", "1024", "1048576", "2048M", "1.1Mi", "0.0001Ki", "1e1"),
-)  # fmt: skip
-ODD = ("5.", "1E3", "1e0")
-"""The server leaves these as they are; they are no difference all the same."""
-
-
-def test_quantities_are_written_as_the_server_writes_them(namespace: Namespace) -> None:
-    volumes = [
-        {"name": f"v{n}", "emptyDir": {"sizeLimit": text}} for n, text in enumerate((*QUANTITIES, *ODD))
-    ]
-    pod = {"containers": [{"name": "c", "image": "i"}], "volumes": volumes, "restartPolicy": "Never"}
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "quantities", "namespace": namespace.name},
-        "spec": {"template": {"spec": pod}},
-    }
-    [made] = namespace.apply([job], "--dry-run=server")
-    written = [volume["emptyDir"]["sizeLimit"] for volume in made["spec"]["template"]["spec"]["volumes"]]
-    assert dict(zip(QUANTITIES, written, strict=False)) == {text: canonical(text) for text in QUANTITIES}
 
 
 def test_a_field_that_the_server_does_not_know_is_an_error(namespace: Namespace) -> None:

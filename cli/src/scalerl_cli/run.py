@@ -21,7 +21,7 @@ from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
 from scalerl_cli.view import LateView
-from scalerl_operator.autoscaling.log_storage import RecordError
+from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
 from scalerl_operator.local.run import LocalRun, Outcome
 from scalerl_operator.local.run_directory import (

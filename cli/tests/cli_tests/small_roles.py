@@ -110,12 +110,25 @@ def coordinator(root: Path) -> None:
 
     import msgspec
 
-    from scalerl_api.wire import Ack, Counts, EvaluationPoint, Mismatch, Phase, Status, Stop
+    from scalerl_api import endpoints
+    from scalerl_api.wire import (
+        Ack,
+        Counts,
+        DecisionLine,
+        DecisionLines,
+        EvaluationPoint,
+        Mismatch,
+        Phase,
+        Status,
+        Stop,
+    )
+    from scalerl_coordinator.decisions import DecisionLog
 
     found = re.search(r"maxSteps: (\d+)", (root / "run.yaml").read_text())
     limit = int(found[1]) if found else 10**9
     token = Path(os.environ["SCALERL_TOKEN_FILE"]).read_text().strip()
     started = time.monotonic()
+    log = DecisionLog(root / "decisions.jsonl")
 
     def reward(version: int) -> float:
         if behaviour("coordinator") != "flattens":
@@ -201,17 +214,24 @@ def coordinator(root: Path) -> None:
                 self.answer(200, b"")
             elif self.headers["authorization"] != f"Bearer {token}":
                 self.answer(401, b"")
+            elif self.path.startswith(endpoints.DECISIONS):
+                content, size = log.read(int(self.path.rpartition("=")[2]))
+                self.answer(200, msgspec.msgpack.encode(DecisionLines(content=content, size=size)))
             else:
                 self.answer(200, msgspec.msgpack.encode(status()))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
+            if self.path == endpoints.DECISIONS:
+                decided = msgspec.msgpack.decode(body, type=DecisionLine)
+                log.append(decided.offset, decided.line)
+                return self.answer(200, msgspec.msgpack.encode(Ack()))
             reason = msgspec.msgpack.decode(body, type=Stop).reason
             if not reason:
                 (root / "stop").unlink(missing_ok=True)
             elif not (root / "stop").exists():
                 (root / "stop").write_text(reason)
-            self.answer(200, msgspec.msgpack.encode(Ack()))
+            return self.answer(200, msgspec.msgpack.encode(Ack()))
 
         def answer(self, code: int, body: bytes) -> None:
             self.send_response(code)

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
+from cli_tests.recorded_decisions import opened
 from cli_tests.test_cli_run import RUN, Shell, shell
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.curve import curve_csv
 from scalerl_api.load import parse_run, to_yaml
 from scalerl_api.wire import EvaluationPoint
 from scalerl_cli.main import main
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.models import Action
 
 pytestmark = pytest.mark.slow
@@ -151,13 +151,12 @@ def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130
     assert not list((run.directory / "logs").glob("generator-1*"))
-    record = DecisionRecord.open(run.directory / "decisions.jsonl")
+    record = asyncio.run(opened(run.directory / "decisions.jsonl"))
     last = record.known.last
     assert last is not None
     grown = replace(last.decision, action=Action(kind="scale", generators=2))
     rules = AutoscalingSpec.model_validate(spec["autoscaling"])
     asyncio.run(record.append("balance", rules, record.known.points, last.observation, grown))
-    record.close()
 
     with shell(tmp_path, "--dir", str(run.directory), "--resume", spec=spec) as again:
         again.until(lambda: len(list((run.directory / "logs").glob("generator-1*"))) == 2)

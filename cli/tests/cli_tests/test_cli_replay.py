@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from cli_tests.recorded_decisions import opened
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import EarlierUse
 from scalerl_api.load import parse_run
@@ -19,7 +20,7 @@ from scalerl_cli.main import main
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
+from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.forecast_request import question
 from scalerl_operator.autoscaling.models import Generators, History
 from scalerl_operator.autoscaling.observation import observe, point
@@ -85,7 +86,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         for i, r in enumerate(simulated(n=40, reach=16, sigma=0.005, seed=3).reward, 1)
     ]
     path = tmp_path_factory.mktemp("recorded") / "decisions.jsonl"
-    record = DecisionRecord.open(path)
+    record = asyncio.run(opened(path))
     for count in range(28, 41):
         points = [point(e) for e in curve[:count]]
         one = Generators(wanted=1, ready=1)
@@ -95,7 +96,6 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         seen = replace(seen, forecast=answer_forecast(asked))
         decision = decide(rules, seen, record.known.history)
         asyncio.run(record.append("autoscale", rules, points, seen, decision))
-    record.close()
     return path.read_bytes()
 
 

@@ -1,6 +1,6 @@
-"""``decisions.jsonl`` of a run on a cluster: the operator sends each decision of its autoscaler as one line.
+"""``decisions.jsonl`` of a run: the operator, or ``scalerl run``, sends each decision of its autoscaler as one line.
 
-A local run writes the file itself and does not use this module. Blocking I/O: call from one thread.
+Blocking I/O: call from one thread.
 """
 
 from __future__ import annotations

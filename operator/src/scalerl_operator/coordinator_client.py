@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -51,7 +50,7 @@ class OffsetSuperseded(CoordinatorRefused):
 
 
 class CoordinatorClient:
-    """Client of one coordinator. Use as an async context manager.
+    """Client of one coordinator; it connects at the first request. Every request raises CoordinatorUnreachable or CoordinatorRefused.
 
     timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
     """
@@ -63,49 +62,27 @@ class CoordinatorClient:
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        import aiohttp
-
-        self._session = aiohttp.ClientSession(headers=self._headers)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
+        """Closes the connections; a later request opens others."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     async def status(self) -> Status:
-        """``GET /v1/status``.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused
-        """
+        """``GET /v1/status``."""
         return await self._call("GET", endpoints.STATUS, None, Status)
 
     async def stop(self, reason: str) -> None:
-        """``POST /v1/stop``: end the run in order.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused
-        """
+        """``POST /v1/stop``: end the run in order."""
         await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
 
     async def decisions(self, offset: int) -> DecisionLines:
-        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
-        """
+        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on."""
         path = f"{endpoints.DECISIONS}?offset={offset}"
         return await self._call("GET", path, None, DecisionLines, DECISIONS_SECONDS)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
-        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns.
-
-        Raises:
-            CoordinatorUnreachable, CoordinatorRefused, EndpointMissing, OffsetSuperseded
-        """
+        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns."""
         await self._call(
             "POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack, DECISIONS_SECONDS
         )
@@ -118,10 +95,9 @@ class CoordinatorClient:
         answer: type[T],
         timeout_seconds: float | None = None,
     ) -> T:
-        if self._session is None:
-            raise RuntimeError("use CoordinatorClient as an async context manager")
         import aiohttp
 
+        self._session = self._session or aiohttp.ClientSession(headers=self._headers)
         data = None if body is None else msgspec.msgpack.encode(body)
         timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
         for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):

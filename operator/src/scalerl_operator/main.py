@@ -31,10 +31,10 @@ from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_request import Sidecar
-from scalerl_operator.autoscaling.loop import AutoscalerLoop
-from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage, FinishedRuns
+from scalerl_operator.autoscaling.forecast_client import Sidecar
+from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -302,13 +302,14 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 
-    def autoscaler(run: ScaleRLRun, uid: str) -> AutoscalerLoop:
+    def autoscaler(run: ScaleRLRun, uid: str) -> Autoscaler:
         key = (run.metadata.namespace or "", run.metadata.name)
         assert sidecar is not None
-        storage = CoordinatorStorage(run, uid, made.coordinators, parts.api)
-        return AutoscalerLoop(
+        read, write = made.coordinators.decisions, made.coordinators.record_decision
+        return Autoscaler(
             "/".join(key),
-            lambda: DecisionRecord.load(storage),
+            run.spec,
+            DecisionRecord(functools.partial(read, key), functools.partial(write, key)),
             sidecar,
             wake=lambda: parts.wake(key),
             on_decision=parts.metrics.decision,

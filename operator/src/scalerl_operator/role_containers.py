@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
@@ -55,22 +55,19 @@ def _probes(health: str, ready: str, port: str, *, stuck_seconds: int) -> _Probe
     }
 
 
-def _environment(spec: RunSpec, *, offline: bool = True) -> dict[str, str]:
-    environment = {
-        "PYTHONUNBUFFERED": "1",
-        # A file in the working directory must not be imported as a module.
-        "PYTHONSAFEPATH": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    if offline:
-        # Once `prepare` is done, everything that a role reads is in the run's directory.
-        environment["HF_HUB_OFFLINE"] = "1"
-    return environment
+_ONLINE: Final = {
+    "PYTHONUNBUFFERED": "1",
+    # A file in the working directory must not be imported as a module.
+    "PYTHONSAFEPATH": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_ENVIRONMENT: Final = _ONLINE | {"HF_HUB_OFFLINE": "1"}
+"""Once `prepare` is done, everything that a role reads is in the run's directory."""
 
 
-def forecaster(spec: RunSpec) -> Workload:
+def forecaster() -> Workload:
     """The curve-fit sidecar of one run, for a runtime without a sidecar of its own."""
     container = Container(
         name="sidecar",
@@ -78,7 +75,7 @@ def forecaster(spec: RunSpec) -> Workload:
             *("python", "-m", "scalerl_curvefit.sidecar", "--host", f"$({BIND})"),
             *("--port", f"$({port_variable('http')})", "--token-file", f"$({TOKEN_FILE})"),
         ),
-        env=_environment(spec),
+        env=_ENVIRONMENT,
         ports=("http",),
         resources=Resources(cpu_threads=1),
         **_probes(endpoints.HEALTH, endpoints.HEALTH, "http", stuck_seconds=60),
@@ -112,7 +109,7 @@ def _prepare(spec: RunSpec) -> Workload:
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),
-        env=_environment(spec, offline=spec.model.hub is None),
+        env=_ENVIRONMENT if spec.model.hub is None else _ONLINE,
         volumes=_volumes(spec, sources=True),
     )
     return Workload(Role.PREPARE, Lifetime.ONCE, (container,))
@@ -122,7 +119,7 @@ def _coordinator(spec: RunSpec) -> Workload:
     container = Container(
         name="coordinator",
         argv=("python", "-m", "scalerl_coordinator.main", "--listen", _listen("http")),
-        env=_environment(spec),
+        env=_ENVIRONMENT,
         ports=("http",),
         resources=Resources(cpu_threads=1),
         volumes=_volumes(spec, sources=False),
@@ -143,7 +140,7 @@ def _generator(spec: RunSpec) -> Workload:
             *("--host", "127.0.0.1", "--port", f"$({port_variable('vllm')})"),
             *_server_options(spec),
         ),
-        env=_environment(spec),
+        env=_ENVIRONMENT,
         ports=("vllm",),
         loopback=("vllm",),
         resources=Resources(
@@ -167,7 +164,7 @@ def _generator(spec: RunSpec) -> Workload:
             "--advertise",
             f"http://$({ADDRESS}):$({port_variable('control')})",
         ),
-        env=_environment(spec),
+        env=_ENVIRONMENT,
         ports=("control",),
         resources=Resources(cpu_threads=1, memory_bytes=_graders_memory_bytes(spec)),
         volumes=_volumes(spec, sources=False, writable=False),
@@ -205,7 +202,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
 
 def _trainer(spec: RunSpec) -> Workload:
     trainer = spec.trainer
-    environment = _environment(spec) | {TRAINER_HOST: f"$({ADDRESS})"}
+    environment = _ENVIRONMENT | {TRAINER_HOST: f"$({ADDRESS})"}
     if trainer.devices == 0:
         environment["DS_ACCELERATOR"] = "cpu"
     container = Container(

@@ -8,12 +8,11 @@ import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from scalerl_api.wire import DecisionLines
 from scalerl_coordinator.decisions import DecisionLog, Superseded
-from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing, OffsetSuperseded
-from scalerl_operator.kube.types import Object
+from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.coordinator_client import CoordinatorUnreachable, OffsetSuperseded
 
 DOWN = "down"
 """A call that is not sent."""
@@ -22,39 +21,36 @@ LOST = "lost"
 
 
 class DecisionService:
-    """fate: what becomes of the next calls, None: nothing bad. earlier: of a release without the endpoint.
+    """fate: what becomes of the next calls, None: nothing bad. path: of the file; None: one of its own."""
 
-    patches: what was written to the run's status.
-    """
-
-    def __init__(self, fate: Iterable[str | None] = (), *, earlier: bool = False) -> None:
-        directory = tempfile.mkdtemp()
-        weakref.finalize(self, shutil.rmtree, directory)
-        self.path = Path(directory) / "decisions.jsonl"
-        self.log = DecisionLog(self.path)
+    def __init__(self, fate: Iterable[str | None] = (), *, path: Path | None = None) -> None:
+        if path is None:
+            directory = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, directory)
+            path = Path(directory) / "decisions.jsonl"
+        self.path = path
+        self.log = DecisionLog(path)
         self.fate = list(fate)
-        self.earlier = earlier
-        self.patches: list[dict[str, Any]] = []
 
     def content(self) -> bytes:
         return self.path.read_bytes() if self.path.exists() else b""
 
-    async def decisions(self, uid: str, offset: int) -> DecisionLines:
+    def record(self) -> DecisionRecord:
+        """One that reads and writes here, not yet loaded."""
+        return DecisionRecord(lambda at: self.decisions(at), lambda at, line: self.record_decision(at, line))
+
+    async def decisions(self, offset: int) -> DecisionLines:
         await asyncio.sleep(0)
         if self.fate and self.fate[0] == DOWN:
             self.fate.pop(0)
             raise CoordinatorUnreachable("GET /v1/decisions: TimeoutError")
-        if self.earlier:
-            raise EndpointMissing("GET /v1/decisions: HTTP 404: Not Found")
         try:
             content, size = self.log.read(offset)
         except Superseded as problem:
             raise OffsetSuperseded(f"GET /v1/decisions: HTTP 409: {problem}") from problem
         return DecisionLines(content=content, size=size)
 
-    async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
-        if self.earlier:
-            raise EndpointMissing("POST /v1/decisions: HTTP 404: Not Found")
+    async def record_decision(self, offset: int, line: bytes) -> None:
         await asyncio.sleep(0)
         fate = self.fate.pop(0) if self.fate else None
         if fate == DOWN:
@@ -63,20 +59,14 @@ class DecisionService:
             self.log.append(offset, line)
         except Superseded as problem:
             raise OffsetSuperseded(f"POST /v1/decisions: HTTP 409: {problem}") from problem
+        except OSError as problem:
+            raise CoordinatorUnreachable(f"POST /v1/decisions: HTTP 507: {problem.strerror}") from problem
         if fate == LOST:
             raise CoordinatorUnreachable("POST /v1/decisions: TimeoutError")
 
-    async def close(self) -> None:
-        """As the poller's."""
 
-    async def patch(
-        self,
-        kind: str,
-        namespace: str | None,
-        name: str,
-        patch: dict[str, Any],
-        subresource: str | None = None,
-    ) -> Object:
-        assert (kind, subresource) == ("ScaleRLRun", "status")
-        self.patches.append(patch)
-        return {}
+async def opened(path: Path) -> DecisionRecord:
+    """The record of a file."""
+    record = DecisionService(path=path).record()
+    await record.load()
+    return record

@@ -53,7 +53,7 @@ async def test_off_requests_nothing_and_advisory_acts_on_nothing(tmp_path: Path,
     steps = [await watched.step(curve[:count]) for count in (39, 40, 41)]
     if mode == "Off":
         assert steps == [None] * 3
-        assert watched.path.read_bytes() == b""
+        assert not watched.path.exists()
         return
     last = steps[-1]
     assert last is not None
@@ -64,14 +64,11 @@ async def test_restart_resumes_state_and_repeats_stop(tmp_path: Path, url: str) 
     curve = flat_curve()
     before = Watched(tmp_path / "d", url)
     await before.must(curve[:40])
-    before.record.close()
     again = Watched(tmp_path / "d", url)
     assert (await again.must(curve[:40])).action == Action()  # seen before, so it does not count again
     assert (await again.must(curve[:41])).action.kind == "stop"
-    again.record.close()
     third = Watched(tmp_path / "d", url)
     assert (await third.must(curve[:41])).action.kind == "stop"
-    third.record.close()
     resumed = Watched(tmp_path / "d", url, resumed=True)
     step = await resumed.must(curve[:41])
     assert (step.decision.state, step.changed) == (State.CONTINUE, True)
@@ -180,7 +177,7 @@ async def test_forecast_is_not_decided_by_rules_edited_meanwhile(
         update={"autoscaling": spec.autoscaling.model_copy(update={"horizon": "4", "min_gain": "0.5"})}
     )
 
-    async def slow(asked: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
+    async def slow(asked: ForecastRequest) -> ForecastAnswer:
         answer = await forecast(asked)
         watched.scaler.spec = changed
         return answer

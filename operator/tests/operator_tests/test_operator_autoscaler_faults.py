@@ -124,12 +124,12 @@ async def test_no_points_are_nothing_to_decide_on(tmp_path: Path, url: str) -> N
     assert await Watched(tmp_path / "d", url).step([]) is None
 
 
-async def test_a_hundred_thousand_points(tmp_path: Path, url: str) -> None:
+async def test_thirty_thousand_points(tmp_path: Path, url: str) -> None:
     watched = Watched(tmp_path / "d", url)
-    step = await watched.must(flat_curve(100_000))
+    step = await watched.must(flat_curve(30_000))
     assert step.decision.state is State.CONTINUE
     assert step.decision.history.streak == 1
-    assert step.decision.history.version == 1_000_000
+    assert step.decision.history.version == 300_000
 
 
 async def test_mixed_and_non_finite_points_are_excluded(tmp_path: Path, url: str) -> None:

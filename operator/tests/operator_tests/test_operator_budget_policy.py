@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from operator_tests.scaling import status
 from scalerl_api.spec import BudgetSpec
-from scalerl_operator.policy.budget import Usage, limit_reached
+from scalerl_operator.policy.budget import limit_reached
 
 
 @pytest.mark.parametrize(
@@ -22,5 +23,5 @@ from scalerl_operator.policy.budget import Usage, limit_reached
 def test_table(
     budget: dict[str, int | str], wall_seconds: float, device_seconds: float, expected: str
 ) -> None:
-    used = Usage(wall_seconds, device_seconds)
+    used = status([], wall_seconds=wall_seconds, device_seconds=device_seconds)
     assert limit_reached(BudgetSpec.model_validate(budget), used) == expected

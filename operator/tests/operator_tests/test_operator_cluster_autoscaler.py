@@ -10,19 +10,18 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from operator_tests.decision_service import DOWN, LOST, DecisionService
-from operator_tests.manifests import UID, cluster_run
+from operator_tests.manifests import cluster_run
 from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
 from scalerl_api.conditions import Reason
 from scalerl_api.wire import BROKEN, FORECAST, Counts, EvaluationPoint
 from scalerl_operator.autoscaling import decision_log
 from scalerl_operator.autoscaling.autoscaler import FIRST_RETRY_SECONDS, Autoscaler
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, as_recorded
-from scalerl_operator.autoscaling.forecast_request import Sidecar
-from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
+from scalerl_operator.autoscaling.decision_log import as_recorded
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.controller.cluster_autoscaler import CoordinatorStorage
+from scalerl_operator.autoscaling.report import AutoscalerReport
 
 ONE = Generators(wanted=1, ready=1)
 
@@ -36,10 +35,10 @@ class Stepped:
         self.now = 0.0
         self.woken = asyncio.Event()
         sidecar = Sidecar(lambda: url, timeout_seconds=20.0, attempts=2, backoff_seconds=0.01)
-        storage = CoordinatorStorage(self.run, UID, self.api, self.api)
-        self.loop = AutoscalerLoop(
+        self.loop = Autoscaler(
             "ml/math",
-            lambda: DecisionRecord.load(storage),
+            self.run.spec,
+            self.api.record(),
             sidecar,
             wake=self.woken.set,
             unix=lambda: 1.7e9 + self.now,
@@ -305,7 +304,7 @@ async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> 
         await stepped.woken.wait()
         report = stepped.report(flat_curve())
         assert (report.known, report.reason) == (False, Reason.NOT_RECORDED)
-        assert "decisions.jsonl of ml/math cannot be read" in report.message
+        assert "decisions.jsonl cannot be read" in report.message
         assert stepped.loop._task is None, "not before its time"
         stepped.woken.clear()
         stepped.now += 2 * FIRST_RETRY_SECONDS

@@ -28,6 +28,7 @@ from scalerl_operator.controller.coordinator_poller import (
 from scalerl_operator.controller.observe import PodView
 from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing
 from scalerl_operator.kube.errors import Fenced
+from scalerl_operator.kube.types import Key
 from scalerl_operator.names import PORTS
 
 _addresses = (f"127.{2 + os.getpid() % 250}.{os.getpid() // 250 % 250}.{n}" for n in itertools.count(1))
@@ -96,6 +97,9 @@ def a_pod(ip: str, *, ready: bool = True) -> PodView:
     )
 
 
+RUN = ("ns", "u")
+
+
 class Tokens:
     def __init__(self) -> None:
         self.read, self.again = 0, 0
@@ -109,7 +113,7 @@ class Tokens:
 
 @asynccontextmanager
 async def coordinators(
-    leads: bool = True, wake: Callable[[str], None] = lambda uid: None, *, background: bool = True
+    leads: bool = True, wake: Callable[[Key], None] = lambda run: None, *, background: bool = True
 ) -> AsyncIterator[CoordinatorPollers]:
     def fence(what: str) -> None:
         if not leads:
@@ -123,11 +127,11 @@ async def coordinators(
 
 
 async def coordinator_report(
-    ours: CoordinatorPollers, uid: str, pods: list[PodView], token: Tokens, seen: object
+    ours: CoordinatorPollers, run: Key, pods: list[PodView], token: Tokens, seen: object
 ) -> Answer:
     """The answer that a look gets once it is known."""
     for _ in range(12000):
-        if (answer := await ours.poll(uid, pods, token, seen)).known:
+        if (answer := await ours.poll(run, pods, token, seen)).known:
             return answer
         await asyncio.sleep(0.01)
     raise AssertionError("no answer in 120 s")
@@ -145,26 +149,26 @@ async def asked(there: Coordinator, times: int) -> None:
 
 async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it() -> None:
     first, second, token = Coordinator(), Coordinator(), Tokens()
-    woken: list[str] = []
+    woken: list[Key] = []
     async with (
         first.serving() as one,
         second.serving() as two,
         coordinators(wake=woken.append) as ours,
     ):
-        assert await ours.poll("u", [one], token, 1) == Answer(False)
+        assert await ours.poll(RUN, [one], token, 1) == Answer(False)
         for _ in range(3):
-            assert (await coordinator_report(ours, "u", [one], token, 1)).status is not None
-        assert (len(first.asked), woken) == (1, ["u"])
-        assert await ours.poll("u", [one], token, 2) == Answer(False), "the trainer may have ended since"
-        assert (await coordinator_report(ours, "u", [one], token, 2)).status is not None
+            assert (await coordinator_report(ours, RUN, [one], token, 1)).status is not None
+        assert (len(first.asked), woken) == (1, [RUN])
+        assert await ours.poll(RUN, [one], token, 2) == Answer(False), "the trainer may have ended since"
+        assert (await coordinator_report(ours, RUN, [one], token, 2)).status is not None
         assert (len(first.asked), len(set(first.asked))) == (2, 1), "by one connection"
-        assert await ours.request_stop("u", "interrupted")
+        assert await ours.request_stop(RUN, "interrupted")
         assert (len(first.asked), first.told) == (3, ["interrupted"]), "what it said before is past"
         pods = [a_pod(first.address, ready=False), two]
-        assert (await coordinator_report(ours, "u", pods, token, 2)).status is not None
+        assert (await coordinator_report(ours, RUN, pods, token, 2)).status is not None
         assert (len(first.asked), len(second.asked)) == (3, 1)
-        await ours.forget("u")
-        assert (await coordinator_report(ours, "u", [two], token, 2)).status is not None
+        await ours.forget(RUN)
+        assert (await coordinator_report(ours, RUN, [two], token, 2)).status is not None
         assert len(set(second.asked)) == 2
 
 
@@ -172,7 +176,7 @@ async def test_it_is_asked_again_and_again_by_itself(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.05)
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
-        await coordinator_report(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, RUN, [pod], token, 1)
         for _ in range(12000):
             if len(there.asked) >= 4:
                 break
@@ -187,14 +191,14 @@ async def test_unready_coordinator_is_not_polled_and_silent_one_delays_none(
     silent, token = Coordinator(), Tokens()
     silent.answers = False
     async with silent.serving() as pod, coordinators() as ours:
-        assert await ours.poll("u", [], token, 1) == Answer(True)
-        assert await ours.poll("u", [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
-        assert not await ours.request_stop("u", "interrupted")
+        assert await ours.poll(RUN, [], token, 1) == Answer(True)
+        assert await ours.poll(RUN, [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
+        assert not await ours.request_stop(RUN, "interrupted")
         assert (silent.asked, token.read) == ([], 0)
-        assert await ours.poll("u", [pod], token, 1) == Answer(False), "a reconcile waits for no coordinator"
-        assert await coordinator_report(ours, "u", [pod], token, 1) == Answer(True)
+        assert await ours.poll(RUN, [pod], token, 1) == Answer(False), "a reconcile waits for no coordinator"
+        assert await coordinator_report(ours, RUN, [pod], token, 1) == Answer(True)
         for seen in range(2, 20):
-            assert await ours.poll("u", [pod], token, seen) == Answer(True), "nor for one that did not answer"
+            assert await ours.poll(RUN, [pod], token, seen) == Answer(True), "nor for one that did not answer"
         assert len(silent.asked) == 1
 
 
@@ -202,9 +206,9 @@ async def test_started_but_unready_coordinator_is_polled() -> None:
     """It may be that it cannot write its journal, and only it can say so."""
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:
-        assert await ours.poll("u", [replace(pod, ready=False)], token, 1) == Answer(True)
+        assert await ours.poll(RUN, [replace(pod, ready=False)], token, 1) == Answer(True)
         started = replace(pod, ready=False, started=True)
-        assert (await coordinator_report(ours, "u", [started], token, 1)).status is not None
+        assert (await coordinator_report(ours, RUN, [started], token, 1)).status is not None
 
 
 def test_silent_coordinator_is_polled_with_jittered_back_off() -> None:
@@ -219,9 +223,9 @@ def test_silent_coordinator_is_polled_with_jittered_back_off() -> None:
 async def test_non_leader_may_read_and_reports_nothing() -> None:
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
-        assert (await coordinator_report(ours, "u", [pod], Tokens(), 1)).status is not None
-        with pytest.raises(Fenced, match="send a stop request to the coordinator of run u"):
-            await ours.request_stop("u", "interrupted")
+        assert (await coordinator_report(ours, RUN, [pod], Tokens(), 1)).status is not None
+        with pytest.raises(Fenced, match="send a stop request to the coordinator of run ns/u"):
+            await ours.request_stop(RUN, "interrupted")
         assert there.told == []
 
 
@@ -229,35 +233,35 @@ async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytes
     there, token = Coordinator(), Tokens()
     there.refuses = "you speak wire version 2, the coordinator 1"
     async with there.serving() as pod, coordinators(background=False) as ours:
-        assert not (await ours.poll("u", [pod], token, 1)).known
+        assert not (await ours.poll(RUN, [pod], token, 1)).known
         for _ in range(3):
-            await ours.ask("u")
+            await ours.ask(RUN)
             refusal = "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
-            assert await ours.poll("u", [pod], token, 1) == Answer(True, refusal=refusal)
+            assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
         assert token.again == 3, "the token may be the reason: it is read again after each refusal"
-        assert await ours.poll("u", [pod], token, 1) == Answer(True, refusal=refusal)
+        assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert token.again == 3
         there.refuses = ""
-        await ours.ask("u")
-        answer = await ours.poll("u", [pod], token, 1)
+        await ours.ask(RUN)
+        answer = await ours.poll(RUN, [pod], token, 1)
         assert answer.status is not None
         assert answer.refusal == ""
         there.refuses = "no"
-        await ours.ask("u")
-        answer = await ours.poll("u", [pod], token, 1)
+        await ours.ask(RUN)
+        answer = await ours.poll(RUN, [pod], token, 1)
         assert answer == Answer(True, refusal="GET /v1/status: HTTP 426: no")
-        assert await ours.poll("u", [], token, 1) == Answer(True), "one that is gone says nothing"
+        assert await ours.poll(RUN, [], token, 1) == Answer(True), "one that is gone says nothing"
 
 
 async def test_another_token_is_tried_at_once() -> None:
     there, token = Coordinator(), Tokens()
     there.refuses = "the run's bearer token is missing or wrong"
     async with there.serving() as pod, coordinators() as ours:
-        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is None
+        assert (await coordinator_report(ours, RUN, [pod], token, 1)).status is None
         there.refuses, token.token = "", "another"
-        assert await ours.poll("u", [pod], token, 1) == Answer(False)
-        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is not None
+        assert await ours.poll(RUN, [pod], token, 1) == Answer(False)
+        assert (await coordinator_report(ours, RUN, [pod], token, 1)).status is not None
 
 
 async def test_forty_silent_coordinators_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,22 +272,22 @@ async def test_forty_silent_coordinators_delay_no_other(monkeypatch: pytest.Monk
         for n in range(40):
             assert await ours.poll(f"silent-{n}", [no_word], token, 1) == Answer(False)
         began = time.monotonic()
-        assert (await coordinator_report(ours, "u", [pod], token, 1)).status is not None
+        assert (await coordinator_report(ours, RUN, [pod], token, 1)).status is not None
         assert time.monotonic() - began < 30.0
 
 
 async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_more() -> None:
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators(background=False) as ours:
-        await ours.poll("u", [pod], token, 1)
+        await ours.poll(RUN, [pod], token, 1)
         there.slow = late = asyncio.Event()
-        earlier = asyncio.create_task(ours.ask("u"))
+        earlier = asyncio.create_task(ours.ask(RUN))
         await asked(there, 1)
         there.reason = "interrupted"
-        await ours.ask("u")
+        await ours.ask(RUN)
         late.set()
         await earlier
-        answer = await ours.poll("u", [pod], token, 1)
+        answer = await ours.poll(RUN, [pod], token, 1)
         assert answer.status is not None
         assert answer.status.stop_reason == "interrupted"
 
@@ -294,19 +298,19 @@ async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest
     there, token, woken = Coordinator(), Tokens(), list[str]()
 
     async with there.serving() as pod, coordinators(wake=woken.append) as ours:
-        await coordinator_report(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, RUN, [pod], token, 1)
         woken.clear()
         await asked(there, 5)
         assert woken == [], "how long it has run is always another"
         there.reason = "maxSteps"
         await asked(there, 2)
         assert woken
-        await coordinator_report(ours, "u", [pod], token, 1)
+        await coordinator_report(ours, RUN, [pod], token, 1)
         await asked(there, 2)
         woken.clear()
         await asked(there, 5)
         assert woken == []
-        assert await ours.poll("u", [pod], token, 2) == Answer(False)
+        assert await ours.poll(RUN, [pod], token, 2) == Answer(False)
         await asked(there, 2)
         assert woken, "a look waits, for the same"
 
@@ -315,9 +319,9 @@ async def test_decisions_are_sent_by_the_leader_to_a_coordinator_that_is_up() ->
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
         with pytest.raises(CoordinatorUnreachable, match="no pod"):
-            await ours.decisions("u", 0)
-        await coordinator_report(ours, "u", [pod], Tokens(), 1)
-        with pytest.raises(Fenced, match="record a decision of run u"):
-            await ours.record_decision("u", 0, b"{}\n")
+            await ours.decisions(RUN, 0)
+        await coordinator_report(ours, RUN, [pod], Tokens(), 1)
+        with pytest.raises(Fenced, match="record a decision of run ns/u"):
+            await ours.record_decision(RUN, 0, b"{}\n")
         with pytest.raises(EndpointMissing, match=r"GET /v1/decisions\?offset=0: HTTP 404"):
-            await ours.decisions("u", 0)
+            await ours.decisions(RUN, 0)

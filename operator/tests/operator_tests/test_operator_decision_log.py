@@ -6,10 +6,8 @@ import asyncio
 import os
 import random
 import resource
-import threading
-import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from operator_tests.decision_service import opened
 from operator_tests.scaling import answer, evaluations, flat_curve, run, spec, status
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
@@ -25,9 +24,8 @@ from scalerl_api.wire import EvaluationPoint
 from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line
+from scalerl_operator.autoscaling.decision_log import PAGE_BYTES, Line, RecordError, known_of
 from scalerl_operator.autoscaling.forecast_request import question
-from scalerl_operator.autoscaling.log_storage import PAGE_BYTES, FileStorage, RecordError
 from scalerl_operator.autoscaling.models import Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.replay import under, verify
@@ -46,7 +44,7 @@ def record_run(
     path: Path, evaluated: list[EvaluationPoint], rules: AutoscalingSpec = RULES, every: int = 1
 ) -> list[Line]:
     """Decide at every evaluation of a run, with real forecasts."""
-    record, lines = DecisionRecord.open(path), []
+    record, lines = asyncio.run(opened(path)), []
     whole = run(rules.model_dump(by_alias=True, exclude_none=True), budget={"maxSeconds": 5_000})
     for count in range(1, len(evaluated) + 1, every):
         points = [point(e) for e in evaluated[:count]]
@@ -62,7 +60,6 @@ def record_run(
         seen = replace(seen, forecast=forecast, trouble=trouble)
         decision = decide(rules, seen, record.known.history)
         lines.append(asyncio.run(record.append("autoscale", rules, points, seen, decision)))
-    record.close()
     return lines
 
 
@@ -165,29 +162,27 @@ def test_another_decision_than_follows_is_named_by_field(recorded: tuple[bytes, 
     assert [(d.line, d.field) for d in found] == [(11, "decision.history.streak"), (12, "before.streak")]
 
 
-def test_reopen_resumes_and_truncates_partial_line(
+async def test_reopen_resumes_and_truncates_partial_line(
     tmp_path: Path, recorded: tuple[bytes, list[Line]]
 ) -> None:
     content, lines = recorded
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(content + content[:100])
-    record = DecisionRecord.open(path)
-    assert record.notes == ["decisions.jsonl: cut off 100 bytes of an unfinished last line"]
-    assert path.read_bytes() == content
+    assert known_of(path).sequence == len(lines)
+    record = await opened(path)
     assert record.known.history == lines[-1].decision.history
     assert record.known.sequence == len(lines)
     seen = lines[-1].observation
     points = list(record.known.points)
     decision = decide(RULES, seen, record.known.history)
-    asyncio.run(record.append("autoscale", RULES, points[:20], seen, decision))
-    record.close()
+    await record.append("autoscale", RULES, points[:20], seen, decision)
     _, found = verify(path.read_bytes())
     assert [d.field for d in found] == [
         "observation.points.used",
         "observation.points.version",
         "observation.points.digest",
     ]
-    assert DecisionRecord.open(path).known.points == points[:20]
+    assert known_of(path).points == points[:20]
 
 
 async def test_a_record_of_50_000_decisions_is_read_in_pages(
@@ -211,44 +206,33 @@ async def test_a_record_of_50_000_decisions_is_read_in_pages(
             file.write(msgspec.json.encode(line) + b"\n")
     size = path.stat().st_size
     tracemalloc.start()
-    loaded = await DecisionRecord.load(FileStorage(path))
+    loaded = await opened(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert loaded.known.sequence == 50_000
     assert peak < 16 * PAGE_BYTES < size
-    assert loaded.notes == []
+    assert known_of(path) == loaded.known
 
 
-def test_a_record_that_cannot_be_trusted_is_set_aside_and_not_acted_on(
-    tmp_path: Path, recorded: tuple[bytes, list[Line]]
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (
+            lambda content: content.replace(b'"streak":1', b'"streak":9', 1),
+            "does not follow from the line before",
+        ),
+        (lambda content: b'{"format":3}\n', "line 1: format 3; this program reads format 2"),
+        (lambda content: b'{"format":1}\n', "line 1: format 1; this program reads format 2"),
+    ],
+)
+def test_a_record_that_cannot_be_trusted_is_not_acted_on_and_left_as_it_is(
+    tmp_path: Path, recorded: tuple[bytes, list[Line]], spoil: Callable[[bytes], bytes], problem: str
 ) -> None:
-    path = tmp_path / "decisions.jsonl"
-    changed = recorded[0].replace(b'"streak":1', b'"streak":9', 1)
-    for attempt in (1, 2):
-        path.write_bytes(changed)
-        record = DecisionRecord.open(path)
-        assert record.known.history == History()
-        assert f"decisions-untrusted-{attempt}.jsonl" in record.notes[0]
-        assert (tmp_path / f"decisions-untrusted-{attempt}.jsonl").read_bytes() == changed
-        assert path.read_bytes() == b""
-        record.close()
-
-
-def test_a_newer_programs_record_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "decisions.jsonl"
-    path.write_bytes(b'{"format":3}\n')
-    with pytest.raises(RecordError, match="format 3"):
-        DecisionRecord.open(path)
-    assert path.read_bytes() == b'{"format":3}\n'
-
-
-def test_an_older_programs_record_is_set_aside(tmp_path: Path) -> None:
-    """Its decisions followed other rules."""
-    path = tmp_path / "decisions.jsonl"
-    path.write_bytes(b'{"format":1}\n')
-    (note,) = DecisionRecord.open(path).notes
-    assert "line 1: format 1; this program reads format 2" in note
-    assert (tmp_path / "decisions-untrusted-1.jsonl").exists()
+    path, content = tmp_path / "decisions.jsonl", spoil(recorded[0])
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=f"{problem}; repair it, or move it away"):
+        known_of(path)
+    assert path.read_bytes() == content
 
 
 @pytest.fixture
@@ -262,7 +246,7 @@ def little_space(tmp_path: Path) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None) -> None:
     path = tmp_path / "decisions.jsonl"
-    record = DecisionRecord.open(path)
+    record = asyncio.run(opened(path))
     evaluated = evaluations([0.2, 0.3])
     points = [point(e) for e in evaluated]
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
@@ -271,7 +255,7 @@ def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None)
         decision = decide(RULES, seen, record.known.history)
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
 
-    while path.stat().st_size < 3_000:
+    while not path.exists() or path.stat().st_size < 3_000:
         write()
     written = record.known.sequence
     with pytest.raises(RecordError, match="File too large"):
@@ -291,7 +275,7 @@ def test_what_is_written_is_on_disk_first(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
     path = tmp_path / "decisions.jsonl"
     record_run(path, evaluations([0.2]))
-    assert synced[-1] == path.stat().st_size > 0
+    assert path.stat().st_size in synced
 
 
 def test_the_same_policy_would_have_done_the_same(recorded: tuple[bytes, list[Line]]) -> None:
@@ -332,7 +316,7 @@ def test_any_recorded_history_is_reproduced(
 ) -> None:
     """Points may vanish in between, as after a restart from a checkpoint."""
     path = tmp_path_factory.mktemp("any") / "decisions.jsonl"
-    record = DecisionRecord.open(path)
+    record = asyncio.run(opened(path))
     whole = run()
     for count, (p_gain, reward) in enumerate(looks, 5):
         evaluated = evaluations([0.2 + 0.01 * i for i in range(count - (dropped if count % 2 else 0))])
@@ -350,32 +334,5 @@ def test_any_recorded_history_is_reproduced(
         )
         decision = decide(RULES, seen, record.known.history)
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
-    record.close()
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (len(looks), [])
-
-
-async def test_closing_waits_for_a_write_whose_caller_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the rest of the line would go into whatever file gets the descriptor next."""
-    path = tmp_path / "decisions.jsonl"
-    record, evaluated = DecisionRecord.open(path), evaluations([0.2, 0.3])
-    points = [point(e) for e in evaluated]
-    seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
-    real, writing = os.pwrite, threading.Event()
-
-    def slow(fd: int, content: bytes, offset: int) -> int:
-        writing.set()
-        time.sleep(0.2)
-        return real(fd, content, offset)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    decision = decide(RULES, seen, History())
-    task = asyncio.create_task(record.append("autoscale", RULES, points, seen, decision))
-    assert await asyncio.to_thread(writing.wait, 120)
-    task.cancel()
-    record.close()
-    assert len(verify(path.read_bytes())[0]) == 1
-    with pytest.raises(RecordError, match="closed"):
-        await record.append("autoscale", RULES, points, seen, decision)

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from operator_tests.scaling import status
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
-    CoordinatorReport,
     End,
     Ended,
     Job,
@@ -39,19 +38,19 @@ def spec(**changes: object) -> RunSpec:
     return RunSpec.model_validate(base | changes)
 
 
+def reported(phase: CoordinatorPhase, reason: str = "", seconds: float = 10.0) -> Status:
+    return status([], phase=phase, stop_reason=reason, wall_seconds=seconds, device_seconds=2 * seconds)
+
+
 SPEC = spec()
 DONE = Job(JobState.COMPLETE)
 RUNNING = LifecycleInput(
     100.0,
     prepare=DONE,
     trainer=Job(JobState.ACTIVE, 1),
-    coordinator_report=CoordinatorReport(CoordinatorPhase.RUNNING, "", Usage(10.0, 20.0)),
+    status=reported(CoordinatorPhase.RUNNING),
 )
 FIRST = Memory(attempt=1, ready_since=95.0)
-
-
-def coordinator_report(word: CoordinatorPhase, reason: str = "", seconds: float = 10.0) -> CoordinatorReport:
-    return CoordinatorReport(word, reason, Usage(seconds, 2 * seconds))
 
 
 def exists(decision: LifecycleDecision) -> tuple[bool, bool, int, int | None]:
@@ -60,7 +59,7 @@ def exists(decision: LifecycleDecision) -> tuple[bool, bool, int, int | None]:
 
 def test_silent_coordinator_does_not_increase_reconciles() -> None:
     """Its first answer wakes the run."""
-    assert decide(SPEC, replace(RUNNING, coordinator_report=None), FIRST).again_seconds == 5.0
+    assert decide(SPEC, replace(RUNNING, status=None), FIRST).again_seconds == 5.0
 
 
 def test_preparation_comes_before_anything_else() -> None:
@@ -94,16 +93,14 @@ def test_running_run_is_unchanged_and_polled() -> None:
 
 
 def test_budget_end_is_requested_and_completed() -> None:
-    spent = replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.RUNNING, seconds=1000.0))
+    spent = replace(RUNNING, status=reported(CoordinatorPhase.RUNNING, seconds=1000.0))
     assert decide(SPEC, spent, FIRST).request_stop == "maxSeconds"
-    known = replace(
-        RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, "maxSeconds", 1000.0)
-    )
+    known = replace(RUNNING, status=reported(CoordinatorPhase.FINISHING, "maxSeconds", 1000.0))
     decision = decide(SPEC, known, FIRST)
     assert (decision.phase, decision.request_stop, decision.trainer) == ("Finishing", None, 1)
     over = replace(
         known,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSeconds", 1001.0),
+        status=reported(CoordinatorPhase.FINISHED, "maxSeconds", 1001.0),
         trainer=Job(JobState.COMPLETE, 1),
     )
     outcome = decide(SPEC, over, FIRST).memory.outcome
@@ -118,7 +115,7 @@ def test_budget_end_is_requested_and_completed() -> None:
 def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:
     """All ranks were told to leave, as at a node drain: exit 0, but the run is not over."""
     left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
-    silent = decide(SPEC, replace(left, coordinator_report=None), FIRST)
+    silent = decide(SPEC, replace(left, status=None), FIRST)
     assert (silent.trainer, silent.memory) == (1, FIRST)
     decision = decide(SPEC, left, FIRST)
     assert decision.memory.last_recorded_attempt == 1
@@ -193,7 +190,7 @@ def test_the_coordinator_has_a_budget_of_restarts() -> None:
 def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
     over = replace(
         RUNNING,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSteps"),
+        status=reported(CoordinatorPhase.FINISHED, "maxSteps"),
         trainer=Job(JobState.FAILED, 1, (Ended(139),)),
     )
     outcome = decide(SPEC, over, FIRST).memory.outcome
@@ -203,7 +200,7 @@ def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
 
 def test_what_never_began_has_nothing_to_save() -> None:
     """It waits for a queue, for a node or for an image that there is not."""
-    waiting = replace(RUNNING, coordinator_report=None, deleting=True)
+    waiting = replace(RUNNING, status=None, deleting=True)
     assert decide(SPEC, waiting, Memory(attempt=1)).release
     held = replace(waiting, trainer=Job(JobState.ACTIVE, 1, held=True))
     assert decide(SPEC, held, FIRST).release
@@ -230,12 +227,12 @@ def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> 
     )
     left = replace(
         stale,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
+        status=reported(CoordinatorPhase.FINISHED, INTERRUPTED),
         trainer=Job(JobState.COMPLETE, 1, stale=True),
     )
     decision = decide(SPEC, left, decision.memory)
     assert exists(decision) == (False, False, 0, None)
-    gone = replace(left, coordinator_report=None, prepare=Job(), trainer=Job())
+    gone = replace(left, status=None, prepare=Job(), trainer=Job())
     decision = decide(SPEC, gone, decision.memory)
     assert exists(decision) == (True, False, 0, None)
     decision = decide(SPEC, replace(gone, prepare=DONE), decision.memory)
@@ -263,14 +260,14 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
     )
     told = replace(
         seen,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, INTERRUPTED),
+        status=reported(CoordinatorPhase.FINISHING, INTERRUPTED),
         unix_seconds=110.0,
     )
     decision = decide(SPEC, told, decision.memory)
     assert (decision.request_stop, decision.memory.drain_since) == (None, 100.0)
     left = replace(
         told,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
+        status=reported(CoordinatorPhase.FINISHED, INTERRUPTED),
         trainer=Job(JobState.COMPLETE, 1),
     )
     decision = decide(SPEC, left, decision.memory)
@@ -279,7 +276,7 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
         (False, False, 0, None),
         None,
     )
-    quiet = replace(left, coordinator_report=None, trainer=Job(), prepare=Job())
+    quiet = replace(left, status=None, trainer=Job(), prepare=Job())
     assert decide(SPEC, quiet, decision.memory).memory == decision.memory, "a run at rest changes nothing"
     decision = decide(SPEC, replace(quiet, suspend=False), decision.memory)
     assert decision.memory.resumed
@@ -288,7 +285,7 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
     back = replace(
         RUNNING,
         trainer=Job(JobState.ACTIVE, 1),
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, INTERRUPTED),
+        status=reported(CoordinatorPhase.FINISHED, INTERRUPTED),
     )
     decision = decide(SPEC, back, decision.memory)
     assert (decision.request_stop, decision.phase, decision.memory.outcome) == ("", "Running", None)
@@ -303,7 +300,7 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
 
 
 def test_drain_deletes_the_trainer_job_when_the_coordinator_stays_unreachable() -> None:
-    silent = replace(RUNNING, suspend=True, coordinator_report=None)
+    silent = replace(RUNNING, suspend=True, status=None)
     decision = decide(SPEC, silent, FIRST)
     assert (decision.trainer, decision.memory.unreachable_since) == (1, 100.0)
     late = replace(silent, unix_seconds=100.0 + COORDINATOR_TIMEOUT_SECONDS)
@@ -336,12 +333,10 @@ def test_drain_waits_for_a_coordinator_that_restarts(drains: dict[str, Any]) -> 
     for passed, answer in [
         (0.0, None),
         (COORDINATOR_TIMEOUT_SECONDS - 1.0, None),
-        (1.0, RUNNING.coordinator_report),
+        (1.0, RUNNING.status),
     ] * 4:
         now += passed
-        decision = decide(
-            SPEC, replace(RUNNING, unix_seconds=now, coordinator_report=answer, **drains), memory
-        )
+        decision = decide(SPEC, replace(RUNNING, unix_seconds=now, status=answer, **drains), memory)
         assert decision.trainer == 1
         memory = decision.memory
     assert now - 100.0 > 2 * COORDINATOR_TIMEOUT_SECONDS
@@ -351,18 +346,18 @@ def test_forecast_stop_suspends_until_resumed() -> None:
     assert decide(SPEC, replace(RUNNING, stop=FORECAST), FIRST).request_stop == FORECAST
     broken = replace(
         RUNNING,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, BROKEN),
+        status=reported(CoordinatorPhase.FINISHED, BROKEN),
         trainer=Job(JobState.COMPLETE, 1),
     )
     assert decide(spec(autoscaling={"onStop": "Complete"}), broken, FIRST).set_suspend, (
         "what is held can be resumed"
     )
     # Another leader knows nothing of the decision, and holds on to it all the same.
-    told = replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHING, FORECAST))
+    told = replace(RUNNING, status=reported(CoordinatorPhase.FINISHING, FORECAST))
     assert decide(SPEC, told, FIRST).request_stop is None
     over = replace(
         RUNNING,
-        coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, FORECAST),
+        status=reported(CoordinatorPhase.FINISHED, FORECAST),
         trainer=Job(JobState.COMPLETE, 1),
     )
     decision = decide(SPEC, over, FIRST)
@@ -371,20 +366,18 @@ def test_forecast_stop_suspends_until_resumed() -> None:
         True,
         Suspension.ASKED,
     )
-    gone = replace(over, coordinator_report=None, trainer=Job(), prepare=Job())
+    gone = replace(over, status=None, trainer=Job(), prepare=Job())
     again = decide(SPEC, gone, decision.memory)
     assert (again.set_suspend, exists(again)) == (True, (False, False, 0, None))
     rest = decide(SPEC, replace(gone, suspend=True), again.memory)
     assert (rest.set_suspend, rest.memory.rest) == (False, Suspension.YES)
     resumed = decide(SPEC, gone, rest.memory).memory
-    back = replace(
-        RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, FORECAST), trainer=Job()
-    )
+    back = replace(RUNNING, status=reported(CoordinatorPhase.FINISHED, FORECAST), trainer=Job())
     decision = decide(SPEC, back, resumed)
     assert (decision.request_stop, decision.trainer, decision.memory.outcome) == ("", 1, None)
     decision = decide(
         SPEC,
-        replace(RUNNING, coordinator_report=coordinator_report(CoordinatorPhase.RUNNING)),
+        replace(RUNNING, status=reported(CoordinatorPhase.RUNNING)),
         decision.memory,
     )
     assert not decision.memory.resumed
@@ -400,7 +393,7 @@ def test_forecast_stop_suspends_until_resumed() -> None:
         (LifecycleInput(0.0), True),
         (LifecycleInput(0.0, prepare=Job(JobState.ACTIVE)), True),
         (RUNNING, False),
-        (replace(RUNNING, coordinator_report=None), False),
+        (replace(RUNNING, status=None), False),
         (replace(RUNNING, trainer=Job(JobState.COMPLETE, 1)), True),
         (replace(RUNNING, trainer=Job(JobState.FAILED, 1)), True),
         (replace(RUNNING, trainer=Job(JobState.LEAVING, 1)), False),
@@ -495,7 +488,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                 memory = stored
             case "look":
                 stored = memory
-                heard_now = CoordinatorReport(word, reason, Usage(1.0, 1.0)) if answers and serving else None
+                heard_now = reported(word, reason, 1.0) if answers and serving else None
                 decision = decide(
                     spec(trainer={"maxRestarts": 1000}),
                     LifecycleInput(
@@ -505,7 +498,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                         serving=serving,
                         prepare=prepare,
                         trainer=trainer,
-                        coordinator_report=heard_now,
+                        status=heard_now,
                         stop=forecast,
                     ),
                     memory,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from operator_tests.children import Harness, eventually, run_spec, workload
+from operator_tests.decision_service import DecisionService, opened
 from operator_tests.scaling import evaluations, run, spec, status
 from scalerl_api.wire import BROKEN, FORECAST
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.log_storage import RecordError
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.local import local_autoscaler
@@ -30,7 +30,7 @@ CURVE = evaluations([0.2, 0.3])
 
 async def recorded(tmp_path: Path, mode: str, wanted: int, to: int | None) -> DecisionRecord:
     """A record whose last line has seen ``wanted`` generators, and decided on ``to``."""
-    record = DecisionRecord.open(tmp_path / "decisions.jsonl")
+    record = await opened(tmp_path / "decisions.jsonl")
     points = [point(e) for e in CURVE]
     seen = observe(run(), status(CURVE), points, Generators(wanted=wanted, ready=wanted), unix_seconds=1.7e9)
     action = Action() if to is None else Action(kind="scale", generators=to)
@@ -55,7 +55,7 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 ) -> None:
     record = await recorded(tmp_path, recorded_mode, wanted, to)
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}} | rules)
-    found, message = resumed_plan(plan(made), made.spec, record)
+    found, message = resumed_plan(plan(made), made.spec, record.known)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert found.workload(Role.TRAINER) == plan(made).workload(Role.TRAINER)
     assert bool(message) == (expected != 1)
@@ -63,8 +63,8 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 
 async def test_a_first_start_is_the_specs(tmp_path: Path) -> None:
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}})
-    record = DecisionRecord.open(tmp_path / "decisions.jsonl")
-    assert resumed_plan(plan(made), made.spec, record) == (plan(made), "")
+    record = await opened(tmp_path / "decisions.jsonl")
+    assert resumed_plan(plan(made), made.spec, record.known) == (plan(made), "")
 
 
 @pytest.mark.parametrize(("devices", "expected"), [("0,1,2,3,4", 4), ("0,1,2", 1)])
@@ -78,7 +78,7 @@ async def test_devices_that_are_gone_are_not_waited_for(
         generator={"devices": 1},
         trainer={"devices": 1},
     )
-    found, message = resumed_plan(plan(made), made.spec, record)
+    found, message = resumed_plan(plan(made), made.spec, record.known)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert ("3 found on this machine" in message) == (expected == 1)
 
@@ -90,7 +90,7 @@ async def deciding(
     """The autoscaler of a run whose last decision, of an earlier process, was ``action``; ``changes`` of its first status."""
     monkeypatch.setattr(local_autoscaler, "_TICK_SECONDS", 0.01)
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}}).spec
-    record = DecisionRecord.open(tmp_path / "decisions.jsonl")
+    record = await opened(tmp_path / "decisions.jsonl")
     points = [point(e) for e in CURVE]
     observation = observe(made, status(CURVE), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
     decision = Decision(state=state, reasons=["so"], action=action, history=History())
@@ -99,7 +99,14 @@ async def deciding(
         tmp_path, workload(Role.GENERATOR, Lifetime.SERVICE, "-c", "import time; time.sleep(600)")
     )
     events: list[Event] = []
-    autoscaler = LocalAutoscaler(made, harness.runtime, record, token="secret", on_event=events.append)
+    autoscaler = LocalAutoscaler(
+        made,
+        harness.runtime,
+        DecisionService(path=tmp_path / "decisions.jsonl").record(),
+        applied=record.known.sequence - 1,
+        token="secret",
+        on_event=events.append,
+    )
     autoscaler.observe(status(changes.pop("points", []), **changes))
     runtime = asyncio.create_task(harness.runtime.run())
     task = asyncio.create_task(autoscaler.run())
@@ -111,8 +118,6 @@ async def deciding(
         await asyncio.gather(task, return_exceptions=True)
         harness.runtime.stop()
         await asyncio.wait_for(runtime, 120)
-        with pytest.raises(RecordError, match="closed"):
-            await record.append("autoscale", made.autoscaling, points, observation, decision)
 
 
 async def test_a_recorded_stop_is_carried_out_after_a_restart(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -76,12 +76,15 @@ async def test_status_and_stop_carry_token_and_wire_version() -> None:
     sent = status(step=7)
     async with (
         coordinator(lambda: _ok(sent)) as (url, requests),
-        CoordinatorClient(url, "secret") as client,
+        aclosing(CoordinatorClient(url, "secret")) as client,
     ):
         assert await client.status() == sent
     assert requests[0].headers["authorization"] == "Bearer secret"
     assert requests[0].headers["x-scalerl-wire"] == str(WIRE_VERSION)
-    async with coordinator(lambda: _ok(Ack())) as (url, requests), CoordinatorClient(url, "secret") as client:
+    async with (
+        coordinator(lambda: _ok(Ack())) as (url, requests),
+        aclosing(CoordinatorClient(url, "secret")) as client,
+    ):
         await client.stop("enough")
     assert requests[0].path == "/v1/stop"
     assert msgspec.msgpack.decode(await requests[0].read(), type=Stop) == Stop(reason="enough")
@@ -105,7 +108,7 @@ async def test_bad_answers(code: int, body: Any, error: type[Exception], words: 
     async def answer() -> web.Response:
         return web.Response(status=code, body=msgspec.msgpack.encode(body))
 
-    async with coordinator(answer) as (url, _), CoordinatorClient(url, "t") as client:
+    async with coordinator(answer) as (url, _), aclosing(CoordinatorClient(url, "t")) as client:
         with pytest.raises(error, match=words):
             await client.status()
 
@@ -129,7 +132,10 @@ async def test_coordinator_of_an_earlier_release_is_called_in_its_own_version(sp
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
-    async with TestServer(app) as server, CoordinatorClient(str(server.make_url("")), "t") as client:
+    async with (
+        TestServer(app) as server,
+        aclosing(CoordinatorClient(str(server.make_url("")), "t")) as client,
+    ):
         assert await client.status() == status(step=7)
         await client.stop("enough")
     assert stops == ["enough"]
@@ -142,10 +148,13 @@ async def test_no_answer_and_a_slow_answer_are_unreachable() -> None:
         await asyncio.sleep(5)
         return web.Response()
 
-    async with coordinator(slow) as (url, _), CoordinatorClient(url, "t", timeout_seconds=0.2) as client:
+    async with (
+        coordinator(slow) as (url, _),
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=0.2)) as client,
+    ):
         with pytest.raises(CoordinatorUnreachable):
             await client.status()
-    async with CoordinatorClient(url, "t") as client:
+    async with aclosing(CoordinatorClient(url, "t")) as client:
         with pytest.raises(CoordinatorUnreachable):
             await client.status()
 

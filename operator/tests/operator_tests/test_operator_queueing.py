@@ -9,7 +9,7 @@ import pytest
 
 from operator_tests.manifests import UID, cluster_run, context
 from operator_tests.test_operator_degraded import QUIET
-from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, coordinator_report, exists
+from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, reported
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
@@ -82,7 +82,7 @@ def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while(
     long = replace(short, unix_seconds=100.0 + HELD_SECONDS)
     decision = decide(SPEC, long, decision.memory)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
-    back = replace(long, coordinator_report=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
+    back = replace(long, status=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
     decision = decide(SPEC, back, decision.memory)
     assert (decision.phase, exists(decision), decision.memory.attempt) == ("Running", (True, True, 1, 1), 1)
     assert decision.memory.held_since is None
@@ -111,9 +111,7 @@ def test_next_attempt_is_admitted_again_while_others_stay() -> None:
 
 
 def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> None:
-    over = replace(
-        QUEUED, coordinator_report=coordinator_report(CoordinatorPhase.FINISHED, "maxSteps"), trainer=HELD
-    )
+    over = replace(QUEUED, status=reported(CoordinatorPhase.FINISHED, "maxSteps"), trainer=HELD)
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
     assert outcome.reason == "BudgetReached"

@@ -21,7 +21,7 @@ from operator_tests.manifests import (
 )
 from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
 from scalerl_operator import names
-from scalerl_operator.build import names_of, render, secret
+from scalerl_operator.build import render, secret
 from scalerl_operator.build.scope import Desired
 from scalerl_trainer.launch import rank_environments
 
@@ -82,14 +82,6 @@ def test_render_shortens_a_long_name() -> None:
         assert all(len(label) <= 63 for label in metadata["labels"].values())
 
 
-@pytest.mark.parametrize("claim", [None, "shared"])
-def test_names_of_equals_the_rendered_names(claim: str | None) -> None:
-    run = cluster_run(storage={"claimName": claim} if claim else {})
-    objects = [*rendered(run).values(), secret(run, UID, "")]
-    named = sorted((obj["kind"], obj["metadata"]["name"]) for obj in objects)
-    assert sorted(names_of(run)) == named
-
-
 def test_claim_has_the_fields_of_the_spec() -> None:
     storage = {
         "size": "2048Gi",
@@ -100,7 +92,7 @@ def test_claim_has_the_fields_of_the_spec() -> None:
     claim = rendered(cluster_run(storage=storage))["PersistentVolumeClaim/run"]
     assert claim["spec"] == {
         "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": "2Ti"}},
+        "resources": {"requests": {"storage": "2048Gi"}},
         "storageClassName": "nfs",
     }
     assert claim["metadata"]["ownerReferences"]

@@ -1,4 +1,4 @@
-"""``spec_hash`` and ``raw_hash``: which fields replace pods, and which repeat the preflight."""
+"""``spec_hash``: which fields replace pods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from operator_tests.manifests import (
 )
 from scalerl_api.spec import RunSpec
 from scalerl_operator import names
-from scalerl_operator.build import raw_hash, render, spec_hash
+from scalerl_operator.build import render, spec_hash
 from scalerl_operator.build.scope import _SWITCHES, Images
 from scalerl_operator.workloads import Role
 
@@ -139,16 +139,3 @@ def test_spec_hash_does_not_depend_on_the_operator() -> None:
         old["Job"]["metadata"]["annotations"][names.RENDERED_HASH]
         != new["Job"]["metadata"]["annotations"][names.RENDERED_HASH]
     )
-
-
-def test_raw_hash_covers_pods_and_not_the_recipe() -> None:
-    same = raw_hash(cluster_run("a", budget={"maxSteps": 3}))
-    assert raw_hash(cluster_run("b", budget={"maxSteps": 4})) == same
-    others = [
-        {"podTemplate": {"nodeSelector": {"a": "b"}}},
-        {"trainer": {"podTemplate": {"labels": {"a": "b"}}}},
-        {"deviceResource": "amd.com/gpu"},
-        {"images": {"trainer": "mine:1"}},
-    ]
-    hashes = [raw_hash(cluster_run("a", budget={"maxSteps": 3}, **spec)) for spec in others]
-    assert len({same, *hashes}) == 5

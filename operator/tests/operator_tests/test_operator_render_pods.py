@@ -159,7 +159,7 @@ def test_pod_templates_of_run_and_role_are_merged() -> None:
     assert spec["affinity"] == {"nodeAffinity": {}}
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
     shm = next(v for v in spec["volumes"] if v["name"] == "scalerl-shm")
-    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8192Mi"}
     assert environment(container(trainer, "trainer")).items() >= {"A": "all", "B": "trainer"}.items()
     assert environment(container(objects["Job/prepare"], "prepare"))["B"] == "trainer"
     assert pod_spec(generator)["nodeSelector"] == {"pool": "all"}

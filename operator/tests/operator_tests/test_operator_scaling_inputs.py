@@ -119,11 +119,11 @@ def test_without_a_measured_pace_there_is_no_price_and_no_reach() -> None:
 
 def look(meter: LoadMeter, seconds: float, generators: Generators = ONE, **changes: Any) -> Any:
     values = {"wall_seconds": seconds, "device_seconds": 2 * seconds, "step": int(seconds)} | changes
-    return meter.measure(status(evaluations([0.2]), **values), generators)
+    return meter.measure(run(), status(evaluations([0.2]), **values), generators)
 
 
 def test_load_covers_window_and_restarts() -> None:
-    meter = LoadMeter(run())
+    meter = LoadMeter()
     assert look(meter, 100.0) is None
     window = look(meter, 160.0)
     assert (window.seconds, window.steps, window.trainer_busy, window.generator_busy) == (60.0, 60, 0.5, 0.5)

@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from operator_tests.decision_service import DecisionService
 from operator_tests.scaling import EVERY, run, status
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import verify
@@ -37,22 +37,25 @@ class Watched:
         **sidecar: Any,
     ) -> None:
         self.path, self.clock = path, Clock()
-        self.record = DecisionRecord.open(path)
+        self.record = DecisionService(path=path).record()
         quick = {"timeout_seconds": 20.0, "attempts": 2, "backoff_seconds": 0.01} | sidecar
         self.scaler = Autoscaler(
+            "a run",
             run({"stopAfter": 2} | (autoscaling or {}), budget={"maxSeconds": 1_000_000}),
             self.record,
             Sidecar(lambda: url, **quick),
-            resumed=resumed,
             earlier=earlier,
             unix=lambda: self.clock.unix,
             monotonic=lambda: self.clock.monotonic,
         )
+        self.scaler.resumed = resumed
 
     async def step(
         self, points: list[EvaluationPoint], generators: Generators = ONE, **changes: Any
     ) -> Step | None:
         self.clock.unix += EVERY
+        if not self.record.loaded:
+            await self.record.load()
         return await asyncio.wait_for(self.scaler.step(status(points, **changes), generators), 120)
 
     async def must(self, points: list[EvaluationPoint], **changes: Any) -> Step:

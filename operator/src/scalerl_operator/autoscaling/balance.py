@@ -12,7 +12,6 @@ each change against the one before waits twice as long, so that a run between tw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -95,67 +94,47 @@ def _step(load: Load, generators: int) -> tuple[int, str]:
     return 0, f"in balance ({busy})"
 
 
-@dataclass(frozen=True)
-class _Totals:
-    seconds: float
-    alive_seconds: float
-    trainer_busy_seconds: float
-    generator_busy_seconds: float
-    steps: int
-    stale: int
-    delivered: int
-
-
 class LoadMeter:
-    """How busy trainer and generators were in a window, from totals of the whole run.
+    """Measures the load over a window, which restarts with :meth:`restart`, and whenever the generators or the clock change."""
 
-    The window restarts with :meth:`restart`, and whenever the generators or the clock change.
-    """
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._generator_devices = max(1, spec.generator.devices)
-        self._trainer_devices = spec.trainer.ranks
-        self._step_rollouts = spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt
-        self._start: _Totals | None = None
-        self._generators: Generators | None = None
+    def __init__(self) -> None:
+        self._start: tuple[Status, Generators] | None = None
 
     def restart(self) -> None:
         """Starts a new window."""
         self._start = None
 
-    def measure(self, status: Status, generators: Generators) -> Load | None:
+    def measure(self, spec: RunSpec, status: Status, generators: Generators) -> Load | None:
         """The window so far; None where it begins."""
-        now = self._totals(status)
-        start = self._start
-        steady = generators == self._generators and generators.ready == generators.wanted
-        if start is None or not steady or now.seconds < start.seconds or now.steps < start.steps:
-            self._start, self._generators = now, generators
+        start, before = self._start or (status, None)
+        steady = generators == before and generators.ready == generators.wanted
+        if not steady or status.wall_seconds < start.wall_seconds or status.step < start.step:
+            # Without its curves, which may be long.
+            self._start = replace(status, points=[], set_points={}), generators
             return None
-        seconds, alive = now.seconds - start.seconds, now.alive_seconds - start.alive_seconds
-        delivered = now.delivered - start.delivered
-        stale = now.stale - start.stale
-        return Load(
-            seconds=seconds,
-            steps=now.steps - start.steps,
-            trainer_busy=_fraction(now.trainer_busy_seconds - start.trainer_busy_seconds, seconds),
-            generator_busy=_fraction(now.generator_busy_seconds - start.generator_busy_seconds, alive),
-            queued_steps=status.counts.queued / self._step_rollouts,
-            stale_share=_fraction(stale, delivered + stale),
-        )
+        return load(spec, start, status)
 
-    def _totals(self, status: Status) -> _Totals:
+
+def load(spec: RunSpec, start: Status, end: Status) -> Load:
+    """How busy trainer and generators were between two statuses, which have totals of the whole run."""
+
+    def alive_seconds(status: Status) -> float:
         # The coordinator counts a generator's devices while it is there and the trainer's always.
-        alive = status.device_seconds - self._trainer_devices * status.wall_seconds
-        alive = max(0.0, alive / self._generator_devices)
-        return _Totals(
-            seconds=status.wall_seconds,
-            alive_seconds=alive,
-            trainer_busy_seconds=status.trainer_busy_fraction * status.wall_seconds,
-            generator_busy_seconds=status.generator_busy_fraction * alive,
-            steps=status.step,
-            stale=status.counts.stale,
-            delivered=status.counts.acknowledged,
-        )
+        of_generators = status.device_seconds - spec.trainer.ranks * status.wall_seconds
+        return max(0.0, of_generators / max(1, spec.generator.devices))
+
+    seconds, alive = end.wall_seconds - start.wall_seconds, alive_seconds(end) - alive_seconds(start)
+    busy = end.trainer_busy_fraction * end.wall_seconds - start.trainer_busy_fraction * start.wall_seconds
+    generating = [status.generator_busy_fraction * alive_seconds(status) for status in (start, end)]
+    stale = end.counts.stale - start.counts.stale
+    return Load(
+        seconds=seconds,
+        steps=end.step - start.step,
+        trainer_busy=_fraction(busy, seconds),
+        generator_busy=_fraction(generating[1] - generating[0], alive),
+        queued_steps=end.counts.queued / (spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt),
+        stale_share=_fraction(stale, end.counts.acknowledged - start.counts.acknowledged + stale),
+    )
 
 
 def _fraction(part: float, whole: float) -> float:

@@ -1,6 +1,6 @@
 """``decisions.jsonl``: every decision with all its inputs, one JSON object a line.
 
-A line is written (:mod:`.log_storage`) before its action is carried out. Each line carries its number and the history
+A line is written before its action is carried out. Each line carries its number and the history
 that it was decided with, so that a missing and an added line are found. Points are recorded as what changed: ``kept`` of
 those known before, then ``added``.
 """
@@ -11,26 +11,38 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
-from scalerl_operator.autoscaling.log_storage import FileStorage, RecordError, RecordLost, Storage
+from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_operator.autoscaling.observation import Point
+from scalerl_operator.coordinator_client import (
+    CoordinatorRefused,
+    CoordinatorUnreachable,
+    EndpointMissing,
+    OffsetSuperseded,
+)
+from scalerl_operator.kube.errors import Fenced
 
 FORMAT: Final = 2
+FILE: Final = "decisions.jsonl"
+PAGE_BYTES: Final = 2**20
 REASON_CHARACTERS: Final = 1000
 """Of a reason in the status."""
 
 Policy = Literal["autoscale", "balance"]
+
+
+class RecordError(Exception):
+    """The record cannot be read or written; the message says why. Nothing may be acted on that is not in it."""
 
 
 class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -53,14 +65,11 @@ class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 @dataclass(frozen=True)
 class Read:
-    """A line as it stands in a record. line: None if it is none, and then ``problem`` says why; newer: a program of
-    the future wrote it.
-    """
+    """A line as it stands in a record. line: None if it is none, and then ``problem`` says why."""
 
     number: int
     line: Line | None
     problem: str = ""
-    newer: bool = False
 
 
 @dataclass
@@ -118,8 +127,7 @@ def read(content: bytes, first: int = 1) -> Iterator[Read]:
         try:
             format_ = msgspec.json.decode(raw, type=_Format).format
             if format_ != FORMAT:
-                problem = f"format {format_}; this program reads format {FORMAT}"
-                yield Read(number, None, problem, newer=format_ > FORMAT)
+                yield Read(number, None, f"format {format_}; this program reads format {FORMAT}")
                 continue
             line = msgspec.json.decode(raw, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -135,43 +143,49 @@ class _Format(msgspec.Struct):
 
 
 class DecisionRecord:
-    """The record of one run; one process and one caller at a time appends to it.
+    """The record of one run, in ``decisions.jsonl`` on the run's volume, which its coordinator reads and writes.
 
-    notes: what was repaired when it was opened, for the user.
-    known: what its lines come to.
+    Two operators may write at once, when one has lost its lease and does not know yet. Every line therefore names the offset that
+    it follows: of two lines at one offset the coordinator refuses the second, and its sender reads the log again.
+
+    read_page, write_line: see :class:`.CoordinatorClient`. known: what its lines come to. loaded: it was read once.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(
+        self,
+        read_page: Callable[[int], Awaitable[DecisionLines]],
+        write_line: Callable[[int, bytes], Awaitable[None]],
+    ) -> None:
         self.known = Known()
-        self.notes: list[str] = []
-        self._storage = storage
+        self.loaded = False
+        self._read_page = read_page
+        self._write_line = write_line
         self._size = 0
-        self._lost = False
+        self._stale = True
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """As :meth:`load`, of a file; waits for it."""
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, cls.load(FileStorage(path))).result()
-
-    @classmethod
-    async def load(cls, storage: Storage) -> Self:
-        """Open or begin a record. An unfinished last line is cut off; one that cannot be trusted is set aside.
+    async def load(self) -> None:
+        """Read the log.
 
         Raises:
-            RecordError: it cannot be read, a newer program wrote it, or its storage sets nothing aside.
+            RecordError: it cannot be read, another release wrote it, or it was edited and is to be repaired where it is.
         """
-        record = cls(storage)
+        content, offset, size = _Reader(), 0, 1
         try:
-            await record._load()
-        except BaseException:
-            storage.close()
-            raise
-        return record
-
-    def close(self) -> None:
-        """Give the record up, once a write under way has ended."""
-        self._storage.close()
+            while offset < size:
+                page = await self._read_page(offset)
+                if not page.content and page.size > offset:
+                    text = f"{FILE} ends at byte {offset} of {page.size}: it was cut while it was read"
+                    raise RecordError(text)
+                # In a thread: a long record takes its time.
+                await asyncio.to_thread(content.add, page.content)
+                offset += len(page.content)
+                size = page.size if page.size >= 0 else offset
+        except EndpointMissing as error:
+            text = "the run's coordinator, of an earlier release, keeps no decisions; suspend and resume the run to replace it"
+            raise RecordError(text) from error
+        except (CoordinatorUnreachable, CoordinatorRefused) as error:
+            raise RecordError(f"{FILE} cannot be read: {error}") from error
+        self._size, self.known, self.loaded, self._stale = content.size, content.known, True, False
 
     async def append(
         self,
@@ -181,15 +195,15 @@ class DecisionRecord:
         observation: Observation,
         decision: Decision,
     ) -> Line:
-        """Write one decision, made from ``known.history``, and have it kept.
+        """Write one decision, made from ``known.history``; it is on disk when this returns.
 
         Raises:
-            RecordError: it is not in the record. Where another operator has written meanwhile, the record was read again,
-                and the decision has to be made again from the new ``known``.
+            RecordError: it is not in the record, or it is unknown whether it is. Where another operator has written meanwhile, the
+                record was read again, and the decision has to be made again from the new ``known``.
         """
-        if self._lost:
-            await self._load()
-            raise RecordLost(f"{self._storage.name}: read again; the decision has to be made again")
+        if self._stale:
+            await self.load()
+            raise RecordError(f"{FILE} was read again; the decision has to be made again")
         kept = _common(self.known.points, points)
         line = Line(
             format=FORMAT,
@@ -204,39 +218,39 @@ class DecisionRecord:
             decision=decision,
         )
         content = msgspec.json.encode(line) + b"\n"
-        self._lost = True  # also for a caller that is cancelled meanwhile
+        self._stale = True  # also for a caller that is cancelled meanwhile
         try:
-            await self._storage.append(content, self._size)
-        except RecordLost:
+            await self._write_line(self._size, content)
+        except (CoordinatorUnreachable, OffsetSuperseded) as error:
+            # Another operator wrote, or it is unknown whether this line was written.
             with contextlib.suppress(RecordError):
-                await self._load()
-            raise
-        except RecordError:
-            self._lost = False
-            raise
-        self._lost = False
+                await self.load()
+            raise RecordError(f"{FILE} could not be written: {error}") from error
+        except (CoordinatorRefused, Fenced) as error:
+            self._stale = False
+            raise RecordError(f"{FILE} cannot be written: {error}") from error
+        self._stale = False
         self._size += len(content)
         self.known.add(line)
         return line
 
-    async def _load(self) -> None:
-        content = _Reader()
-        async with contextlib.aclosing(self._storage.pages()) as pages:
-            async for page in pages:
-                # In a thread: a long record takes its time.
-                await asyncio.to_thread(content.add, page)
-                if content.problem:
-                    break
-        note = ""
-        if content.problem:
-            aside = await self._storage.set_aside(content.problem)
-            restart = "and decisions restart: nothing that cannot be trusted is acted on"
-            note, content = f"{content.problem}; moved to {aside}, {restart}", _Reader()
-        elif content.partial:
-            note = f"cut off {len(content.partial)} bytes of an unfinished last line"
-        await self._storage.append(b"", content.size)
-        self._size, self.known, self._lost = content.size, content.known, False
-        self.notes += [f"{self._storage.name}: {note}"] if note else []
+
+def known_of(path: Path) -> Known:
+    """What the lines of a file come to; there is none before the first decision.
+
+    Raises:
+        RecordError: as :meth:`DecisionRecord.load`.
+    """
+    content = _Reader()
+    try:
+        with path.open("rb") as file:
+            while page := file.read(PAGE_BYTES):
+                content.add(page)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from error
+    return content.known
 
 
 def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
@@ -245,40 +259,36 @@ def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
 
 
 class _Reader:
-    """Adds up a record that is read in pages.
+    """Adds up a record that is read in pages, which may end within a line.
 
-    known: what its whole lines come to. size: their bytes. partial: what follows them.
-    problem: the first thing wrong with the lines; what follows it is not read.
+    known: what its whole lines come to. size: their bytes.
     """
 
     def __init__(self) -> None:
         self.known = Known()
         self.size = 0
-        self.partial = b""
-        self.problem = ""
+        self._partial = b""
         self._next_line = 1
 
     def add(self, page: bytes) -> None:
         """The next page.
 
         Raises:
-            RecordError: a newer program wrote a line.
+            RecordError: a line is not what it should be, or of another release.
         """
-        content = self.partial + page
+        content = self._partial + page
         end = content.rfind(b"\n") + 1
         for one in read(content[:end], self._next_line):
-            if one.newer:
-                raise RecordError(f"line {one.number}: {one.problem}")
-            if one.line is None:
-                self.problem = f"line {one.number}: {one.problem}"
-                return
-            if (one.line.sequence, one.line.before) != (self.known.sequence, self.known.history):
-                self.problem = f"line {one.number}: does not follow from the line before"
-                return
-            self.known.add(one.line)
+            line, problem = one.line, one.problem
+            if line is not None and (line.sequence, line.before) != (self.known.sequence, self.known.history):
+                line, problem = None, "does not follow from the line before"
+            if line is None:
+                repair = "repair it, or move it away on the run's volume to start an empty one"
+                raise RecordError(f"{FILE}: line {one.number}: {problem}; {repair}")
+            self.known.add(line)
             self._next_line = one.number + 1
         self.size += end
-        self.partial = content[end:]
+        self._partial = content[end:]
 
 
 def _common(before: Sequence[Point], now: Sequence[Point]) -> int:

@@ -1,10 +1,9 @@
-"""The request to the sidecar: its content, from the points and the spec; and the answer, checked, or the reason for none."""
+"""The request to the curve-fit sidecar, from the points and the spec, and the check of its answer. Pure."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 from msgspec import UNSET
 
@@ -18,14 +17,8 @@ from scalerl_operator.autoscaling.throughput import left, pace_now, reach
 
 T = TypeVar("T")
 
-BOUND_SECONDS: Final = 60.0
-"""For all attempts of one question together."""
-AT_ONCE: Final = 8
-"""Questions under way at a time: a thousand runs that ask at once would time each other out."""
-NO_ANSWER: Final = "no forecast"
 UNBELIEVABLE: Final = "the forecast cannot be believed"
-REFUSED: Final = "the forecast was refused"
-"""How the reasons for no forecast begin: no usable answer, or unusable points."""
+"""How the trouble of a decision begins whose forecast has an :func:`implausibility`."""
 _LONGEST: Final = 80
 SAME: Final = 1e-9
 """Relative difference of two computes that are one."""
@@ -93,54 +86,6 @@ def _most_reach(spec: AutoscalingSpec, observation: Observation, history: Histor
 
 def _one_if_same(values: list[T]) -> list[T] | T:
     return values[0] if len(set(values)) == 1 else values
-
-
-class Sidecar:
-    """One curve-fit sidecar; any number of runs may ask.
-
-    url: asked for each time, since a sidecar that was restarted may have moved.
-    The others: of :class:`scalerl_operator.autoscaling.forecast_client.SidecarClient`.
-    """
-
-    def __init__(
-        self,
-        url: Callable[[], str],
-        *,
-        token: str | None = None,
-        timeout_seconds: float = 5.0,
-        attempts: int = 3,
-        backoff_seconds: float = 0.5,
-    ) -> None:
-        self._url = url
-        self._options: dict[str, Any] = {
-            "token": token,
-            "timeout_seconds": timeout_seconds,
-            "attempts": attempts,
-            "backoff_seconds": backoff_seconds,
-        }
-        self._gate = asyncio.Semaphore(AT_ONCE)
-
-    async def forecast(self, request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
-        """The answer and no words, or none and why: down, slow, refused, or not to be believed."""
-        # Only now: a command line that starts processes first has no need of aiohttp. The operator has it from the start.
-        from scalerl_operator.autoscaling.forecast_client import (
-            SidecarClient,
-            SidecarRefused,
-            SidecarUnavailable,
-        )
-
-        client = SidecarClient(self._url(), **self._options)
-        try:
-            async with self._gate, asyncio.timeout(BOUND_SECONDS), client:
-                answer = await client.forecast(request)
-        except SidecarRefused as refused:
-            return None, f"{REFUSED}: {refused}"
-        except SidecarUnavailable as unavailable:
-            return None, f"{NO_ANSWER}: {unavailable}"
-        except TimeoutError:
-            return None, f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s"
-        implausible = implausibility(request, answer)
-        return (None, f"{UNBELIEVABLE}: {implausible}") if implausible else (answer, "")
 
 
 def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import coordinator, generator, network, prepare, storage, trainer
-from scalerl_operator.build.scope import Desired, Images, Scope, finished, raw_hash, spec_hash
+from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.build.storage import secret
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import Names
 
 
 def render(
@@ -49,17 +48,4 @@ def render(
     return [finished(rendered) for rendered in objects]
 
 
-def names_of(run: ScaleRLRun) -> list[tuple[str, str]]:
-    """(kind, name) of all objects that a run has in its first attempt, its token included."""
-    names = Names(run.metadata.name)
-    claim = [] if run.spec.storage.claim_name is not None else [("PersistentVolumeClaim", names.claim)]
-    return [
-        *claim,
-        *(("ConfigMap", names.spec), ("Secret", names.token), ("NetworkPolicy", names.network)),
-        *(("Job", names.prepare), ("Service", names.coordinator), ("StatefulSet", names.coordinator)),
-        *(("PodDisruptionBudget", names.generator), ("Deployment", names.generator)),
-        *(("Service", names.trainer), ("Job", names.trainer_job(1))),
-    ]
-
-
-__all__ = ["names_of", "raw_hash", "render", "secret", "spec_hash"]
+__all__ = ["render", "secret", "spec_hash"]

@@ -22,7 +22,7 @@ from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
-from scalerl_operator.build.resources import canonical, native, resources
+from scalerl_operator.build.resources import native, resources
 from scalerl_operator.build.scope import Scope, pod_template_of
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
@@ -272,7 +272,7 @@ def _tmp(container: Container) -> str:
 
 
 def _shm_size(given: PodTemplate, workload: Workload) -> str:
-    return canonical(given.shm_size or f"{SHM_GIB_PER_PROCESS * workload.per_node}Gi")
+    return given.shm_size or f"{SHM_GIB_PER_PROCESS * workload.per_node}Gi"
 
 
 def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:

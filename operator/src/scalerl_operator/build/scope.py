@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Final
 
@@ -209,19 +209,6 @@ def _pruned(value: Any) -> Any:
         return value
     kept = {name: _pruned(item) for name, item in value.items()}
     return {name: item for name, item in kept.items() if item != {} or name in _SWITCHES}
-
-
-def raw_hash(run: ScaleRLRun) -> str:
-    """Hash of what decides whether the API server accepts the run's pods: the podTemplates and the resources. Runs with
-    other recipes may have the same hash.
-    """
-    spec = run.spec
-    templates = [
-        pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True) for role in SECTION
-    ]
-    amounts = [[c.name, asdict(c.resources)] for work in plan(run).workloads for c in work.containers]
-    queue = {name: text for name, text in run.metadata.labels.items() if name in names.QUEUE_LABELS}
-    return _digest([templates, amounts, spec.device_resource, spec.images.model_dump(mode="json"), queue])
 
 
 def finished(rendered: Object) -> Object:

@@ -14,7 +14,6 @@ from scalerl_api.paths import TRAINED_FILE
 from scalerl_api.recipe.earlier import with_earlier_names
 from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.build.resources import canonical
 from scalerl_operator.build.scope import Scope, metadata_of
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import SPEC_KEY, TOKEN_KEY, Names
@@ -39,7 +38,7 @@ def claim(scope: Scope) -> Object | None:
         return None
     spec: Object = {
         "accessModes": [storage.access_mode],
-        "resources": {"requests": {"storage": canonical(storage.size)}},
+        "resources": {"requests": {"storage": storage.size}},
     }
     if storage.storage_class_name is not None:
         spec["storageClassName"] = storage.storage_class_name

@@ -30,7 +30,7 @@ from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.types import Object
+from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import PORTS, TOKEN_KEY, Names
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.policy.problems import Problem
@@ -112,25 +112,25 @@ class CoordinatorPollers:
     """One poller a run, kept between reconciles.
 
     fence: called before a stop request; raises where this process may not act.
-    wake: called with the uid of a run when an answer has come that a reconcile waits for, or that has news.
+    wake: called with the name of a run when an answer has come that a reconcile waits for, or that has news.
     background: ask without being asked to; else only :meth:`ask` does.
     """
 
     def __init__(
         self,
         fence: Callable[[str], None],
-        wake: Callable[[str], None] = lambda uid: None,
+        wake: Callable[[Key], None] = lambda run: None,
         *,
         background: bool = True,
     ) -> None:
         self._fence = fence
         self._wake = wake
         self._background = background
-        self._pollers: dict[str, _Poller] = {}
+        self._pollers: dict[Key, _Poller] = {}
 
-    async def forget(self, uid: str) -> None:
+    async def forget(self, run: Key) -> None:
         """Stops polling a run's coordinator."""
-        held = self._pollers.pop(uid, None)
+        held = self._pollers.pop(run, None)
         if held is None:
             return
         try:
@@ -138,20 +138,20 @@ class CoordinatorPollers:
                 held.task.cancel()
                 await asyncio.gather(held.task, return_exceptions=True)
         finally:
-            await held.client.__aexit__(None, None, None)
+            await held.client.aclose()
 
     async def close(self) -> None:
-        for uid in list(self._pollers):
-            await self.forget(uid)
+        for run in list(self._pollers):
+            await self.forget(run)
 
     async def poll(
-        self, uid: str, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], seen: object
+        self, run: Key, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], seen: object
     ) -> Answer:
         """The coordinator's last answer. ``seen``: what was observed of the run beside it, comparable.
 
         ``token(again)``: the run's; ``again``: the one known was refused, so it is to be read again.
         """
-        held = await self._poller(uid, pods, token)
+        held = await self._poller(run, pods, token)
         if held is None:
             return Answer(True)
         if seen != held.seen:
@@ -160,9 +160,9 @@ class CoordinatorPollers:
         held.given = held.news() if held.known else None
         return Answer(held.known, held.current() if held.known else None, held.refusal)
 
-    async def ask(self, uid: str) -> None:
+    async def ask(self, run: Key) -> None:
         """Ask now; the answer, or that there is none, is the last one, unless one that was asked for later has come."""
-        held = self._pollers.get(uid)
+        held = self._pollers.get(run)
         if held is None:
             return
         held.asked += 1
@@ -178,57 +178,57 @@ class CoordinatorPollers:
         if isinstance(answer, Status):
             held.answer, held.failures, held.refusal = answer, 0, ""
         else:
-            self._note(uid, held, "the coordinator did not answer", answer)
+            self._note(run, held, "the coordinator did not answer", answer)
         held.answered_for, held.at = seen, time.monotonic()
 
-    async def request_stop(self, uid: str, reason: str) -> bool:
+    async def request_stop(self, run: Key, reason: str) -> bool:
         """Asks the coordinator to stop for ``reason`` (empty: cancels the request). False: it did not answer; ask again.
 
         Raises:
             Fenced: another replica may lead by now, and decide otherwise.
         """
-        held = self._pollers.get(uid)
+        held = self._pollers.get(run)
         if held is None:
             return False
-        self._fence(f"send a stop request to the coordinator of run {uid}")
+        self._fence(f"send a stop request to the coordinator of run {_name(run)}")
         try:
             await held.client.stop(reason)
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            self._note(uid, held, "the coordinator did not take the stop request", problem)
+            self._note(run, held, "the coordinator did not take the stop request", problem)
             return False
-        await self.ask(uid)  # the answer from before the request is out of date
+        await self.ask(run)  # the answer from before the request is out of date
         return True
 
-    async def decisions(self, uid: str, offset: int) -> DecisionLines:
+    async def decisions(self, run: Key, offset: int) -> DecisionLines:
         """A page of the decision log; see :meth:`.CoordinatorClient.decisions`."""
-        return await self._client(uid).decisions(offset)
+        return await self._client(run).decisions(offset)
 
-    async def record_decision(self, uid: str, offset: int, line: bytes) -> None:
+    async def record_decision(self, run: Key, offset: int, line: bytes) -> None:
         """Write a line of the decision log; see :meth:`.CoordinatorClient.record_decision`.
 
         Raises:
             Fenced: another may lead by now.
         """
-        self._fence(f"record a decision of run {uid}")
-        await self._client(uid).record_decision(offset, line)
+        self._fence(f"record a decision of run {_name(run)}")
+        await self._client(run).record_decision(offset, line)
 
-    def _client(self, uid: str) -> CoordinatorClient:
-        held = self._pollers.get(uid)
+    def _client(self, run: Key) -> CoordinatorClient:
+        held = self._pollers.get(run)
         if held is None:
             raise CoordinatorUnreachable("no pod of the coordinator is up")
         return held.client
 
-    async def _run(self, uid: str, held: _Poller) -> None:
+    async def _run(self, run: Key, held: _Poller) -> None:
         """Polls until cancelled: periodically, and at once when something else is observed of the run."""
         while True:
             held.now.clear()
             try:
-                await self.ask(uid)
+                await self.ask(run)
             except Exception:
-                log.exception("run %s: asking its coordinator failed", uid)
+                log.exception("run %s: asking its coordinator failed", _name(run))
                 held.answer, held.failures = None, held.failures + 1
             if held.known and held.news() != held.given:
-                self._wake(uid)
+                self._wake(run)
             pause = held.pause()
             if held.failures:
                 await asyncio.sleep(pause)
@@ -238,39 +238,43 @@ class CoordinatorPollers:
                     await held.now.wait()
 
     def _note(
-        self, uid: str, held: _Poller, what: str, problem: CoordinatorUnreachable | CoordinatorRefused
+        self, run: Key, held: _Poller, what: str, problem: CoordinatorUnreachable | CoordinatorRefused
     ) -> None:
         """Logs a refusal once as a warning; that nothing answers is temporary."""
         held.answer, held.failures, held.reread = None, held.failures + 1, False
         if not isinstance(problem, CoordinatorRefused):
             held.refusal = ""
-            log.info("run %s: %s: %s", uid, what, problem)
+            log.info("run %s: %s: %s", _name(run), what, problem)
         elif held.refusal != str(problem):
             held.refusal = str(problem)
-            log.warning("run %s: %s: %s", uid, what, problem)
+            log.warning("run %s: %s: %s", _name(run), what, problem)
 
     async def _poller(
-        self, uid: str, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]]
+        self, run: Key, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]]
     ) -> _Poller | None:
         # One that cannot write its journal is not ready, and says why when asked.
         pod = next((p for p in pods if (p.ready or p.started) and p.ip), None)
         if pod is None:
-            await self.forget(uid)
+            await self.forget(run)
             return None
         # By address, not by name: a name that was looked up too early stays unknown for half a minute.
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        url, held = f"http://{host}:{PORTS['http']}", self._pollers.get(uid)
+        url, held = f"http://{host}:{PORTS['http']}", self._pollers.get(run)
         refused = held is not None and bool(held.refusal) and not held.reread
         if held is not None and refused:
             held.reread = True
         given = await token(refused)
         if held is None or (held.url, held.token) != (url, given):
-            await self.forget(uid)
+            await self.forget(run)
             client = CoordinatorClient(url, given, timeout_seconds=ANSWER_SECONDS)
-            held = self._pollers[uid] = _Poller(await client.__aenter__(), url, given)
+            held = self._pollers[run] = _Poller(client, url, given)
             if self._background:
-                held.task = asyncio.create_task(self._run(uid, held), name=f"coordinator of run {uid}")
+                held.task = asyncio.create_task(self._run(run, held), name=f"coordinator of run {_name(run)}")
         return held
+
+
+def _name(run: Key) -> str:
+    return "/".join(run)
 
 
 # --- in a reconcile -----------------------------------------------------------------------------
@@ -280,11 +284,11 @@ async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: Ru
     """Notes the coordinator's last status in ``context``. False: no answer is as new as what is observed of the pods; the
     poller wakes the run when there is one, or when it is clear that there is none."""
     if context.memory.outcome is not None or (context.accepted is None and not context.deleted):
-        await pollers.forget(context.uid)
+        await pollers.forget(context.key)
         return True
     pods = context.observed.of(Role.COORDINATOR)
     answer = await pollers.poll(
-        context.uid,
+        context.key,
         pods,
         lambda again: read_token(api, context, again=again),
         (pods, context.observed.trainer),
@@ -299,7 +303,7 @@ async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: Ru
 async def request_stop(api: KubeApi, pollers: CoordinatorPollers, context: RunContext) -> None:
     """Asks the coordinator to stop, or cancels that, where the decision says so."""
     reason = context.decision.request_stop
-    if reason is not None and await pollers.request_stop(context.uid, reason):
+    if reason is not None and await pollers.request_stop(context.key, reason):
         text = f"Asked the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
         event = Reason.STOPPING if reason else Reason.STOP_CANCELLED
         await api.event(context.obj, "Normal", event, text)

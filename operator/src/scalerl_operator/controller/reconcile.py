@@ -16,7 +16,7 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
-from scalerl_operator.autoscaling.loop import AutoscalerLoop
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
@@ -56,7 +56,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         namespaced: bool = False,
-        autoscaler: Callable[[ScaleRLRun, str], AutoscalerLoop] | None = None,
+        autoscaler: Callable[[ScaleRLRun, str], Autoscaler] | None = None,
         on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
@@ -66,12 +66,9 @@ class Reconciler:
         self._cache = cache
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, images, operator_namespace, namespaced=namespaced)
-        self.coordinators = CoordinatorPollers(
-            lambda what: api.must_lead(what), self._answered, background=background
-        )
+        self.coordinators = CoordinatorPollers(lambda what: api.must_lead(what), wake, background=background)
         self._make_autoscaler = autoscaler
         self._on_status = on_status
-        self._wake = wake
         self._clock = clock
         self._known = KnownRuns(self.coordinators.forget)
 
@@ -91,9 +88,8 @@ class Reconciler:
         if context is None:
             return None
         if context.deleted and FINALIZER not in context.finalizers:
-            await self._known.forget(context.uid)
+            await self._known.forget(context.key)
             return None  # the rest is the garbage collector's
-        await self._applier.find_unlabelled(context)
         accept(context)
         if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
             await self._run.hold(context)
@@ -109,7 +105,7 @@ class Reconciler:
         context.decision = decide(context)
         if context.decision.release:
             await self._run.release(context)
-            await self._known.forget(context.uid)
+            await self._known.forget(context.key)
             return None
         await self._check(context)
         await self._carry_out(context)
@@ -185,13 +181,8 @@ class Reconciler:
     async def _report(self, context: RunContext) -> float | None:
         """Writes the status if it has changed. Returns the seconds until a postponed write is due."""
         status = report(context)
-        self._on_status((context.namespace, context.name), status)
+        self._on_status(context.key, status)
         return await self._run.write(context, status)
-
-    def _answered(self, uid: str) -> None:
-        key = self._known.key(uid)
-        if key is not None:
-            self._wake(key)
 
 
 def _soonest(*waits: float | None) -> float | None:

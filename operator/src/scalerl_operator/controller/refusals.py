@@ -12,18 +12,14 @@ from typing import Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.build import names_of, raw_hash
 from scalerl_operator.build.scope import SECTION
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT
+from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.problems import Problem, creation_problem
-
-TRIED_SECONDS: Final = 60.0
-"""For so long a dry run that succeeded stands for other runs with the same pods."""
 
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
@@ -42,82 +38,70 @@ _VALUES: Final = (
 )
 
 
-class Preflight:
-    """Checks runs of which nothing exists yet. namespaced: the operator's role lets it read nothing of the cluster's."""
+async def preflight(
+    api: KubeApi, context: RunContext, render_all: Callable[[], Sequence[Object]], *, namespaced: bool
+) -> Problem | None:
+    """The first thing that keeps a run of which there is nothing yet from being started.
 
-    def __init__(self, api: KubeApi, *, namespaced: bool = False) -> None:
-        self._api = api
-        self._namespaced = namespaced
-        self._tried: dict[tuple[str, str], float] = {}
-        """By namespace and :func:`raw_hash`: when such pods last passed a dry run."""
-
-    async def check(self, context: RunContext, render_all: Callable[[], Sequence[Object]]) -> Problem | None:
-        """The first thing that keeps a run of which there is nothing yet from being started.
-
-        render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
-        those with pods dry-run: the generators' would else be refused only after an hour of preparation.
-        """
-        begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
-        if context.before.start_time is not None or begun:
-            return None
-        run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
-        if (late := past_deadline(run.spec, created)) is not None:
-            return Problem(Reason.DEADLINE_PASSED, str(late))
-        problem = await self._check_storage(context)
-        for kind, name in names_of(run):
-            problem = problem or await self._check_name(kind, name, context)
-        if problem is not None or not _has_raw_parts(run):
-            return problem
-        return await self._dry_run(context, render_all)
-
-    def forget_namespace(self, namespace: str) -> None:
-        """What passed a dry run in a namespace may be refused by now."""
-        self._tried = {at: when for at, when in self._tried.items() if at[0] != namespace}
-
-    async def _check_storage(self, context: RunContext) -> Problem | None:
-        storage = context.run.spec.storage
-        claim, storage_class = storage.claim_name, storage.storage_class_name
-        if claim is not None:
-            if await self._api.get(CLAIM, context.namespace, claim) is None:
-                return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
-        elif storage_class is not None and not self._namespaced:
-            try:
-                found = await self._api.get("StorageClass", None, storage_class)
-            except errors.Forbidden:
-                found = {}  # by a role that is not the chart's; the claim's events will say
-            if found is None:
-                message = f"spec.storage.storageClassName: {storage_class} does not exist"
-                return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+    namespaced: the operator's role lets it read nothing of the cluster's.
+    render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
+    those with pods dry-run: the generators' would else be refused only after an hour of preparation.
+    """
+    begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
+    if context.before.start_time is not None or begun:
         return None
+    run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
+    if (late := past_deadline(run.spec, created)) is not None:
+        return Problem(Reason.DEADLINE_PASSED, str(late))
+    problem = await _check_storage(api, context, namespaced=namespaced)
+    objects = render_all()
+    names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
+    for kind, name in (*names, ("Secret", Names(context.name).token)):
+        problem = problem or await _check_name(api, kind, name, context)
+    if problem is not None or not _has_raw_parts(run):
+        return problem
+    return await _dry_run(api, context, objects)
 
-    async def _check_name(self, kind: str, name: str, context: RunContext) -> Problem | None:
-        live = context.objects.get((kind, name))
-        if live is None:
-            # A cached answer will do: nothing is ever written over an object that was created since.
-            live = await self._api.get(kind, context.namespace, name, recent=True)
-            if live is not None and not context.owns(live):
-                live = await self._api.get(kind, context.namespace, name)  # it may be gone since
-        return None if live is None else name_taken(live, context)
 
-    async def _dry_run(
-        self, context: RunContext, render_all: Callable[[], Sequence[Object]]
-    ) -> Problem | None:
-        """Whether the API server accepts the run's pods. Of a thousand runs with the same pods one is tried."""
-        tried, now = (context.namespace, raw_hash(context.run)), context.unix_seconds
-        self._tried = {at: when for at, when in self._tried.items() if 0 <= now - when < TRIED_SECONDS}
-        if tried in self._tried:
-            return None
-        for obj in render_all():
-            if obj["kind"] not in WORKLOADS:
-                continue
-            try:
-                await self._api.create(obj, dry_run=True)
-            except errors.AlreadyExists:
-                pass  # its name was checked
-            except (errors.Invalid, errors.Forbidden) as error:
-                return refused(error, obj, context)
-        self._tried[tried] = now
-        return None
+async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool) -> Problem | None:
+    storage = context.run.spec.storage
+    claim, storage_class = storage.claim_name, storage.storage_class_name
+    if claim is not None:
+        if await api.get(CLAIM, context.namespace, claim) is None:
+            return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
+    elif storage_class is not None and not namespaced:
+        try:
+            found = await api.get("StorageClass", None, storage_class)
+        except errors.Forbidden:
+            found = {}  # by a role that is not the chart's; the claim's events will say
+        if found is None:
+            message = f"spec.storage.storageClassName: {storage_class} does not exist"
+            return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+    return None
+
+
+async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -> Problem | None:
+    live = context.objects.get((kind, name))
+    if live is None:
+        # A cached answer will do: nothing is ever written over an object that was created since.
+        live = await api.get(kind, context.namespace, name, recent=True)
+        if live is not None and not context.owns(live):
+            live = await api.get(kind, context.namespace, name)  # it may be gone since
+    return None if live is None else name_taken(live, context)
+
+
+async def _dry_run(api: KubeApi, context: RunContext, objects: Sequence[Object]) -> Problem | None:
+    """Whether the API server accepts the run's pods."""
+    for obj in objects:
+        if obj["kind"] not in WORKLOADS:
+            continue
+        try:
+            await api.create(obj, dry_run=True)
+        except errors.AlreadyExists:
+            pass  # its name was checked
+        except (errors.Invalid, errors.Forbidden) as error:
+            return refused(error, obj, context)
+    return None
 
 
 def _has_raw_parts(run: ScaleRLRun) -> bool:

@@ -11,15 +11,14 @@ from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.budget import Usage
 from scalerl_operator.policy.lifecycle_types import (
-    CoordinatorReport,
     LifecycleDecision,
     LifecycleInput,
     Memory,
@@ -73,8 +72,6 @@ class RunState:
     token_checked: float = 0.0
     token_doubted: bool = False
     """A pod did not find the Secret, which cannot be watched."""
-    pod_searched: float = 0.0
-    """When the coordinator's pod was looked for by name."""
 
     settled: dict[ObjectName, Settled] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
@@ -89,7 +86,7 @@ class RunState:
     events_asked: tuple[float, Problem | None] = (0.0, None)
     queue_asked: tuple[float, str] = (0.0, "")
 
-    autoscaler: AutoscalerLoop | None = None
+    autoscaler: Autoscaler | None = None
 
     def may_repair(self, what: ObjectName, now: float) -> bool:
         """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""
@@ -119,39 +116,29 @@ def _is_recent(repair: Repair, now: float) -> bool:
 
 
 class KnownRuns:
-    """The uid and the state of each run by its name. forget: called with the uid of a run that is gone."""
+    """The uid and the state of each run by its name. forget: called with the name of a run that is gone."""
 
-    def __init__(self, forget: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, forget: Callable[[Key], Awaitable[None]]) -> None:
         self._forget = forget
         self._runs: dict[Key, tuple[str, RunState]] = {}
-        self._keys: dict[str, Key] = {}
-
-    def key(self, uid: str) -> Key | None:
-        """The run with that uid."""
-        return self._keys.get(uid)
 
     async def state(self, key: Key, uid: str | None) -> RunState | None:
         """The state of the run that has the name now; None where there is none. One that had it before is forgotten."""
         known = self._runs.get(key)
         if known is not None and known[0] != uid:
-            await self.forget(known[0])
-        if uid is None:
-            return None
-        self._keys[uid] = key
-        return self._runs.setdefault(key, (uid, RunState()))[1]
+            await self.forget(key)
+        return None if uid is None else self._runs.setdefault(key, (uid, RunState()))[1]
 
-    async def forget(self, uid: str) -> None:
+    async def forget(self, key: Key) -> None:
         """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
-        key = self._keys.pop(uid, None)
-        if key is not None:
-            _, state = self._runs.pop(key)
-            if state.autoscaler is not None:
-                state.autoscaler.close()
-        await self._forget(uid)
+        _, state = self._runs.pop(key, ("", RunState()))
+        if state.autoscaler is not None:
+            state.autoscaler.close()
+        await self._forget(key)
 
     async def forget_all(self) -> None:
-        for uid in list(self._keys):
-            await self.forget(uid)
+        for key in list(self._runs):
+            await self.forget(key)
 
 
 @dataclass
@@ -210,6 +197,10 @@ class RunContext:
         return str(self.obj["metadata"]["uid"])
 
     @property
+    def key(self) -> Key:
+        return self.namespace, self.name
+
+    @property
     def namespace(self) -> str:
         return str(self.obj["metadata"]["namespace"])
 
@@ -261,11 +252,7 @@ class RunContext:
 
     def lifecycle_input(self) -> LifecycleInput:
         """The part of what was observed that the lifecycle depends on."""
-        coordinator, observed = self.coordinator, self.observed
-        report = None
-        if coordinator is not None:
-            usage = Usage(coordinator.wall_seconds, coordinator.device_seconds)
-            report = CoordinatorReport(coordinator.phase, coordinator.stop_reason, usage)
+        observed = self.observed
         return LifecycleInput(
             unix_seconds=self.unix_seconds,
             deleting=self.deleted,
@@ -275,7 +262,7 @@ class RunContext:
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
-            coordinator_report=report,
+            status=self.coordinator,
             stop="" if self.state.autoscaler is None else self.state.autoscaler.stop,
             generators_wanted=self.before.generators.replicas
             if self.accepted is None
@@ -290,9 +277,8 @@ def is_deleted(obj: Object) -> bool:
 
 def decide(context: RunContext) -> LifecycleDecision:
     """For a run without a readable spec, nothing is decided but its drain once it is deleted, which needs no spec."""
-    if context.accepted is not None:
-        return lifecycle.decide(context.run.spec, context.lifecycle_input(), context.memory)
-    if context.deleted:
-        return lifecycle.decide_deletion(context.lifecycle_input(), context.memory)
+    if context.accepted is not None or context.deleted:
+        spec = None if context.accepted is None else context.accepted.spec
+        return lifecycle.decide(spec, context.lifecycle_input(), context.memory)
     phase = context.before.phase if context.memory.attempt else Phase.PENDING
     return LifecycleDecision(phase, context.memory)

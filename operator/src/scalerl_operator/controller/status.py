@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
@@ -45,10 +45,6 @@ PROGRESS: Final = frozenset(
 """Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
 PROGRESS_SECONDS: Final = 15.0
 """Between two writes of a status in which only what moves all the time is new."""
-
-Path = tuple[str, ...]
-"""Of a field; ``[]`` stands for the items of a list."""
-_ITEM: Final = "[]"
 
 
 def report(context: RunContext) -> RunStatus:
@@ -209,8 +205,8 @@ class RunObject:
     def __init__(self, api: KubeApi, cache: Cache) -> None:
         self._api = api
         self._cache = cache
-        self._dropped: set[Path] = set()
-        """Fields of a status that the installed CRD, which is older than this process, does not keep."""
+        self._dropped: set[str] = set()
+        """Fields of a status of which the installed CRD, older than this process, does not keep all."""
 
     async def write(self, context: RunContext, status: RunStatus, *, at_once: bool = False) -> float | None:
         """Writes the status, if it has changed, and the events of the change. Returns the seconds until a postponed write is
@@ -224,17 +220,13 @@ class RunObject:
                 return due
         context.state.status_written = context.unix_seconds
         await self._patch(context, {"status": merge_patch(old, new)}, "status")
-        dropped = set(_missing(new, context.obj["status"]))
-        context.state.pruned = (new, context.obj["status"]) if dropped else None
-        if dropped := dropped - self._dropped:
+        kept = context.obj["status"]
+        dropped = {f"status.{field}" for field, value in new.items() if kept.get(field) != value}
+        context.state.pruned = (new, kept) if dropped else None
+        if not dropped <= self._dropped:
             self._dropped |= dropped
-            log.warning(
-                "the CRD %s is of an older release and does not keep %s: update the CRDs, then restart the operator",
-                KIND,
-                ", ".join(
-                    sorted(".".join(("status", *path)).replace(f".{_ITEM}", _ITEM) for path in dropped)
-                ),
-            )
+            text = "the CRD %s is of an older release and does not keep all of %s: update the CRDs, then restart the operator"
+            log.warning(text, KIND, ", ".join(sorted(dropped)))
         await _write_events(self._api, context.obj, context.before, status)
         return None
 
@@ -283,30 +275,6 @@ class RunObject:
         made = await self._api.patch(*at, patch, subresource, resource_version=version, manager=manager)
         self._cache.remember(made)
         context.obj.update({part: made[part] for part in ("metadata", "status") if part in made})
-
-
-def _missing(sent: Any, returned: Any) -> Iterator[Path]:
-    """The fields of what was sent that did not come back, the outermost of each.
-
-    >>> sent = {"a": 1, "b": {"c": 2, "d": 3}, "conditions": [{"type": "Ready", "reason": "So"}]}
-    >>> list(_missing(sent, {"b": {"d": 3}, "conditions": [{"type": "Old"}, {"type": "Ready"}]}))
-    [('a',), ('b', 'c'), ('conditions', '[]', 'reason')]
-    """
-    if isinstance(sent, dict) and isinstance(returned, dict):
-        for name, value in sent.items():
-            if name not in returned:
-                yield (name,)
-            else:
-                yield from ((name, *path) for path in _missing(value, returned[name]))
-    elif isinstance(sent, list) and isinstance(returned, list):
-        for item, other in zip(sent, _matched(sent, returned), strict=False):
-            yield from ((_ITEM, *path) for path in _missing(item, other))
-
-
-def _matched(sent: list[Any], returned: list[Any]) -> list[Any]:
-    """For each item the one of what came back: of conditions that of the type, else the one at its place."""
-    by_type = {item["type"]: item for item in returned if isinstance(item, dict) and "type" in item}
-    return [by_type.get(item.get("type")) for item in sent] if by_type else returned
 
 
 async def _write_events(api: KubeApi, run: Object, was: RunStatus, status: RunStatus) -> None:

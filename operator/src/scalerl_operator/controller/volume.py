@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from kubernetes.utils.quantity import parse_quantity
+
 from scalerl_api.conditions import Reason
 from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
-from scalerl_operator.build.resources import value
 from scalerl_operator.controller.observe import RunObservation, true_condition
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi
@@ -130,8 +131,8 @@ def _size(claim: Object) -> Any:
 
 
 def never_smaller(wanted: Object, live: Object) -> Object:
-    """The claim as it is wanted, and as large as it is if that is more."""
-    if value(str(_size(live))) <= value(str(_size(wanted))):
+    """The claim as it is wanted, and its size as it is unless more is wanted: ``1024Gi`` of a claim of ``1Ti`` is no change."""
+    if parse_quantity(_size(live)) < parse_quantity(_size(wanted)):  # type: ignore[no-untyped-call]
         return wanted
     wanted = copy.deepcopy(wanted)
     wanted["spec"]["resources"]["requests"]["storage"] = _size(live)

@@ -4,6 +4,6 @@
 """
 
 from scalerl_operator.crd.cel_rules import NotExpressible
-from scalerl_operator.crd.generate import FILE_NAME, definition, main, schema_of, text
+from scalerl_operator.crd.generate import FILE_NAME, definition, schema_of, text
 
-__all__ = ["FILE_NAME", "NotExpressible", "definition", "main", "schema_of", "text"]
+__all__ = ["FILE_NAME", "NotExpressible", "definition", "schema_of", "text"]

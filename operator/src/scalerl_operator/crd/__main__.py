@@ -1,5 +1,10 @@
+"""``python -m scalerl_operator.crd DIRECTORY``: write the custom resource definition."""
+
 import sys
+from pathlib import Path
 
-from scalerl_operator.crd import main
+from scalerl_operator.crd import FILE_NAME, text
 
-sys.exit(main())
+path = Path(sys.argv[1]) / FILE_NAME
+path.write_text(text(), encoding="utf-8")
+print(path)

@@ -1,4 +1,4 @@
-"""``python -m scalerl_operator.crd``: write the custom resource definition from the models of :mod:`scalerl_api`.
+"""The custom resource definition, from the models of :mod:`scalerl_api`.
 
 pydantic gives types, enums, bounds, patterns and defaults; the docstring of a field is its description. Checks across
 fields and fields that may not change are CEL rules of :mod:`scalerl_operator.crd.cel_rules`. So an API server refuses
@@ -11,7 +11,6 @@ The definition is narrower than the models in one point: paths are absolute. For
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
 import inspect
@@ -21,7 +20,6 @@ import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -285,24 +283,3 @@ def _plain(docstring: str) -> str:
     plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", docstring)
     plain = re.sub(r" \[[PS?]\]", "", plain.replace("``", "`"))
     return " ".join(plain.split())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scalerl_operator.crd", description=__doc__)
-    parser.add_argument(
-        "directory", nargs="?", default="crds", type=Path, help="where to write (default: crds)"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if the file there differs"
-    )
-    options = parser.parse_args(arguments)
-    path: Path = options.directory / FILE_NAME
-    if options.check:
-        if not path.is_file() or path.read_text(encoding="utf-8") != text():
-            print(f"{path}: not what the models say; run `make crds` and commit the file", file=sys.stderr)
-            return 1
-        return 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text(), encoding="utf-8")
-    print(path)
-    return 0

@@ -8,9 +8,7 @@
     ├── AlreadyExists        409 on create
     ├── Invalid              400/413/422: the server will never take this; the message names the fields
     ├── Forbidden            403: RBAC, admission
-    │   ├── QuotaExceeded    a ResourceQuota of the namespace has no room
-    │   └── Terminating      the namespace is being deleted; nothing can be made in it
-    ├── Unauthorized         401: our token is not accepted (any more)
+    │   └── QuotaExceeded    a ResourceQuota of the namespace has no room
     ├── Expired              410: a list's continue token or a watch's version is too old
     ├── Unreachable          time-out, refused, 5xx, 429: worth another try, after ``retry_after``
     └── Fenced               not sent at all: this process may not write now (it is not the leader)
@@ -34,7 +32,6 @@ class Cause:
 
     field: str
     message: str
-    reason: str = ""
 
 
 class ApiError(Exception):
@@ -96,14 +93,6 @@ class QuotaExceeded(Forbidden):
     """A ResourceQuota of the namespace has no room for this object."""
 
 
-class Terminating(Forbidden):
-    """The namespace is being deleted; nothing new can be made in it."""
-
-
-class Unauthorized(ApiError):
-    """Our credentials are not accepted."""
-
-
 class Expired(ApiError):
     """A continue token or resource version is older than what the server keeps."""
 
@@ -124,31 +113,26 @@ def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after:
     reason = str(status.get("reason") or "")
     message = str(status.get("message") or f"HTTP {code}")
     causes = tuple(
-        Cause(str(c.get("field") or ""), str(c.get("message") or ""), str(c.get("reason") or ""))
-        for c in details.get("causes") or ()
+        Cause(str(c.get("field") or ""), str(c.get("message") or "")) for c in details.get("causes") or ()
     )
     if not causes and message.startswith(_UNTYPED):
         causes = tuple(Cause(at.lstrip("."), text) for at, text in _UNTYPED_FIELD.findall(message))
     if retry_after is None and details.get("retryAfterSeconds"):
         retry_after = float(details["retryAfterSeconds"])
-    kind = _kind_of_error(code, reason, message, causes)
+    kind = _kind_of_error(code, reason, message)
     return kind(message, code=code, reason=reason, what=what, causes=causes, retry_after=retry_after)
 
 
-def _kind_of_error(code: int, reason: str, message: str, causes: tuple[Cause, ...]) -> type[ApiError]:
+def _kind_of_error(code: int, reason: str, message: str) -> type[ApiError]:
     if code == 403:
-        # Quota and a dying namespace come as plain Forbidden; only the text and the cause tell them apart.
-        if "exceeded quota" in message or "failed quota" in message:
-            return QuotaExceeded
-        if any(cause.reason == "NamespaceTerminating" for cause in causes):
-            return Terminating
-        return Forbidden
+        # Quota comes as a plain Forbidden; only the text tells it.
+        return QuotaExceeded if "exceeded quota" in message or "failed quota" in message else Forbidden
     if code == 409:
         return AlreadyExists if reason == "AlreadyExists" else Conflict
     if message.startswith(_UNTYPED):
         return Invalid
     by_code: dict[int, type[ApiError]] = {
-        400: Invalid, 401: Unauthorized, 404: NotFound, 408: Unreachable, 410: Expired, 413: Invalid,
+        400: Invalid, 404: NotFound, 408: Unreachable, 410: Expired, 413: Invalid,
         415: Invalid, 422: Invalid, 429: Unreachable,
     }  # fmt: skip
     return by_code.get(code, Unreachable if code >= 500 else ApiError)

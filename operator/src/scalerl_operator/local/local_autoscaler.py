@@ -1,4 +1,4 @@
-"""The autoscaler's back end for a local run: observes the run each second, and carries out what the autoscaler requests."""
+"""The autoscaler of a local run: observes the run each second, and carries out what the autoscaler requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import replace
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_request import Sidecar
+from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, Known
+from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.history import ReadEarlier
-from scalerl_operator.autoscaling.loop import AutoscalerLoop, AutoscalerReport
 from scalerl_operator.autoscaling.models import Decision, Generators
+from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.local.supervisor import LocalRuntime
 from scalerl_operator.local.unit import Event
@@ -22,12 +23,12 @@ from scalerl_operator.workloads import Plan, Role
 _TICK_SECONDS = 1.0
 
 
-def resumed_plan(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Plan, str]:
+def resumed_plan(plan: Plan, spec: RunSpec, known: Known) -> tuple[Plan, str]:
     """The plan with the number of generators that the autoscaler chose last, and a message where it differs from the spec.
 
     A machine that no longer has the devices for them starts with the spec's number.
     """
-    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, record.known.generators
+    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, known.generators
     if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
         return plan, ""
     number = min(max(number, allowed.min), allowed.max)
@@ -46,8 +47,9 @@ def resumed_plan(plan: Plan, spec: RunSpec, record: DecisionRecord) -> tuple[Pla
 
 
 class LocalAutoscaler:
-    """The autoscaler of one local run. It closes ``record``.
+    """The autoscaler of one local run.
 
+    applied: number of the decision up to which :func:`resumed_plan` has applied the record.
     earlier: reads the finished runs that are a prior of the forecast.
     """
 
@@ -57,35 +59,30 @@ class LocalAutoscaler:
         runtime: LocalRuntime,
         record: DecisionRecord,
         *,
+        applied: int,
         token: str,
         earlier: ReadEarlier | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
-        async def opened() -> DecisionRecord:
-            return record
-
         sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=token)
-        self._loop = AutoscalerLoop("this run", opened, sidecar, earlier=earlier)
-        self._record = record
+        self._autoscaler = Autoscaler("this run", spec, record, sidecar, earlier=earlier)
         self._spec = spec
         self._runtime = runtime
         self._on_event = on_event
         self._status: Status | None = None
         self._was_stopped = False
-        self._applied = record.known.sequence - 1  # by resumed_plan
+        self._applied = applied
         self._problem = ""
-        for note in record.notes:
-            self._event(note, is_problem=True)
 
     @property
     def stop(self) -> str:
         """Why the run is to end; empty while it is not to."""
-        return self._loop.stop
+        return self._autoscaler.stop
 
     @property
     def decision(self) -> Decision | None:
         """The last one of this process; None before the first."""
-        return self._loop.decision
+        return self._autoscaler.decision
 
     def observe(self, status: Status) -> None:
         """Takes the coordinator's newest status. The first one shows whether a stopped run is resumed."""
@@ -101,8 +98,7 @@ class LocalAutoscaler:
                 if self._status is not None:
                     self._apply(self._report(self._status))
         finally:
-            self._loop.close()
-            self._record.close()
+            self._autoscaler.close()
 
     def _report(self, status: Status) -> AutoscalerReport:
         generators = Generators(
@@ -111,7 +107,7 @@ class LocalAutoscaler:
             quota=self._runtime.most(Role.GENERATOR),
             devices_each=max(1, self._spec.generator.devices),
         )
-        return self._loop.report(self._spec, status, generators, resumed=self._was_stopped)
+        return self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
 
     def _apply(self, report: AutoscalerReport) -> None:
         failed = report.reason in (Reason.NOT_RECORDED, Reason.AUTOSCALER_FAILED)

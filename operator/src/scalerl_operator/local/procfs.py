@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scalerl_operator.local.subreaper import descendants, kill_all
+from scalerl_operator.local.subreaper import descendants, kill_all, pids, state_and_parent
 
 _SWEEP_SECONDS = 10.0
 
@@ -13,7 +13,7 @@ _SWEEP_SECONDS = 10.0
 def marked(variable: str, value: str) -> list[int]:
     """Pids of this user's processes with ``variable=value`` in their environment, without this process."""
     wanted, found = f"{variable}={value}".encode(), []
-    for pid in _pids():
+    for pid in pids():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
@@ -29,7 +29,7 @@ def writing_to(log: Path) -> list[int]:
     Without this process and its ancestors, since a shell may write its own output there.
     """
     wanted, found = Path(os.path.realpath(log)), []
-    for pid in set(_pids()) - _ancestors():
+    for pid in set(pids()) - _ancestors():
         for stream in (1, 2):
             try:
                 file = Path(os.readlink(f"/proc/{pid}/fd/{stream}"))
@@ -53,7 +53,7 @@ def kill_marked(variable: str, value: str, log: Path | None = None) -> None:
 
     def remaining() -> list[int]:
         found = {*marked(variable, value), *(writing_to(log) if log is not None else ())}
-        return [pid for pid in found if _stat(pid)[0] != b"Z"]
+        return [pid for pid in found if state_and_parent(pid)[0] != b"Z"]
 
     if left := kill_all(remaining, _SWEEP_SECONDS):
         raise TimeoutError(f"processes {left} survive SIGKILL; they hold {value}")
@@ -82,25 +82,10 @@ def _memory_bytes(pid: int) -> int:
         return 0
 
 
-def _pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
 def _ancestors() -> set[int]:
     """This process and its ancestors."""
     found, pid = set[int](), os.getpid()
     while pid > 0:
         found.add(pid)
-        pid = int(_stat(pid)[1])
+        pid = state_and_parent(pid)[1]
     return found
-
-
-def _stat(pid: int) -> tuple[bytes, bytes]:
-    """State and parent; those of a zombie of no parent for a process that has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return b"Z", b"0"
-    # The command name is in parentheses and may contain anything, also parentheses.
-    state, parent = stat[stat.rindex(b")") + 2 :].split(maxsplit=2)[:2]
-    return state, parent

@@ -18,7 +18,7 @@ from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, known_of
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
@@ -27,7 +27,7 @@ from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
-from scalerl_operator.policy.budget import REVOCABLE, Usage, limit_reached, must_notify
+from scalerl_operator.policy.budget import REVOCABLE, limit_reached, must_notify
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
@@ -94,7 +94,7 @@ class LocalRun:
     started: ``time.monotonic()`` at the start of the command.
 
     Raises:
-        RecordError: the record of decisions cannot be opened.
+        RecordError: the record of decisions cannot be read.
     """
 
     def __init__(
@@ -109,26 +109,27 @@ class LocalRun:
         started: float | None = None,
     ) -> None:
         self._run = run
-        self._token = directory.token
         self._on_event = on_event
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
-        record = None
+        known = None
         if run.spec.autoscaling.mode != "Off":
-            record = DecisionRecord.open(directory.paths.decisions)
-            plan, message = resumed_plan(plan, run.spec, record)
-            plan = replace(plan, workloads=(*plan.workloads, forecaster(run.spec)))
+            known = known_of(directory.paths.decisions)
+            plan, message = resumed_plan(plan, run.spec, known)
+            plan = replace(plan, workloads=(*plan.workloads, forecaster()))
             if message:
                 on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
             plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
         )
+        self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._autoscaler = None
-        if record is not None:
+        if known is not None:
             self._autoscaler = LocalAutoscaler(
                 run.spec,
                 self._runtime,
-                record,
+                DecisionRecord(self._client.decisions, self._client.record_decision),
+                applied=known.sequence - 1,
                 token=directory.token,
                 earlier=DirectoryRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
@@ -136,7 +137,6 @@ class LocalRun:
         # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
-        self._client: CoordinatorClient | None = None
         self._status: Status | None = None
         self._meter = RateMeter()
         self._rates = Rates()
@@ -171,8 +171,7 @@ class LocalRun:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            if self._client is not None:
-                await self._client.__aexit__(None, None, None)
+            await self._client.aclose()
         self._report()
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
@@ -215,7 +214,7 @@ class LocalRun:
     async def _poll(self) -> bool:
         """Get a new status; False if the coordinator does not answer."""
         try:
-            self._status = await (await self._coordinator()).status()
+            self._status = await self._client.status()
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
@@ -240,7 +239,7 @@ class LocalRun:
             if must_notify(wanted, given, self._revocable):
                 # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
                 with contextlib.suppress(CoordinatorUnreachable):
-                    await (await self._coordinator()).stop(wanted)
+                    await self._client.stop(wanted)
                     self._on_event(
                         Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}")
                     )
@@ -249,7 +248,7 @@ class LocalRun:
         """Why the run is to end now; empty while it is not."""
         if self._interrupts:
             return INTERRUPTED
-        limit = limit_reached(self._run.spec.budget, Usage(status.wall_seconds, status.device_seconds))
+        limit = limit_reached(self._run.spec.budget, status)
         if limit:
             return limit
         return "" if self._autoscaler is None else self._autoscaler.stop
@@ -274,11 +273,6 @@ class LocalRun:
             return phase in (Phase.FINISHING, Phase.FINISHED)
         # A trainer that is interrupted in mid-training exits without the end of the run.
         return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
-
-    async def _coordinator(self) -> CoordinatorClient:
-        if self._client is None:
-            self._client = await CoordinatorClient(self._runtime.coordinator_url, self._token).__aenter__()
-        return self._client
 
     async def _measure_memory(self) -> None:
         while True:

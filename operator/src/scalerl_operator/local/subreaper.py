@@ -29,20 +29,27 @@ _SWEEP_SECONDS = 30.0
 """Limit for killing a tree; only a process stuck in the kernel survives the first rounds."""
 
 
+def pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def state_and_parent(pid: int) -> tuple[bytes, int]:
+    """Of a process that has ended: those of a zombie of no parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return b"Z", 0
+    # The command name is in parentheses and may contain anything, also parentheses.
+    state, parent = stat[stat.rindex(b")") + 2 :].split(maxsplit=2)[:2]
+    return state, int(parent)
+
+
 def descendants(root: int) -> list[int]:
     """Pids below ``root``, children before grandchildren."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue  # it has ended
-        # The command name is in parentheses and may contain anything, also parentheses.
-        parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
-        children.setdefault(parent, []).append(int(entry))
+    for pid in pids():
+        children.setdefault(state_and_parent(pid)[1], []).append(pid)
     found: list[int] = []
     frontier = [root]
     while frontier:

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
 
 from scalerl_api.spec import BudgetSpec
-from scalerl_api.wire import INTERRUPTED
+from scalerl_api.wire import INTERRUPTED, Status
 
 MAX_SECONDS: Final = "maxSeconds"
 MAX_DEVICE_HOURS: Final = "maxDeviceHours"
@@ -18,23 +17,11 @@ REVOCABLE: Final = (INTERRUPTED, MAX_SECONDS, MAX_DEVICE_HOURS)
 """Reasons that are cancelled when the operator no longer wants them."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a run has used, over all its incarnations, since its first lease, and in mid-training."""
-
-    wall_seconds: float
-    device_seconds: float
-
-
-def limit_reached(budget: BudgetSpec, usage: Usage) -> str:
-    """The field of the first limit that is reached; empty while none is.
-
-    >>> limit_reached(BudgetSpec(max_seconds=60), Usage(60.0, 120.0))
-    'maxSeconds'
-    """
-    if budget.max_seconds is not None and usage.wall_seconds >= budget.max_seconds:
+def limit_reached(budget: BudgetSpec, status: Status) -> str:
+    """The field of the first limit that the run has reached; empty while it has reached none."""
+    if budget.max_seconds is not None and status.wall_seconds >= budget.max_seconds:
         return MAX_SECONDS
-    if budget.max_device_hours is not None and usage.device_seconds >= float(budget.max_device_hours) * 3600:
+    if budget.max_device_hours is not None and status.device_seconds >= float(budget.max_device_hours) * 3600:
         return MAX_DEVICE_HOURS
     return ""
 

@@ -28,11 +28,10 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS, DIVERGED_EXIT_CODE
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts
 from scalerl_operator.policy.lifecycle_types import (
-    CoordinatorReport,
     End,
     Ended,
     Job,
@@ -61,13 +60,14 @@ NEWS_SECONDS: Final = 30.0
 _IN_QUEUE: Final = "the queue to let it in"
 
 
-def decide(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """The decision for a run whose spec is accepted."""
+def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+    """The decision for a run. spec: as it was accepted; None: only of a run that is being deleted, to which it does not matter."""
     memory = _known(observed, memory)
     if memory.outcome is not None:
         return _ended(observed, memory, memory.outcome)
     if observed.deleting or observed.suspend or memory.rest is not Suspension.NO:
         return _suspend(observed, memory)
+    assert spec is not None
     if observed.prepare.stale:
         return _update(observed, memory)
     memory = _without_drain(memory)
@@ -79,14 +79,6 @@ def decide(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Lifecycle
     if broken is not None:
         return _end(observed, memory, broken)
     return _run(spec, observed, memory)
-
-
-def decide_deletion(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """The decision for a run that is being deleted. Its spec does not matter, and may be unreadable."""
-    memory = _known(observed, memory)
-    if memory.outcome is not None:
-        return _ended(observed, memory, memory.outcome)
-    return _suspend(observed, memory)
 
 
 def _known(observed: LifecycleInput, memory: Memory) -> Memory:
@@ -135,7 +127,7 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
     )
     if not works or memory.rest is not Suspension.NO or now - since >= DRAIN_SECONDS:
         return None
-    unreachable = None if observed.coordinator_report is not None else _since(memory.unreachable_since, now)
+    unreachable = None if observed.status is not None else _since(memory.unreachable_since, now)
     # The trainer cannot be asked to end. Deleted, its ranks get SIGTERM and save, if they reach the coordinator.
     abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
     # A trainer that no queue admitted has nothing to save: nothing is created for it.
@@ -151,7 +143,7 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
         generators=observed.generators_wanted if serving else 0,
         trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
         frozen=True,
-        request_stop=_stop_request(INTERRUPTED, observed.coordinator_report, resumed=False),
+        request_stop=_stop_request(INTERRUPTED, observed.status, resumed=False),
         again_seconds=ASK_AGAIN_SECONDS,
         note=note,
     )
@@ -219,22 +211,18 @@ def _broken(spec: RunSpec, observed: LifecycleInput) -> Outcome | None:
 
 
 def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    coordinator_report = observed.coordinator_report
-    if coordinator_report is not None and not coordinator_report.stop_reason:
+    status = observed.status
+    if status is not None and not status.stop_reason:
         memory = replace(memory, resumed=False)
     wanted = _wanted(spec, observed, resumed=memory.resumed)
-    request_stop = _stop_request(wanted, coordinator_report, resumed=memory.resumed)
+    request_stop = _stop_request(wanted, status, resumed=memory.resumed)
     # While a stop request is to be sent, the coordinator's present status is out of date.
-    finished = (
-        coordinator_report is not None
-        and request_stop is None
-        and coordinator_report.phase is CoordinatorPhase.FINISHED
-    )
+    finished = status is not None and request_stop is None and status.phase is CoordinatorPhase.FINISHED
     # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
     put_back = observed.trainer.held and not observed.trainer.ending
     left = put_back or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
-    if finished and left and memory.attempt > 0 and coordinator_report is not None:
-        stop_reason = coordinator_report.stop_reason
+    if finished and left and memory.attempt > 0 and status is not None:
+        stop_reason = status.stop_reason
         by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
         if by_forecast or stop_reason == BROKEN:
             return LifecycleDecision(
@@ -258,9 +246,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         return LifecycleDecision(
             Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
         )
-    ending = coordinator_report is not None and (
-        coordinator_report.phase in (CoordinatorPhase.FINISHING, CoordinatorPhase.FINISHED)
-        or bool(coordinator_report.stop_reason)
+    ending = status is not None and (
+        status.phase in (CoordinatorPhase.FINISHING, CoordinatorPhase.FINISHED) or bool(status.stop_reason)
     )
     return LifecycleDecision(
         Phase.FINISHING if ending and request_stop != "" else Phase.RUNNING,
@@ -271,7 +258,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         trainer=trainer,
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),  # a first answer wakes the run
-        note="" if coordinator_report is not None else "the coordinator to answer",
+        note="" if status is not None else "the coordinator to answer",
     )
 
 
@@ -288,23 +275,23 @@ def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
 
 def _wanted(spec: RunSpec, observed: LifecycleInput, *, resumed: bool) -> str:
     """Why the run is to end now; empty while it is not."""
-    if observed.coordinator_report is None:
+    if observed.status is None:
         return ""
-    limit = budget.limit_reached(spec.budget, observed.coordinator_report.usage)
+    limit = budget.limit_reached(spec.budget, observed.status)
     if limit:
         return limit
     # What the autoscaler has stopped stays stopped until a person resumes it, whatever it thinks now.
-    if observed.coordinator_report.stop_reason in (FORECAST, BROKEN) and not resumed:
-        return observed.coordinator_report.stop_reason
+    if observed.status.stop_reason in (FORECAST, BROKEN) and not resumed:
+        return observed.status.stop_reason
     return observed.stop
 
 
-def _stop_request(wanted: str, coordinator_report: CoordinatorReport | None, *, resumed: bool) -> str | None:
+def _stop_request(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
     """The stop request to send to the coordinator; None if it has it, or does not answer."""
-    if coordinator_report is None:
+    if status is None:
         return None
     revocable = (*budget.REVOCABLE, FORECAST, BROKEN) if resumed else budget.REVOCABLE
-    return wanted if budget.must_notify(wanted, coordinator_report.stop_reason, revocable) else None
+    return wanted if budget.must_notify(wanted, status.stop_reason, revocable) else None
 
 
 def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memory:
@@ -313,7 +300,7 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
     ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
     if not ended or memory.last_recorded_attempt == memory.attempt or trainer.attempt != memory.attempt:
         return memory
-    if trainer.state is JobState.COMPLETE and observed.coordinator_report is None:
+    if trainer.state is JobState.COMPLETE and observed.status is None:
         return memory  # whether the run is over, only the coordinator can say
     if _end_is_to_be_reported(trainer, observed.unix_seconds):
         return memory

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.policy import budget, restarts
+from scalerl_api.wire import Status
+from scalerl_operator.policy import restarts
 
 
 class JobState(enum.StrEnum):
@@ -57,19 +57,9 @@ class Service:
 
 
 @dataclass(frozen=True)
-class CoordinatorReport:
-    """The part of the coordinator's status that the lifecycle depends on."""
-
-    phase: CoordinatorPhase
-    stop_reason: str
-    usage: budget.Usage
-
-
-@dataclass(frozen=True)
 class LifecycleInput:
     """What is observed now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
-    wait in a queue. serving: its coordinator or generators have been made. coordinator_report: None while the coordinator does not
-    answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
+    wait in a queue. serving: its coordinator or generators have been made. status: the coordinator's; None while it does not answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
     """
 
     unix_seconds: float
@@ -80,7 +70,7 @@ class LifecycleInput:
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
-    coordinator_report: CoordinatorReport | None = None
+    status: Status | None = None
     stop: str = ""
     generators_wanted: int = 1
 
