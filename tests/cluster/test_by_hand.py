@@ -9,6 +9,7 @@ import json
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator.controller.apply import SEARCH_SECONDS
 from scalerl_operator.controller.coordinator_poller import CHECK_SECONDS
 from scalerl_operator.kube import errors
 
@@ -51,6 +52,42 @@ async def test_removed_labels_are_restored(there: Stage, only: tuple[str, ...]) 
     run = await there.looks(lambda r: True, times=1)
     assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "Healthy")
     assert run["status"]["trainer"]["attempt"] == 1
+
+
+@pytest.mark.parametrize(
+    "only",
+    [(), ("scalerl.dev/run",), ("scalerl.dev/run-uid",), ("app.kubernetes.io/component",)],
+    ids=["all", "the run's name", "the run's uid", "the role"],
+)
+async def test_coordinator_pod_without_labels_is_recreated(there: Stage, only: tuple[str, ...]) -> None:
+    await there.start(tiny())
+    pod = await strip(there, "Pod", f"{NAME}-coordinator-0", *only)
+    await there.look()
+    there.now += SEARCH_SECONDS + 1.0
+    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Starting", times=1)
+    assert run["status"]["phase"] == "Running"
+    await there.begin("coordinator")
+    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready")
+    live = await there.get("Pod", f"{NAME}-coordinator-0")
+    assert live is not None
+    assert live["metadata"]["uid"] != pod["metadata"]["uid"]
+    assert any("labels were removed" in text for _, text in await there.events())
+
+
+async def test_foreign_pod_of_same_name_is_unchanged(there: Stage) -> None:
+    container = {"name": "theirs", "image": "theirs:1"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}
+    await there.account()
+    await there.create(pod | {"metadata": {"name": f"{NAME}-coordinator-0"}})
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.end("prepare")
+    await there.looks(lambda r: r["status"]["phase"] == "Running")
+    there.now += SEARCH_SECONDS + 1.0
+    await there.look()
+    live = await there.get("Pod", f"{NAME}-coordinator-0")
+    assert live is not None
+    assert "deletionTimestamp" not in live["metadata"]
 
 
 async def test_a_secret_that_is_deleted_comes_back_as_it_was_without_any_pod_that_asks_for_it(

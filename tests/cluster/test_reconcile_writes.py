@@ -15,6 +15,7 @@ from scalerl_operator.controller.run_context import (
     LONGEST_REPAIR_SECONDS,
     REPAIR_SECONDS,
     WORKLOADS,
+    RunState,
 )
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import first_difference
@@ -122,17 +123,21 @@ async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage
 STRIPPED = {"metadata": {"labels": {"scalerl.dev/run": None}}}
 
 
-async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(there: Stage) -> None:
+@pytest.mark.parametrize("seen", [True, False], ids=["seen at once", "seen when it is too late"])
+async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
+    there: Stage, *, seen: bool
+) -> None:
     await there.start(tiny())
     (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
     await there.edit("Deployment", "tiny-addition-generator", STRIPPED)
     await there.edit("Job", job, STRIPPED)
-    await there.look()
-    for kind, name in (("Deployment", "tiny-addition-generator"), ("Job", job)):
-        live = await there.get(kind, name)
-        assert live is not None
-        assert live["metadata"]["labels"]["scalerl.dev/run"] == "tiny-addition"
-    assert [reason for reason, _ in await there.events()].count("RepairedDrift") == 2
+    if seen:
+        await there.look()
+        for kind, name in (("Deployment", "tiny-addition-generator"), ("Job", job)):
+            live = await there.get(kind, name)
+            assert live is not None
+            assert live["metadata"]["labels"]["scalerl.dev/run"] == "tiny-addition"
+        assert [reason for reason, _ in await there.events()].count("RepairedDrift") == 2
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     run = await there.looks(lambda r: r["status"]["phase"] in ("Suspending", "Suspended"))
     assert (run["status"]["phase"], there.coordinator.told) == ("Suspending", ["interrupted"])
@@ -147,6 +152,36 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(t
             break
         await asyncio.sleep(0.2)
     assert left == []
+
+
+async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: Stage) -> None:
+    await there.create(tiny())
+    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.edit("Job", "tiny-addition-prepare", STRIPPED)
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    for _ in range(300):
+        await there.look()
+        left = await there.all("Job")
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    assert left == []
+
+
+async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
+    there: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often somebody takes it off."""
+    await there.start(tiny())
+    monkeypatch.setattr(RunState, "may_repair", lambda *_: False)
+    (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
+    await there.edit("Job", job, STRIPPED)
+    await there.delete("ScaleRLRun", "tiny-addition")
+    for _ in range(2):
+        await there.look()
+    assert there.coordinator.told == ["interrupted"]
+    assert await there.get("ScaleRLRun", "tiny-addition") is not None
 
 
 async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_now(

@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from scalerl_api.cluster import ImagesSpec
-from scalerl_api.conditions import Reason
+from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build import render
 from scalerl_operator.build.scope import SECTION, Desired, Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
-from scalerl_operator.controller.observe import JOB_NAME, is_settled, label
+from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, Settled, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -28,7 +28,9 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import applied, content_hash, first_difference, is_untouched, rendered_hash
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT, IMAGE, QUEUE_LABELS, Names
+from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
+from scalerl_operator.names import labels as labels_of_run
+from scalerl_operator.policy.lifecycle_types import Suspension
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 OWNERSHIP_TRIES: Final = 5
 """How often the ownership of an object's fields is taken over again when somebody writes the object meanwhile."""
+SEARCH_SECONDS: Final = 15.0
+"""Between two searches for a coordinator's pod that its StatefulSet should have made and that is not in the cache."""
 FAILED_GANG_GRACE_SECONDS: Final = 5
 _REMOVED: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
 """Kinds of which a run's objects are removed when they are no longer wanted; what holds data stays, and what guards it."""
@@ -95,11 +99,22 @@ class Applier:
             settled = not state.repaired_lately(context.unix_seconds) and state.size_refused is None
             if blocked is None and not state.refused and found is not None and settled:
                 state.fingerprint = found
+        if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in context.observed.pods):
+            await self._replace_unlabelled_coordinator(context)
         blocked = blocked or next(iter(state.refused.values()), None)
         state.blocked = blocked or await diagnose(self._api, context)
 
     def _render(self, context: RunContext, desired: Desired, images: Images) -> list[Object]:
         return render(context.run, context.uid, desired, images, operator_namespace=self._operator_namespace)
+
+    async def find_unlabelled(self, context: RunContext) -> None:
+        """Finds by name the workloads whose label somebody removed: they are not in the cache, and run. For a run that is about
+        to drain, since nothing asks for them later."""
+        for kind, name in _to_be_drained(context):
+            if (kind, name) not in context.objects:
+                live = await self._api.get(kind, context.namespace, name)
+                if live is not None and context.owns(live):
+                    await self._adopt(live, context, _labels_of(name, context), at_once=True)
 
     async def _apply_all(self, context: RunContext, wanted: Sequence[Object]) -> Problem | None:
         """Creates, applies and removes objects until the run has those of ``wanted``. Returns what the cluster refused; a
@@ -144,7 +159,7 @@ class Applier:
         if (problem := name_taken(live, context)) is not None or is_deleted(live):
             return problem
         if kind == "Job":  # immutable: another spec is another attempt
-            await self._adopt(live, context, _own_labels(wanted))
+            await self._adopt(live, context, _labels_of(name, context))
             return None
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
@@ -177,6 +192,29 @@ class Applier:
             state.repairs |= {} if before is None else {key: before}
         return None
 
+    async def _replace_unlabelled_coordinator(self, context: RunContext) -> None:
+        """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
+        its name keeps the StatefulSet from creating another. The next one resumes from the journal."""
+        called = Names(context.name)
+        name, owner = f"{called.coordinator}-0", context.objects.get(("StatefulSet", called.coordinator))
+        pod = context.objects.get(("Pod", name))
+        if owner is None or is_deleted(owner) or (pod is not None and _is_labelled(pod, context)):
+            return
+        age = context.unix_seconds - seconds(owner["metadata"].get("creationTimestamp"))
+        if age < SEARCH_SECONDS or 0 <= context.unix_seconds - context.state.pod_searched < SEARCH_SECONDS:
+            return
+        context.state.pod_searched = context.unix_seconds
+        for pod in await self._api.list("Pod", context.namespace, field_selector=f"metadata.name={name}"):
+            owners = {o["uid"] for o in pod["metadata"].get("ownerReferences") or ()}
+            mounted = {(v.get("secret") or {}).get("secretName") for v in pod["spec"].get("volumes") or ()}
+            labelled = _is_labelled(pod, context) and label(pod, RUN) == label_value(context.name)
+            foreign = owners - {owner["metadata"]["uid"]} or called.token not in mounted
+            if is_deleted(pod) or labelled or foreign:
+                continue
+            await self._api.delete("Pod", context.namespace, name, uid=pod["metadata"]["uid"])
+            text = f"Pod {name}: its labels were removed; deleted, so that the StatefulSet creates another"
+            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
+
     async def _end_failed_gang(self, context: RunContext, job: str) -> None:
         """Ranks left over by a failed gang have nothing to save, and may hang in a collective."""
         for (kind, name), pod in context.objects.items():
@@ -198,20 +236,27 @@ class Applier:
                 raise  # and gone again: the next reconcile decides
             if (problem := name_taken(live, context)) is not None:
                 return problem
-            await self._adopt(live, context, _own_labels(obj))
+            ours = _labels_of(name, context) if kind == "Job" else obj["metadata"]["labels"]
+            await self._adopt(live, context, ours)
             return None if frozen else await self.apply_one(obj, context)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
         self._settle(obj, made, context)
         return None
 
-    async def _adopt(self, live: Object, context: RunContext, labels: dict[str, str]) -> None:
-        """Restores the labels of an object: without them the cache does not get its events."""
+    async def _adopt(
+        self, live: Object, context: RunContext, labels: dict[str, str], *, at_once: bool = False
+    ) -> None:
+        """Restores the labels of an object: without them the cache does not get its events.
+
+        labels: those to restore; of a Job only ours, since Kueue lets nobody write its own on a Job that it has admitted.
+        at_once: without back-off.
+        """
         key = kind, name = _key(live)
         missing = {label_name: text for label_name, text in labels.items() if label(live, label_name) != text}
         if not missing:
             context.state.refused.pop(key, None)
-        elif not is_deleted(live) and context.state.may_repair(key, context.unix_seconds):
+        elif not is_deleted(live) and (at_once or context.state.may_repair(key, context.unix_seconds)):
             patch = {"metadata": {"uid": live["metadata"]["uid"], "labels": missing}}
             try:
                 live = await self._api.patch(kind, context.namespace, name, patch)
@@ -294,10 +339,36 @@ def _key(obj: Object) -> tuple[str, str]:
     return obj["kind"], obj["metadata"]["name"]
 
 
-def _own_labels(wanted: Object) -> dict[str, str]:
-    """Without Kueue's, which lets nobody write its own on a Job that it has admitted."""
-    labels: dict[str, str] = wanted["metadata"]["labels"]
-    return {name: text for name, text in labels.items() if name not in QUEUE_LABELS}
+def _labels_of(name: str, context: RunContext) -> dict[str, str]:
+    """Of a workload, by its name."""
+    called = Names(context.name)
+    roles = {
+        called.prepare: Role.PREPARE,
+        called.coordinator: Role.COORDINATOR,
+        called.generator: Role.GENERATOR,
+    }
+    role = roles.get(name, Role.TRAINER)
+    attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
+    return labels_of_run(context.name, context.uid, role) | attempt
+
+
+def _is_labelled(pod: Object, context: RunContext) -> bool:
+    """Whether the coordinator's StatefulSet still finds the pod."""
+    return context.owns(pod) and label(pod, COMPONENT) == Role.COORDINATOR
+
+
+def _to_be_drained(context: RunContext) -> list[tuple[str, str]]:
+    """(kind, name) of what should work in a run that is to be suspended or deleted and has not begun to drain."""
+    memory, names = context.memory, Names(context.name)
+    asked = context.deleted or context.obj["spec"].get("suspend") is True
+    done = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
+    if not asked or done:
+        return []
+    found = [("Job", names.prepare)] if context.before.phase is Phase.PREPARING else []
+    if memory.attempt > 0:
+        found += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+        found += [("Job", names.trainer_job(memory.attempt))]
+    return found
 
 
 def pinned(context: RunContext, named: ImagesSpec, images: Images) -> Images:

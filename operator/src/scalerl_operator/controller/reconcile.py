@@ -90,6 +90,7 @@ class Reconciler:
         if context.deleted and FINALIZER not in context.finalizers:
             await self._known.forget(context.key)
             return None  # the rest is the garbage collector's
+        await self._applier.find_unlabelled(context)
         accept(context)
         if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
             await self._run.hold(context)
