@@ -120,13 +120,17 @@ format: setup ## rewrite the code the way lint wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## every benchmark but bench-trl; QUICK=1 for a minute each
+bench: setup ## every benchmark but bench-trl and bench-rollout; QUICK=1 for a minute each
 	failed=; for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py $(if $(QUICK),--quick) || failed="$$failed $$b"; done; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
 	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
+
+bench-rollout: setup ## drafts from past responses beside vLLM's suffix decoding, of which it builds a part (C++ compiler)
+	benchmarks/support/build_suffix.sh $(VENV) $(VENV)/suffix
+	$(BIN)/python benchmarks/rollout.py --arctic $(VENV)/suffix $(if $(QUICK),--quick)
 
 # On whatever python is here: it needs torch and transformers, and none of this project's own installation.
 gpu-check: ## what runs on this machine's GPU, how exactly and how fast (at most ten minutes); GPU_CHECK="--only head"
@@ -149,4 +153,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-full doctests test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl gpu-check crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-full doctests test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl bench-rollout gpu-check crds dashboards docs lock clean

@@ -11,7 +11,12 @@ epoch, which is not measured, and under those of the second and third, which are
     history   ours
     restored  ours, in a server that starts after the first epoch and is given its responses
 
-The bound is what the model itself would draft: its likeliest token at each position of what was sampled.
+First what was sampled is replayed through each drafter, which is exact for drafts of one token a position, also at a higher
+temperature, where past responses say less; then servers sample. The bound is what the model itself would draft: its likeliest
+token at each position.
+
+    make bench-rollout               # builds arctic-inference's suffix trees, then all of it
+    python benchmarks/rollout.py --dir rollout --replay-only
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +44,27 @@ import psutil
 import torch
 from interplay import check, see_through, write_examples
 from publish import free_port
+from support.draft_rivals import Ngram, Ours, Outcome, RhymeRL, Suffix, bound, replay
+from support.draft_rivals import Rival as DraftRival
 from transformers import AutoModelForCausalLM
 
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import prompt_digest
 from scalerl_cli.main import main as scalerl
+from scalerl_generator.draft_protocol import PastResponses
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.sources import open_tasks
 
+Epoch = list[list[list[int]]]
+"""Token ids by prompt and completion."""
 EPOCHS = 3
 PROMPTS, COMPLETIONS, PROMPTS_A_STEP = 48, 16, 8
 STEPS_AN_EPOCH = PROMPTS // PROMPTS_A_STEP
 MAX_TOKENS = 320
+FACTORS, PROBABILITIES = (1.0, 2.0, 4.0), (0.05, 0.1, 0.2)
+"""``max_spec_factor`` and ``min_token_prob`` of vLLM's ``suffix``."""
 
 
 def training_run(quick: bool) -> dict[str, Any]:
@@ -168,12 +182,18 @@ class Server:
             start_new_session=True,
         )
 
+    def client(self) -> VllmClient:
+        return VllmClient(f"http://127.0.0.1:{self.port}", self.token)
+
     async def ready(self, client: VllmClient) -> None:
         deadline = time.monotonic() + 300
         while not await client.health():
             if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError(Path(self._log.name).read_text()[-3000:])
+                raise RuntimeError(self._log_tail())
             await asyncio.sleep(0.3)
+
+    def _log_tail(self) -> str:
+        return Path(self._log.name).read_text()[-3000:]
 
     def cpu_seconds(self) -> float:
         """Of all its processes."""
@@ -203,8 +223,13 @@ async def load(client: VllmClient, model: Path) -> None:
 
 
 async def sample(
-    client: VllmClient, prompts: list[list[int]], groups_at_once: int, salt: str, n: int = COMPLETIONS
-) -> list[list[list[int]]]:
+    client: VllmClient,
+    prompts: list[list[int]],
+    groups_at_once: int,
+    salt: str,
+    temperature: float = 1.0,
+    n: int = COMPLETIONS,
+) -> Epoch:
     """Completions of each prompt."""
     places = asyncio.Semaphore(groups_at_once)
 
@@ -212,7 +237,12 @@ async def sample(
         key = prompt_digest(np.asarray(prompt, "<i4").tobytes()).hex()
         async with places:
             completions = await client.generate(
-                prompt, n=n, max_tokens=MAX_TOKENS, cache_salt=salt, prompt_key=key
+                prompt,
+                n=n,
+                max_tokens=MAX_TOKENS,
+                temperature=temperature,
+                cache_salt=salt,
+                prompt_key=key,
             )
         return [one.token_ids.tolist() for one in completions]
 
@@ -228,41 +258,212 @@ def prompts_of(folder: Path) -> list[list[int]]:
     return [codec.encode(train[at], MAX_TOKENS).token_ids for at in range(len(train))]
 
 
-async def sampled_epochs(folder: Path, made: list[Path]) -> list[list[list[list[int]]]]:
-    """Completions of all prompts under the weights of each epoch, without speculation."""
-    file = folder / "sampled.json"
+async def sampled_epochs(folder: Path, made: list[Path], temperature: float) -> list[Epoch]:
+    """Completions of all prompts under the weights of each epoch, without speculation; kept in a file."""
+    file = folder / f"sampled-{temperature:g}.json"
     if not file.exists():
         prompts = prompts_of(folder)
         server = Server(made[0], Rival(), None)
         epochs = []
         try:
-            async with VllmClient(f"http://127.0.0.1:{server.port}", server.token) as client:
+            async with server.client() as client:
                 await server.ready(client)
                 for at, model in enumerate(made):
                     await load(client, model)
-                    epochs.append(await sample(client, prompts, 16, str(at)))
+                    epochs.append(await sample(client, prompts, 16, str(at), temperature))
                     await check_loaded(client, model, prompts[0] + epochs[-1][0][0])
         finally:
             server.stop()
         file.write_text(json.dumps(epochs))
-    read: list[list[list[list[int]]]] = json.loads(file.read_text())
+    read: list[Epoch] = json.loads(file.read_text())
     return read
 
 
 async def check_loaded(client: VllmClient, model: Path, tokens: list[int]) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        own = torch.log_softmax(policy(torch.tensor([tokens])).logits[0].float(), -1)[:-1]
-    expected = own.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
     given = await client.prompt_logprobs(tokens)
+    logprobs_tv = logprobs(AutoModelForCausalLM.from_pretrained(model), [tokens])[0, :-1]
+    expected = logprobs_tv.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
     if np.abs(expected - given).max() > 1e-3:
         raise RuntimeError(f"the server does not have the weights of {model}")
 
 
+def logprobs(policy: Any, rows: list[list[int]]) -> torch.Tensor:
+    """Of the token after each position, shape [rows, positions, vocabulary]."""
+    padded = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for at, row in enumerate(rows):
+        padded[at, : len(row)] = torch.tensor(row)
+    with torch.no_grad():
+        scores: torch.Tensor = torch.log_softmax(policy(padded).logits.float(), -1)
+    return scores
+
+
+def of_the_model(
+    model: Path, prompts: list[list[int]], epoch: Epoch, temperature: float
+) -> tuple[Outcome, float]:
+    """What drafts of the likeliest token would yield, and the entropy in nats a token of what was sampled from."""
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    likeliest, entropies = [], []
+    for prompt, completions in zip(prompts, epoch, strict=True):
+        scores = logprobs(policy, [prompt + one for one in completions])[:, len(prompt) - 1 : -1]
+        scores = torch.log_softmax(scores / temperature, -1)
+        entropy = -(scores.exp() * scores).sum(-1)
+        best = scores.argmax(-1)
+        likeliest.append(
+            [(best[i, : len(one)] == torch.tensor(one)).numpy() for i, one in enumerate(completions)]
+        )
+        entropies += [float(value) for i, one in enumerate(completions) for value in entropy[i, : len(one)]]
+    return bound(likeliest), sum(entropies) / len(entropies)
+
+
+def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bool) -> dict[str, Any]:
+    """Tokens a verification of each drafter over what was sampled; drafts of at most 32 tokens."""
+    epochs = asyncio.run(sampled_epochs(folder, made, temperature))
+    prompts = prompts_of(folder)
+    prompts_t = [np.array(prompt, np.int32) for prompt in prompts]
+    epochs_t = [[[np.array(one, np.int32) for one in group] for group in epoch] for epoch in epochs]
+    limits = [of_the_model(m, prompts, e, temperature) for m, e in zip(made, epochs, strict=True)]
+    rivals: dict[str, Callable[[], DraftRival]] = {"ngram": Ngram, "RhymeRL's rule": RhymeRL}
+    if with_suffix:
+        for factor in FACTORS:
+            for probability in PROBABILITIES:
+                rivals[f"suffix, {factor:g}, {probability:g}"] = partial(Suffix, factor, probability)
+        rivals["suffix, no cache"] = partial(Suffix, 4.0, 0.1, 0)
+    for threshold in (0.05, 0.2):
+        rivals[f"history, {threshold:g}"] = partial(Ours, threshold)
+    figures: dict[str, list[Outcome]] = {}
+    for name, make in rivals.items():
+        rival = make()
+        figures[name] = [replay(rival, prompts_t, epoch) for epoch in epochs_t]
+    figures["likeliest token"] = [limit for limit, _ in limits]
+    entropy = [value for _, value in limits]
+    print(
+        f"temperature {temperature:g}: entropy {', '.join(f'{value:.2f}' for value in entropy)} nats a token"
+    )
+    print(
+        f"{'tokens a verification (drafted)':32}"
+        + "".join(f"   epoch {at}    " for at in range(1, EPOCHS + 1))
+    )
+    for name, outcomes in figures.items():
+        columns = "".join(
+            f"{one.tokens_per_verification:7.2f} ({one.drafted / one.verifications:4.1f})" for one in outcomes
+        )
+        print(f"{name:32}{columns}")
+    per_verification = {
+        name: [round(one.tokens_per_verification, 3) for one in outcomes]
+        for name, outcomes in figures.items()
+    }
+    return {"entropy": [round(value, 3) for value in entropy], "tokens a verification": per_verification}
+
+
+RIVALS = {
+    "none": Rival(),
+    "ngram": Rival(
+        speculation={
+            "method": "ngram",
+            "num_speculative_tokens": 8,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 5,
+        }
+    ),
+    "suffix": Rival(
+        speculation={
+            "method": "suffix",
+            "num_speculative_tokens": 32,
+            "suffix_decoding_max_spec_factor": 4.0,
+            "suffix_decoding_min_token_prob": 0.05,
+        }
+    ),
+    "history": Rival(options=("--max-draft-tokens", "32")),
+    "restored": Rival(options=("--max-draft-tokens", "32")),
+}
+"""``suffix`` has the settings that are best in the replay."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """groups: in flight. completions: of each. prompts: that are sampled."""
+
+    groups: int
+    completions: int
+    prompts: int
+
+
+BATCHES = {"full, 256 sequences": Batch(16, 16, PROMPTS), "tail, 8 sequences": Batch(1, 8, 16)}
+
+
+async def fight(
+    folder: Path, made: list[Path], name: str, arctic: Path | None
+) -> dict[str, dict[str, float]]:
+    """Seconds, seconds of processor and tokens a verification of the second epoch, in batches of each size."""
+    prompts = prompts_of(folder)
+    figures = {}
+    for label, batch in BATCHES.items():
+        server = Server(made[0], RIVALS[name], arctic)
+        try:
+            async with server.client() as client:
+                await server.ready(client)
+                asked = prompts[: batch.prompts]
+                first = await sampled_epochs(folder, made, 1.0)
+                if name == "restored":
+                    for prompt, completions in zip(asked, first[0], strict=False):
+                        wire = np.array(prompt, "<i4").tobytes()
+                        past = [np.array(one, "<i4").tobytes() for one in completions]
+                        await client.remember(PastResponses(prompt_digest(wire).hex(), wire, past))
+                else:
+                    await sample(client, asked, 16, "0")
+                await load(client, made[1])
+                accepted = await counter(client, "spec_decode_num_accepted_tokens")
+                cpu, started = server.cpu_seconds(), time.perf_counter()
+                sampled = await sample(client, asked, batch.groups, "1", n=batch.completions)
+                seconds, cpu = time.perf_counter() - started, server.cpu_seconds() - cpu
+                accepted = await counter(client, "spec_decode_num_accepted_tokens") - accepted
+        finally:
+            server.stop()
+        tokens = sum(len(one) for group in sampled for one in group)
+        figures[label] = {
+            "tokens": tokens,
+            "tokens a second": tokens / seconds,
+            "tokens a processor second": tokens / cpu,
+            "tokens a verification": tokens / (tokens - accepted),
+        }
+        print(
+            f"{name:10} {label:22} {tokens / seconds:8.0f} tokens/s {tokens / cpu:8.0f} tokens/s of processor "
+            f"{tokens / (tokens - accepted):6.2f} tokens a verification",
+            flush=True,
+        )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, help="keeps run, weights and samples; default: a temporary one")
+    parser.add_argument(
+        "--arctic", type=Path, help="folder with arctic_inference (make bench-rollout builds it)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="weights that were hardly trained, and no servers of rivals"
+    )
+    parser.add_argument("--replay-only", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.arctic is not None:
+        sys.path.insert(0, str(arguments.arctic))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.dir or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        made = models(folder, arguments.quick)
+        result: dict[str, Any] = {"benchmark": "rollout"}
+        for temperature in (1.0,) if arguments.quick else (1.0, 1.5):
+            result[f"replay at {temperature:g}"] = replayed(
+                folder, made, temperature, arguments.arctic is not None
+            )
+        if not (arguments.quick or arguments.replay_only):
+            for name in RIVALS:
+                if name != "suffix" or arguments.arctic is not None:
+                    result[name] = asyncio.run(fight(folder, made, name, arguments.arctic))
+    print(json.dumps(result))
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    made = models(folder, len(sys.argv) > 2)
-    epochs = asyncio.run(sampled_epochs(folder, made))
-    for groups in epochs:
-        print(sum(len(c) for g in groups for c in g) / (PROMPTS * COMPLETIONS))
+    main()

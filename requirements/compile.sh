@@ -7,6 +7,7 @@
 #   s3       what trainer.export.to: s3://… needs: in the trainer's image, and in dev
 #   trackers what spec.trackers.wandb and .mlflow need, beside the coordinator, and in dev
 #   bench    what benchmarks compare against
+#   suffix   arctic-inference, of which a benchmark builds a part
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,3 +35,4 @@ lock requirements/trackers.in --override requirements/trackers-overrides.txt -c 
   --no-emit-package protobuf -o requirements/trackers.txt
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
 lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt
+lock requirements/suffix.in --no-deps -o requirements/suffix.txt

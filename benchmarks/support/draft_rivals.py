@@ -3,7 +3,6 @@ position, since a token is accepted exactly if the model sampled it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,15 +67,6 @@ def replay(
                     running.discard(i)
         rival.finish(completions, rewards[prompt] if rewards else [0.0] * len(completions))
     return outcome
-
-
-class NoDrafts:
-    def begin(self, prompt: int, prompt_t: Int32s, siblings: int) -> None: ...
-    def draft(self, sibling: int, new: list[int], remaining: int) -> list[int]:
-        return []
-
-    def end(self, sibling: int) -> None: ...
-    def finish(self, completions: list[Int32s], rewards: list[float]) -> None: ...
 
 
 class Ours:
@@ -234,6 +224,3 @@ def bound(likeliest: list[list[NDArray[np.bool_]]], max_draft: int = MAX_DRAFT) 
                 outcome.tokens += accepted + 1
                 at += accepted + 1
     return outcome
-
-
-Maker = Callable[[], Rival]

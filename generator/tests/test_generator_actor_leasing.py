@@ -13,6 +13,7 @@ from actor_stand_ins import TOKEN, until
 from test_generator_actor_parts import empty_group
 
 from scalerl_api.wire import Group, Lease, PromptRef, Split
+from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.leasing import Leasing
@@ -64,7 +65,7 @@ class Hands:
             *(client, self.membership, monitor, server, metrics), vocabulary_size=9, max_staleness_steps=1
         )
         parts = client, self.membership, server, maker, self.delivery, metrics, partials
-        self.leasing = Leasing(*parts, capacity=16, per_group=4)
+        self.leasing = Leasing(*parts, concurrency=Concurrency(most=16, least=4), per_group=4)
 
     def take(
         self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 60.0

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tied=True,
         dtype="float32",
         fp32_head=True,
-        options=["--max-draft-tokens", "8", "--draft-memory-tokens", "65536"],
+        options=["--max-draft-tokens", "8", "--draft-memory-tokens", "65536", "--stats"],
     )
 
 
@@ -144,6 +144,18 @@ async def test_vllm_drafts_keep_logprobs_and_versions_across_an_update(server: S
         assert {span.version for span in completion.weight_versions} == {3}
         own = score(new, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs, own, atol=2e-3)
+
+
+async def test_vllm_tells_how_full_its_cache_is(server: Server) -> None:
+    async with VllmClient(server.url, TOKEN) as client:
+        running = asyncio.create_task(sample(client, requests=2, n=8, max_tokens=LONG))
+        pressures = []
+        while not running.done():
+            pressures.append(await client.cache_pressure())
+            await asyncio.sleep(0.02)
+    assert max(one.running for one in pressures) == 16
+    assert 0 < max(one.used for one in pressures) < 1
+    assert pressures[-1].preemptions == 0
 
 
 async def test_vllm_drafts_resume_with_their_prompt(server: Server) -> None:

@@ -149,6 +149,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.devices": Edit(Effect.ALL),
     "generator.cpuThreads": Edit(Effect.GENERATOR),
     "generator.maxConcurrentSequences": Edit(Effect.GENERATOR),
+    "generator.adaptiveConcurrency": Edit(Effect.GENERATOR),
     "generator.kvCache": Edit(Effect.ALL),
     "generator.memoryFraction": Edit(Effect.ALL),
     "generator.leaseSeconds": Edit(Effect.COORDINATOR),

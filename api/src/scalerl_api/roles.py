@@ -55,7 +55,9 @@ class GeneratorSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU; default: chosen by vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Completions that one server samples concurrently."""
+    """Completions that one server samples concurrently, at most."""
+    adaptive_concurrency: bool = False
+    """Samples fewer while the server's KV cache is more than 0.8 full or preempts completions, and more again below 0.6."""
     kv_cache: MemoryQuantity | None = None
     """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""
     memory_fraction: PositiveUnitDecimal = "0.9"

@@ -10,8 +10,11 @@ from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, exactly_one
 
 HistoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("64Ti"))]
 
-SPECULATION_OPTIONS: Final = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "-sc")
-"""vLLM's own options of speculative decoding."""
+SPECULATION_OPTIONS: Final = (
+    *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "-sc"),
+    "--additional-config",
+)
+"""vLLM's own options of speculative decoding, and one by which it is configured."""
 
 
 MEMORY_BYTES_PER_TOKEN: Final = 56
@@ -24,7 +27,7 @@ class HistorySpec(Model):
 
     max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 16
     """Longest draft that one forward pass verifies."""
-    memory_tokens: Annotated[int, Field(ge=65_536, le=10**10)] = 4_000_000
+    memory_tokens: Annotated[int, Field(ge=65_536, le=2_000_000_000)] = 4_000_000
     """Tokens of past responses that each generator keeps in memory, 56 bytes each."""
     store_size: HistoryQuantity = "8Gi"
     """Disk on the run's volume for past responses, at 4 bytes a token; the oldest are deleted first."""

@@ -209,7 +209,11 @@ class ResponseStore:
         try:
             self._recover()
             while (group := self._next()) is not None:
-                self._store(group)
+                try:
+                    self._store(group)
+                except Exception:
+                    log.exception("a group is not stored in the history")
+                    self._drop(group, "failed")
                 with self._wake:
                     self._queue.popleft()
                     self._queued_bytes -= group.nbytes

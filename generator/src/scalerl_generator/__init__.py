@@ -13,6 +13,15 @@ The way of a request (``actor.run_actor()`` starts the loops)::
         │               RolloutGenerator.grade(): PromptCodec.texts(), version_spans()  │
         │◀─ groups ──── Delivery.put() ▶ Delivery.run()                                 │
 
+The way of a past response, with ``generator.speculation``::
+
+    coordinator       actor                                                        vLLM worker
+        │◀─ responses ─ PastResponseFeed.prepare(): what the server does not remember     │
+        │── groups ───▶   VllmClient.remember() ────────────────────────────────────────▶│ HistoryProposer.remember()
+        │                                                                               │   Drafter.remember()
+        │               a step of the server: HistoryProposer.propose() ▶ DraftThreshold.value() ▶ Drafter.propose()
+        │◀─ groups ──── PastResponseFeed.sampled(): drafted and accepted tokens ◀────────│ take_tally()
+
 The way of a weight update (one at a time)::
 
     trainer           actor                                                        vLLM worker

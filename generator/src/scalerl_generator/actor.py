@@ -58,6 +58,7 @@ from scalerl_api.spec import ProblemSpec, RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
 from scalerl_generator.completion_streams import CompletionStreams
+from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.interruption import (
@@ -206,6 +207,7 @@ async def run_actor(
             teacher=teacher,
             past_responses=past_responses,
         )
+        concurrency = Concurrency(most=capacity, least=per_group)
         delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
             coordinator,
@@ -215,7 +217,7 @@ async def run_actor(
             delivery,
             metrics,
             partials,
-            capacity=capacity,
+            concurrency=concurrency,
             per_group=per_group,
         )
         gc.collect()
@@ -224,9 +226,12 @@ async def run_actor(
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _lease(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
+        optional = []
+        if spec.generator.adaptive_concurrency:
+            optional.append(_owned(stack, concurrency.run(server, state, metrics)))
         if past_responses is not None:
-            _owned(stack, past_responses.report())
-        await _until(stop, watching, heartbeats, pushing, leases, reporting)
+            optional.append(_owned(stack, past_responses.report()))
+        await _until(stop, watching, heartbeats, pushing, leases, reporting, *optional)
 
         run_finished = leases.done() and leases.exception() is None
         reason = (
@@ -238,7 +243,7 @@ async def run_actor(
             logger.warning("%d finished groups could not be pushed before the actor stopped", len(delivery))
         heartbeats.cancel()
         await registration.unregister(_UNREGISTER_SECONDS)
-        _raise_failure(watching, heartbeats, pushing, leases, reporting)
+        _raise_failure(watching, heartbeats, pushing, leases, reporting, *optional)
 
 
 async def _lease(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:

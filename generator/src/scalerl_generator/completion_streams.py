@@ -137,7 +137,8 @@ class CompletionStreams:
             "temperature": self.lease.temperature,
             "stop_token_ids": self._stop_token_ids,
             "cache_salt": self._state.cache_salt,
-            "prompt_key": self.prompt.key,
+            # Points of the curve depend on the weights alone, so evaluations are not drafted.
+            "prompt_key": self.prompt.key if self.lease.split is Split.TRAIN else None,
             "timeout_seconds": self.lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
         }
 

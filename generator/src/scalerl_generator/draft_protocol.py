@@ -24,14 +24,14 @@ def request_id(key: str) -> str:
     return f"scalerl.{key}.{uuid.uuid4().hex}"
 
 
-def prompt_key_of(request: str) -> str:
-    """The prompt of a request; one without a name is its own.
+def prompt_key_of(request: str) -> str | None:
+    """The prompt of a request; None for one that names none, for which nothing is drafted.
 
     >>> prompt_key_of("0_generate-tokens-" + request_id("4e842f2f50cc089e") + "-1a2b3c4d")
     '4e842f2f50cc089e'
     """
     named = _REQUEST.search(request)
-    return named.group(1) if named else request
+    return named.group(1) if named else None
 
 
 class PastResponses(msgspec.Struct):
@@ -44,16 +44,12 @@ class PastResponses(msgspec.Struct):
 
 @dataclass
 class DraftReport:
-    """A worker's drafts since its start."""
+    """Drafts of a server since its start."""
 
     steps: int = 0
-    drafting_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    sampled_tokens: int = 0
     draft_seconds: float = 0.0
     threshold: float = 1.0
     """Of the last step."""
     remembered_responses: int = 0
-    remembered_tokens: int = 0
-    remember_seconds: float = 0.0

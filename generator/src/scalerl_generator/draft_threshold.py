@@ -65,6 +65,8 @@ class DraftThreshold:
             return _UNKNOWN_THRESHOLD
         known = min(self._steps, _STEPS)
         features, seconds = self._features[:known], self._seconds[:known]
+        if not features[:, 2].any():
+            return _UNKNOWN_THRESHOLD
         cost = _fit(features, seconds)
         kept = seconds <= _OUTLIER * (features @ cost)
         cost = _fit(features[kept], seconds[kept])

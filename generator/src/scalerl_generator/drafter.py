@@ -87,9 +87,6 @@ class Calibration(NamedTuple):
 
     tried_b: NDArray[np.float64]
     accepted_b: NDArray[np.float64]
-    tried_d: NDArray[np.int64]
-    """The same by position in the draft, since the beginning."""
-    accepted_d: NDArray[np.int64]
 
 
 @_compiled
@@ -327,8 +324,6 @@ def _step(
             right = text_t[known + d] == sequences.draft_sd[slot, d]
             calibration.tried_b[bucket] = DECAY * calibration.tried_b[bucket] + 1
             calibration.accepted_b[bucket] = DECAY * calibration.accepted_b[bucket] + right
-            calibration.tried_d[d] += 1
-            calibration.accepted_d[d] += right
             if not right:
                 break
             accepted += 1
@@ -382,13 +377,18 @@ class Drafter:
         self._sequences = Sequences(**by_sequence, **by_token, tally_sk=np.zeros((sequences, 2), np.int64))
         # Before the first trials: half for matches of two tokens without agreement, nearly all where all agree.
         prior_b = np.tile(np.linspace(0.4, 0.95, SHARES), BUCKETS // SHARES)
-        self._calibration = Calibration(
-            np.full(BUCKETS, 4.0), 4.0 * prior_b, *(np.zeros(max_draft_tokens, np.int64) for _ in range(2))
-        )
+        self._calibration = Calibration(np.full(BUCKETS, 4.0), 4.0 * prior_b)
         self._free = list(range(sequences))
         self._prompt_pages: dict[int, int] = {}
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile for the types that come, which takes seconds that a step does not have."""
         nothing = np.zeros(0, np.int32)
-        self.propose(nothing, nothing, np.zeros((1, 1), np.int32), nothing, nothing, 1.0)  # compiles
+        received = np.frombuffer(b"", np.int32)  # read-only
+        self.propose(nothing, nothing, np.zeros((1, 1), np.int32), nothing, nothing, 1.0)
+        self.remember(-2, received, received)  # -1: pages of no prompt
+        self.end(self.begin(-2, nothing))
 
     def remember(self, prompt: int, prompt_t: Int32s, response_t: Int32s) -> None:
         """Take in a past response of a prompt."""
@@ -475,7 +475,3 @@ class Drafter:
         tally: NDArray[np.int64] = self._sequences.tally_sk[slot].copy()
         self._sequences.tally_sk[slot] = 0
         return tally
-
-    def by_position(self) -> tuple[list[int], list[int]]:
-        """Drafted tokens before which all were accepted, and how many of them were accepted too, by position in the draft."""
-        return self._calibration.tried_d.tolist(), self._calibration.accepted_d.tolist()

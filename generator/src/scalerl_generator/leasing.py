@@ -7,7 +7,7 @@ the group's duration (mean length over longest); it determines how many groups f
 ======================  =====================================================================
 what grows              what bounds it
 ======================  =====================================================================
-groups at the server    ``max_concurrent_sequences`` over occupancy, plus an eighth (or one group)
+groups at the server    the limit of :mod:`.concurrency` over occupancy, plus an eighth (or one group)
 groups held             twice that: slow grading or an unreachable coordinator stop new leases.
                         Groups that wait for the teacher do not count, so that evaluations run
                         without it: the coordinator's bound on staleness limits them
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
+from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
@@ -119,7 +120,7 @@ class Leasing:
     """Requests leases, has each generated and graded, and passes the groups to delivery.
 
     Args:
-        capacity: the server's ``max_concurrent_sequences``.
+        concurrency: limits the sequences at the server.
         per_group: ``recipe.completionsPerPrompt``.
     """
 
@@ -133,13 +134,13 @@ class Leasing:
         metrics: ActorMetrics,
         partials: PartialReports,
         *,
-        capacity: int,
+        concurrency: Concurrency,
         per_group: int,
     ) -> None:
         self._coordinator, self._registration, self._state = coordinator, registration, state
         self._rollouts, self._delivery, self._metrics = rollouts, delivery, metrics
         self._partials = partials
-        self._capacity, self._per_group = capacity, per_group
+        self._concurrency, self._per_group = concurrency, per_group
         self._wake = state.subscribe()
         self._occupancy = Occupancy()
         self._held: dict[str, _HeldLease] = {}
@@ -192,7 +193,7 @@ class Leasing:
         if self._closing or self._request is not None or member_id is None or not self._state.is_serving:
             return
         wanted = groups_wanted(
-            self._capacity,
+            self._concurrency.limit,
             self._per_group,
             self._occupancy.fraction,
             at_server=sum(h.lease.completions for h in self._held.values() if h.generating),

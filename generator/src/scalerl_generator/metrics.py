@@ -127,6 +127,11 @@ class ActorMetrics:
             "Least probability of acceptance at which the server drafts a token; 1: none pays",
             registry=r,
         )
+        self.concurrency = Gauge(
+            "scalerl_actor_concurrency_limit",
+            "Sequences that the actor keeps at the server at once, with generator.adaptiveConcurrency",
+            registry=r,
+        )
         self.server_losses = Counter(
             "scalerl_actor_server_losses", "Times the server stopped responding", registry=r
         )

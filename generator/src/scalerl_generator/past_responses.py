@@ -27,8 +27,10 @@ logger = logging.getLogger("scalerl.actor.drafts")
 _SECONDS = 2.0
 """Generation waits so long at most."""
 _REPORT_SECONDS = 5.0
-_BYTES_A_CALL = 1 << 16
+_BYTES_A_CALL = 1 << 18
 """Of responses: the server takes in a million tokens in some seconds, and samples nothing meanwhile."""
+_OVERHEAD_TOKENS = 76
+"""Of memory, by which a response takes more than its tokens, at most: a page, and its prompt's end."""
 
 
 class PastResponseFeed:
@@ -47,12 +49,13 @@ class PastResponseFeed:
         memory_tokens: int,
     ) -> None:
         self._coordinator, self._server, self._state, self._metrics = coordinator, server, state, metrics
-        self._memory_bytes = 4 * memory_tokens
+        self._memory_tokens = memory_tokens
         self._server_start = 0
         self._remembered: OrderedDict[bytes, int] = OrderedDict()
-        """By response: how many bytes the server had taken in with it."""
-        self._bytes = 0
+        """By response: tokens that the server had taken in with it."""
+        self._tokens = 0
         self._reported = DraftReport()
+        self._warned = False
 
     async def prepare(self, lease: Lease, prompt: EncodedPrompt) -> None:
         """Pass on past responses to a lease's prompt; raises nothing, and takes two seconds at most."""
@@ -62,16 +65,19 @@ class PastResponseFeed:
             async with asyncio.timeout(_SECONDS):
                 await self._pass_on(lease, prompt)
         except (TimeoutError, CoordinatorError, VllmError) as error:
-            if not self._metrics.past_responses_failed._value.get():
-                logger.warning(
-                    "no past responses for a prompt, later ones are only counted: %s", error or "timeout"
-                )
             self._metrics.past_responses_failed.inc()
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "no past responses for a prompt; later failures are only counted: %s",
+                    error or f"no answer in {_SECONDS:g} s",
+                )
 
     async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
         groups = await self._coordinator.responses(PromptQuery(lease.prompt, prompt_digest(prompt.wire)))
         self._follow_restart()
-        missing = [one for group in groups for one in group if self._is_missing(prompt, one)]
+        newest = groups[0] if groups else []
+        missing = [one for one in newest if _identity(prompt, one.token_ids) not in self._remembered]
         for batch in _batches(missing):
             await self._server.remember(
                 PastResponses(prompt.key, prompt.wire, [one.token_ids for one in batch])
@@ -100,33 +106,32 @@ class PastResponseFeed:
             if self._state.up:
                 try:
                     report = await self._server.draft_report()
-                except VllmError:
-                    continue
-                self._record(report)
+                except VllmError as error:
+                    logger.debug("no report of drafts: %s", error)
+                else:
+                    self._record(report)
 
     def _record(self, report: DraftReport) -> None:
-        before = self._reported if report.steps >= self._reported.steps else DraftReport()
-        self._reported = report
+        self._follow_restart()
+        before, self._reported = self._reported, report
         metrics = self._metrics
-        metrics.drafted_tokens.inc(report.drafted_tokens - before.drafted_tokens)
-        metrics.accepted_tokens.inc(report.accepted_tokens - before.accepted_tokens)
-        metrics.draft_seconds.inc(report.draft_seconds - before.draft_seconds)
+        metrics.drafted_tokens.inc(max(report.drafted_tokens - before.drafted_tokens, 0))
+        metrics.accepted_tokens.inc(max(report.accepted_tokens - before.accepted_tokens, 0))
+        metrics.draft_seconds.inc(max(report.draft_seconds - before.draft_seconds, 0.0))
         metrics.draft_threshold.set(report.threshold)
 
     def _follow_restart(self) -> None:
         if self._server_start != self._state.start_count:
             self._server_start = self._state.start_count
             self._remembered.clear()
-
-    def _is_missing(self, prompt: EncodedPrompt, response: PastResponse) -> bool:
-        return bool(response.token_ids) and _identity(prompt, response.token_ids) not in self._remembered
+            self._reported = DraftReport()
 
     def _add(self, prompt: EncodedPrompt, token_ids: bytes) -> None:
-        self._bytes += len(token_ids)
+        self._tokens += len(token_ids) // 4 + _OVERHEAD_TOKENS
         identity = _identity(prompt, token_ids)
-        self._remembered[identity] = self._bytes
+        self._remembered[identity] = self._tokens
         self._remembered.move_to_end(identity)
-        while next(iter(self._remembered.values())) < self._bytes - self._memory_bytes:
+        while next(iter(self._remembered.values())) <= self._tokens - self._memory_tokens:
             self._remembered.popitem(last=False)
 
 

@@ -206,13 +206,10 @@ class RolloutGenerator:
         """
         lease = generated.lease
         asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
-        drafted = accepted = None
         try:  # while the teacher is asked, which may be away
-            if self._past_responses is not None:
-                drafted, accepted = await self._past_responses.sampled(
-                    generated.encoded, generated.completions
-                )
-            verdicts = await self._verdicts(generated, on_graded)
+            verdicts, (drafted, accepted) = await asyncio.gather(
+                self._verdicts(generated, on_graded), self._draft_tally(generated)
+            )
             teacher_logprobs = await asked
         finally:
             asked.cancel()
@@ -239,6 +236,11 @@ class RolloutGenerator:
             drafted_tokens=drafted,
             accepted_tokens=accepted,
         )
+
+    async def _draft_tally(self, generated: Generated) -> tuple[int | None, int | None]:
+        if self._past_responses is None or generated.lease.split is not Split.TRAIN:
+            return None, None
+        return await self._past_responses.sampled(generated.encoded, generated.completions)
 
     async def _teacher_logprobs(
         self, generated: Generated, on_wait: Callable[[], None], on_answer: Callable[[], None]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
+    CachePressure,
     Part,
     PublishReport,
     Sampled,
@@ -29,6 +30,7 @@ from scalerl_generator.vllm_replies import (
     StreamedAnswer,
     UpdateFailed,
     VllmError,
+    read_cache_pressure,
     read_completions,
     read_draft_report,
     read_draft_tally,
@@ -246,6 +248,10 @@ class VllmClient:
         )
         return read_report(body)
 
+    async def cache_pressure(self) -> CachePressure:
+        """How full the KV cache is. Needs a server with ``--stats``."""
+        return read_cache_pressure(await self._call("GET", "/metrics", None, _CONTROL_SECONDS))
+
     async def remember(self, past: PastResponses) -> None:
         """Give the server past responses to a prompt, to draft from."""
         encoded = base64.b64encode(msgspec.msgpack.encode(past)).decode()
@@ -258,7 +264,7 @@ class VllmClient:
         return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
 
     async def draft_report(self) -> DraftReport:
-        """The drafts of the server's first worker since its start; all workers draft the same."""
+        """The server's drafts since its start."""
         body = await self._call(
             "POST", "/collective_rpc", {"method": "scalerl_draft_report"}, _CONTROL_SECONDS
         )

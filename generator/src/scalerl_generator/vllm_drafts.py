@@ -7,6 +7,7 @@ epoch and of the last, are found together even where the server sees another pro
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +29,14 @@ class HistoryProposer:
     """``model`` of vLLM's ``--speculative-config``."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        config = vllm_config.speculative_config
-        self._max_draft = config.num_speculative_tokens
+        self._sequences = vllm_config.scheduler_config.max_num_seqs
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._memory_tokens = int(vllm_config.additional_config[MEMORY_TOKENS])
+        self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._drafter = Drafter(
-            vllm_config.scheduler_config.max_num_seqs,
-            int(vllm_config.additional_config[MEMORY_TOKENS]),
-            self._max_draft,
-        )
-        self._threshold = DraftThreshold()
         self._runner: Any = None
+        self._drafter: Drafter | None = None
+        self._threshold = DraftThreshold()
         self._slots: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
         self._tallies: dict[str, NDArray[np.int64]] = {}
@@ -48,20 +47,25 @@ class HistoryProposer:
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
         """vLLM calls it; there is no model."""
 
-    def attach(self, runner: Any) -> None:
-        """Take the ids of requests from this model runner's batch. Before, nothing is drafted."""
-        self._runner = runner
+    def attach(self, runner: Any, rank: int) -> None:
+        """Draft for the requests of this model runner's batch. Before, and on other ranks of a tensor-parallel group than the
+        first, nothing is drafted: vLLM takes the first one's drafts."""
+        if rank == 0:
+            # vLLM skips the proposer, and drafts zeros for all, when one sequence is that close to the context's end that a
+            # draft model might exceed its own. There is none.
+            runner.effective_drafter_max_model_len = sys.maxsize
+            self._drafter = Drafter(self._sequences, self._memory_tokens, self._max_draft)
+            self._runner = runner
 
     def remember(self, past: PastResponses) -> None:
         """Take in past responses of a prompt."""
-        started = time.perf_counter()
+        if self._drafter is None:
+            return
         prompt = self._prompts.setdefault(past.prompt_key, len(self._prompts))
         prompt_t = np.frombuffer(past.prompt_token_ids, np.int32)
         for response in past.responses:
             self._drafter.remember(prompt, prompt_t, np.frombuffer(response, np.int32))
         self.report.remembered_responses += len(past.responses)
-        self.report.remembered_tokens += sum(map(len, past.responses)) // 4
-        self.report.remember_seconds += time.perf_counter() - started
 
     def propose(
         self,
@@ -73,11 +77,11 @@ class HistoryProposer:
         """Drafts for the rows of a step, empty where nothing is drafted."""
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._runner is None:
+        if self._drafter is None:
             return drafts
         batch = self._runner.input_batch
         for ended in self._slots.keys() - batch.req_id_to_index.keys():
-            self._end(ended)
+            self._end(self._drafter, ended)
         rows: list[int] = []
         slots: list[int] = []
         prefilled = False
@@ -85,16 +89,23 @@ class HistoryProposer:
             if not sampled:  # its prompt is not complete
                 prefilled = True
                 continue
-            slot = self._slots.get(batch.req_ids[row])
-            if slot is None:
+            request = batch.req_ids[row]
+            slot = self._slots.get(request)
+            if slot is None and (key := prompt_key_of(request)) is not None:
                 prefilled = True
-                slot = self._begin(batch.req_ids[row], token_ids_cpu[row, : batch.num_prompt_tokens[row]])
-            rows.append(row)
-            slots.append(slot)
+                prompt = self._prompts.setdefault(key, len(self._prompts))
+                prompt_t = token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+                slot = self._drafter.begin(prompt, np.ascontiguousarray(prompt_t, np.int32))
+                self._slots[request] = slot
+            if slot is not None:
+                rows.append(row)
+                slots.append(slot)
         row_r = np.array(rows, np.int32)
         slot_r = np.array(slots, np.int32)
         length_r = num_tokens_no_spec[row_r].astype(np.int32)
-        limit_r = np.clip(self._max_model_len - length_r - 1, 0, self._max_draft).astype(np.int32)
+        # A sequence for which the step has no room leaves the batch, and is taken in anew when it returns.
+        room = max(self._step_tokens // max(len(sampled_token_ids), 1) - 1, 0)
+        limit_r = np.clip(self._max_model_len - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
         threshold = self._threshold.value(len(rows)) if rows else 1.0
         if self._threshold.is_probe:
             limit_r[np.arange(len(rows)) % _PROBE_ROWS > 0] = 0
@@ -105,38 +116,29 @@ class HistoryProposer:
             if drafted_s[slot]:
                 drafts[row] = draft_sd[slot, : drafted_s[slot]].tolist()
 
-        sampled_tokens = sum(map(len, sampled_token_ids))
         if self._ended_at is not None and rows and not prefilled:
-            self._threshold.observe(
-                seconds=started - self._ended_at, rows=len(rows), drafted=verified, sampled=sampled_tokens
-            )
+            sampled_tokens = sum(map(len, sampled_token_ids))
+            seconds = started - self._ended_at
+            self._threshold.observe(seconds=seconds, rows=len(rows), drafted=verified, sampled=sampled_tokens)
         report = self.report
         report.steps += 1
-        report.drafting_steps += any(drafts)
         report.drafted_tokens += verified
         report.accepted_tokens += accepted
-        report.sampled_tokens += sampled_tokens
         report.threshold = threshold
         self._ended_at = time.perf_counter()
         report.draft_seconds += self._ended_at - started
         return drafts
 
     def take_tally(self, prompt_key: str) -> tuple[int, int]:
-        """Drafted and accepted tokens for a prompt's requests since the last call."""
+        """Drafted and accepted tokens for a prompt's requests since the last call, also of requests that were given up."""
         tally = self._tallies.pop(prompt_key, np.zeros(2, np.int64))
         for request, slot in self._slots.items():
-            if prompt_key_of(request) == prompt_key:
+            if self._drafter is not None and prompt_key_of(request) == prompt_key:
                 tally = tally + self._drafter.take_tally(slot)
         return int(tally[0]), int(tally[1])
 
-    def _end(self, request: str) -> None:
-        slot = self._slots.pop(request)
-        key = prompt_key_of(request)
-        if key != request:  # otherwise nobody takes it
-            self._tallies[key] = self._tallies.get(key, 0) + self._drafter.take_tally(slot)
-        self._drafter.end(slot)
-
-    def _begin(self, request: str, prompt_t: NDArray[np.int32]) -> int:
-        prompt = self._prompts.setdefault(prompt_key_of(request), len(self._prompts))
-        slot = self._slots[request] = self._drafter.begin(prompt, np.ascontiguousarray(prompt_t, np.int32))
-        return slot
+    def _end(self, drafter: Drafter, request: str) -> None:
+        slot, key = self._slots.pop(request), prompt_key_of(request)
+        if key is not None:
+            self._tallies[key] = self._tallies.get(key, 0) + drafter.take_tally(slot)
+        drafter.end(slot)

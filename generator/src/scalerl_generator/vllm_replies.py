@@ -13,6 +13,7 @@ Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -166,6 +167,18 @@ class _DraftReply(msgspec.Struct):
     results: list[DraftReport]
 
 
+@dataclass(frozen=True)
+class CachePressure:
+    """How full the server's KV cache is.
+
+    used: fraction of its blocks. preemptions: of sequences, since the server's start. running: sequences in the batch.
+    """
+
+    used: float
+    preemptions: int
+    running: int
+
+
 class _TallyReply(msgspec.Struct):
     results: list[tuple[int, int]]
 
@@ -185,6 +198,9 @@ _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
 _DRAFTS = msgspec.json.Decoder(_DraftReply)
+_METRIC = re.compile(
+    r"^vllm:(kv_cache_usage_perc|num_preemptions_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
+)
 _TALLY = msgspec.json.Decoder(_TallyReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
@@ -294,8 +310,25 @@ def read_report(content: bytes) -> PublishReport:
     return max(reports, key=lambda r: (r.state == "partial", r.transfer_seconds + r.load_seconds))
 
 
+def read_cache_pressure(content: bytes) -> CachePressure:
+    """From vLLM's metrics.
+
+    Raises:
+        BadReply
+    """
+    found = dict(_METRIC.findall(content.decode(errors="replace")))
+    try:
+        return CachePressure(
+            used=float(found["kv_cache_usage_perc"]),
+            preemptions=int(float(found["num_preemptions_total"])),
+            running=int(float(found["num_requests_running"])),
+        )
+    except (KeyError, ValueError) as error:
+        raise BadReply(f"vLLM's metrics lack or garble {error}: was it started with --stats?") from error
+
+
 def read_draft_tally(content: bytes) -> tuple[int, int]:
-    """The first worker's drafted and accepted tokens.
+    """Drafted and accepted tokens of the worker that drafts.
 
     Raises:
         BadReply
@@ -303,11 +336,11 @@ def read_draft_tally(content: bytes) -> tuple[int, int]:
     tallies = _decoded(_TALLY, content).results
     if not tallies:
         raise BadReply("the answer has no worker's tally")
-    return tallies[0]
+    return max(tallies)
 
 
 def read_draft_report(content: bytes) -> DraftReport:
-    """The first worker's report.
+    """The report of the worker that drafts.
 
     Raises:
         BadReply
@@ -315,7 +348,7 @@ def read_draft_report(content: bytes) -> DraftReport:
     reports = _decoded(_DRAFTS, content).results
     if not reports:
         raise BadReply("the answer has no worker's report")
-    return reports[0]
+    return max(reports, key=lambda report: report.steps)
 
 
 def read_error(content: bytes) -> str:

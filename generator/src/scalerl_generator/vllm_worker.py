@@ -28,6 +28,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -357,7 +358,7 @@ class WorkerExtension:
 
     def scalerl_attach_proposer(self) -> None:
         """Let the proposer of drafts see the ids of requests."""
-        self._proposer.attach(self.model_runner)
+        self._proposer.attach(self.model_runner, get_tensor_model_parallel_rank())
 
     def scalerl_remember(self, encoded: str) -> None:
         """Take in past responses: base64 of :class:`~.draft_protocol.PastResponses` in MessagePack."""

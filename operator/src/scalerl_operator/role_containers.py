@@ -192,6 +192,8 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     ]
     if generator.kv_cache:
         options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]
+    if generator.adaptive_concurrency:
+        options.append("--stats")
     if generator.speculation and (history := generator.speculation.history):
         options += ["--max-draft-tokens", str(history.max_draft_tokens)]
         options += ["--draft-memory-tokens", str(history.memory_tokens)]

@@ -1,0 +1,59 @@
+"""Drafts from past responses in a whole run, with a schedule by length and a trace, through kills of the server and of the
+coordinator."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import assert_counts_add_up, assert_nothing_left, small_spec, start_run
+
+STEPS, PROMPTS, TRAIN = 12, 8, 16
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> None:
+    """Six epochs of 16 prompts; the server that comes up again is given the responses of before."""
+    sums = [{"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}"} for a in range(10, 10 + TRAIN + 8)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    spec = small_spec(
+        task__jsonl__path=str(data),
+        task__heldOut__size=8,
+        recipe__promptsPerStep=PROMPTS,
+        recipe__curriculum={"uniform": {}},
+        generator__adaptiveConcurrency=True,
+        generator__speculation={"history": {"maxDraftTokens": 4, "memoryTokens": 65536}},
+        schedule={"byLength": {}},
+        trace=True,
+        budget__maxSteps=STEPS,
+    )
+    with start_run(tmp_path, spec) as run:
+        run.until(lambda: run.step() >= 4, 300, "four steps")
+        (server,) = run.find("scalerl_generator.vllm_server")
+        os.kill(server.pid, signal.SIGKILL)
+        run.until(lambda: run.step() >= 8, 300, "eight steps")
+        (coordinator,) = run.find("scalerl_coordinator.main")
+        os.kill(coordinator.pid, signal.SIGKILL)
+        assert run.finish(300) == 0, run.tail()
+        summary = run.summary()
+        lines = [json.loads(line) for line in (run.directory / "history.jsonl").read_text().splitlines()]
+        trace = (run.directory / "trace.jsonl").read_text().splitlines()
+        argv = [sys.executable, "-m", "scalerl_cli.main", "report", str(run.directory)]
+        report = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert_nothing_left(run.directory)
+    assert_counts_add_up(summary, spec)
+    assert {line["prompt"] for line in lines} == set(range(TRAIN))
+    assert max(line["visit"] for line in lines) >= 4
+    drafted = sum(line["drafted_tokens"] or 0 for line in lines)
+    accepted = sum(line["accepted_tokens"] or 0 for line in lines)
+    assert 0 < accepted <= drafted
+    assert "drafts accepted" in report.stdout + report.stderr
+    slots = {one["slot"] for one in map(json.loads, trace) if one["kind"] == "group"}
+    assert len(slots) > 0.9 * STEPS * PROMPTS, "a kill costs lines that were not written yet"
