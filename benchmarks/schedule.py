@@ -114,7 +114,7 @@ def run(scenario: Scenario, seed: int) -> tuple[dict[str, dict[str, float]], flo
             "ks_p": float(ks_2samp(trained, in_order).pvalue),
             "discarded": 1 - out.trained_tokens / out.generated_tokens,
         }
-    return figures, lower_bound(work, cluster, scheme.may_lease), moved
+    return figures, lower_bound(work, cluster, scheme), moved
 
 
 def main() -> None:

@@ -201,7 +201,7 @@ async def test_feed_reports_drafts_of_a_server_that_restarted(
     for report, expected in zip(reports, (100, 120), strict=True):
         world.server.report = report
         async with asyncio.timeout(5):
-            while world.count("drafted_tokens_total") != expected:
+            while world.count("drafted_tokens_total") != expected:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         world.state.mark_down()
         world.state.mark_up()

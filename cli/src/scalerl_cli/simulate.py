@@ -53,7 +53,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     work = run.work
     outcomes = {name: _simulated(name, work, cluster, scheme) for name in names}
     figures = {name: _figures(outcome, work) for name, outcome in outcomes.items()}
-    bound = lower_bound(work, cluster, scheme.may_lease)
+    bound = lower_bound(work, cluster, scheme)
     if arguments.json:
         say(
             json.dumps(

@@ -60,10 +60,10 @@ class Trace:
         self._concurrency = concurrency
         self._failed = False
         self._written = False
-        """The file ends with a whole line."""
-        self._header = self._add_header()
+        """The file has this start's header, and ends with a whole line."""
+        self._header = self._make_header()
 
-    def _add_header(self) -> bytes:
+    def _make_header(self) -> bytes:
         settings = self._core.settings
         identity = settings.identity
         line = trace.RunLine(
@@ -77,8 +77,7 @@ class Trace:
             concurrency=self._concurrency,
             schedule="byLength" if settings.by_length else "",
         )
-        self._add(line)
-        return self._lines[-1]
+        return trace.encode(line) + b"\n"
 
     def record(self, record: r.AnyRecord, blob: bytes, now: float) -> None:
         """Note one record, which is applied to the state. Raises nothing: the run continues without the line."""
@@ -172,10 +171,10 @@ class Trace:
                 if not self._written:
                     _end_line(self._path)
                 if self._path.stat().st_size + sum(map(len, lines)) > MAX_BYTES:
+                    self._written = False
                     os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
-                    lines.insert(0, self._header)
             with self._path.open("ab") as file:
-                file.write(b"".join(lines))
+                file.write(b"".join([b"" if self._written else self._header, *lines]))
             self._written = True
         except OSError as error:
             self._written = False

@@ -28,7 +28,7 @@ DECISIONS_SECONDS: Final = 30.0
 """Timeout of one line or page of the decision log, which waits for a disk; a status does not."""
 
 UPGRADE_REQUIRED: Final = 426
-READABLE_VERSIONS: Final = (WIRE_VERSION, 4, 3, 2, 1)
+READABLE_VERSIONS: Final = tuple(range(WIRE_VERSION, 0, -1))
 """Wire versions whose status and stop this client reads: each version only added fields with defaults. A run keeps its
 images through an upgrade of the operator, so its coordinator may use an earlier version."""
 

@@ -55,6 +55,8 @@ def read_trace(path: Path) -> RunTrace:
     problems: list[str] = []
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):  # being written, or cut off by a kill
+                break
             try:
                 lines.append(trace.decode(text))
             except (msgspec.DecodeError, UnicodeDecodeError) as problem:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from scalerl_coordinator.off_policy import OffPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -120,11 +122,10 @@ def known(work: Workload) -> Expected:
     return lambda slot, until: float(max(work.groups[slot].lengths))
 
 
-def lower_bound(work: Workload, cluster: Cluster, may_lease: Callable[[int], int]) -> float:
+def lower_bound(work: Workload, cluster: Cluster, scheme: OffPolicy) -> float:
     """Seconds that no schedule can beat: every token at full batches, and a chain of steps.
 
     A step cannot end before its longest completion, alone on a generator, has started after the weights that open the step.
-    may_lease: as of :class:`scalerl_coordinator.off_policy.OffPolicy`.
     """
     full = cluster.decode.seconds(cluster.concurrency) / cluster.concurrency / cluster.generators
     all_tokens = sum(group.tokens for group in work.groups) * full
@@ -132,10 +133,10 @@ def lower_bound(work: Workload, cluster: Cluster, may_lease: Callable[[int], int
     opened_by = 0
     end = 0.0
     for step in range(work.steps):
-        while may_lease(opened_by) <= step:
+        while scheme.may_lease(opened_by) <= step:
             opened_by += 1
         longest = max(max(group.lengths) for group in work.step(step))
         ready = published[opened_by] + longest * cluster.decode.seconds(1)
         end = max(published[-1], ready) + cluster.train(work.tokens(step))
-        published.append(end + cluster.publish_seconds)
+        published.append(end + (cluster.publish_seconds if scheme.publishes(step + 1) else 0.0))
     return max(all_tokens, end)

@@ -51,6 +51,10 @@ class View:
     both were measured."""
 
 
+_JUMP = 16
+"""So many steps from one tick to the next were not trained, but restored from a checkpoint."""
+
+
 class Pace:
     """Measures :attr:`View.tokens_per_step`, and how long groups take: running means, in seconds."""
 
@@ -67,7 +71,7 @@ class Pace:
 
     def observe_step(self, step: int, now: float) -> None:
         """``step`` is the next to be trained."""
-        if self._step is None or step < self._step[0]:
+        if self._step is None or not 0 <= step - self._step[0] < _JUMP:
             self._step = step, now
         elif step > self._step[0]:
             seconds = (now - self._step[1]) / (step - self._step[0])
