@@ -405,7 +405,7 @@ class Coordinator(RuleBasedStateMachine):
         kept = kept if version in kept else [*kept, version]
         snapshot = self.world.checkpoint(self.incarnation, kept)
         self.checkpoints = {v: s for v, s in self.checkpoints.items() if v in kept}
-        self.checkpoints[version] = snapshot, dict(self.trained)
+        self.checkpoints[version] = snapshot, dict(self.trained), dict(self.weights)
         self.world.acknowledge()
 
     # --- the coordinator ------------------------------------------------------------------------
@@ -486,7 +486,7 @@ class Coordinator(RuleBasedStateMachine):
         self._everyone_works(data, rounds)
         self.world.lose_volume()
         version = max(self.checkpoints)
-        snapshot, self.trained = self.checkpoints[version]
+        snapshot, self.trained, self.weights = self.checkpoints[version]
         start = CoordinatorState.decode(snapshot).slots_of(version)[0]
         self.accepted = {i: g for i, g in self.accepted.items() if g.slot < start}
         self.checkpoints = {version: self.checkpoints[version]}
