@@ -53,6 +53,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.wire import prompt_digest
 from scalerl_cli.main import main as scalerl
 from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.drafter import Drafter
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.sources import open_tasks
@@ -355,6 +356,40 @@ def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bo
     return {"entropy": [round(value, 3) for value in entropy], "tokens a verification": per_verification}
 
 
+def drafting(folder: Path, made: list[Path]) -> dict[str, float]:
+    """Microseconds a sequence and step with 256 sequences, and a remembered token, on one core."""
+    epochs = asyncio.run(sampled_epochs(folder, made, 1.0))
+    prompts = [np.array(prompt, np.int32) for prompt in prompts_of(folder)[:16]]
+    drafter = Drafter(256, 4_000_000, 32)
+    started, tokens = time.process_time(), 0
+    for at, prompt_t in enumerate(prompts):
+        for one in epochs[0][at]:
+            drafter.remember(at, prompt_t, np.array(one, np.int32))
+            tokens += len(one)
+    remembering = (time.process_time() - started) / tokens
+    texts = [[*prompts[at].tolist(), *one] for at in range(16) for one in epochs[1][at]]
+    longest = max(map(len, texts))
+    rows_rt = np.zeros((256, longest), np.int32)
+    for row, text in enumerate(texts):
+        rows_rt[row, : len(text)] = text
+    slots = np.array([drafter.begin(at, prompts[at]) for at in range(16) for _ in range(16)], np.int32)
+    begun, ends = (
+        np.array(lengths)
+        for lengths in ([len(prompts[at // 16]) for at in range(256)], list(map(len, texts)))
+    )
+    seconds, drafts = 0.0, 0
+    for step in range(1, longest):
+        row_r = np.flatnonzero(begun + step <= ends).astype(np.int32)
+        limit_r = np.full(len(row_r), 32, np.int32)
+        started = time.process_time()
+        drafter.propose(slots[row_r], row_r, rows_rt, (begun[row_r] + step).astype(np.int32), limit_r, 0.05)
+        seconds += time.process_time() - started
+        drafts += len(row_r)
+    figures = {"us a sequence and step": 1e6 * seconds / drafts, "us a remembered token": 1e6 * remembering}
+    print(", ".join(f"{value:.1f} {name}" for name, value in figures.items()))
+    return figures
+
+
 RIVALS = {
     "none": Rival(),
     "ngram": Rival(
@@ -458,6 +493,7 @@ def main() -> None:
             result[f"replay at {temperature:g}"] = replayed(
                 folder, made, temperature, arguments.arctic is not None
             )
+        result["drafting"] = drafting(folder, made)
         if not (arguments.quick or arguments.replay_only):
             for name in RIVALS:
                 if name != "suffix" or arguments.arctic is not None:

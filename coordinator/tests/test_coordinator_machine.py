@@ -118,7 +118,8 @@ class Coordinator(RuleBasedStateMachine):
         self.trained: dict[int, list[str]] = {}  # lease ids by step, on the present line
         self.incarnation = ""
         self.trainers = 0
-        self.checkpoints: dict[int, tuple[bytes, dict[int, list[str]]]] = {}  # snapshot, and what was trained
+        self.checkpoints: dict[int, tuple[bytes, dict[int, list[str]], dict[int, int]]] = {}
+        """By version: snapshot, what was trained, and weights."""
         self.unpublished = False
         self.point_versions: set[tuple[int, int]] = set()
         self.handed_over = 0  # tokens that another lease continued

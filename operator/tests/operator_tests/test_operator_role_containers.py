@@ -37,6 +37,22 @@ def test_roles_accept_the_command_lines() -> None:
     }
 
 
+def test_server_is_given_options_and_memory_for_drafts() -> None:
+    generator = {"kvCache": "1Gi", "adaptiveConcurrency": True}
+    generator |= {"speculation": {"history": {"maxDraftTokens": 8, "memoryTokens": 1_000_000}}}
+    (server,) = (
+        container
+        for workload in plan(run_spec(generator=generator)).workloads
+        for container in workload.containers
+        if container.name == "server"
+    )
+    line = " ".join(server.argv)
+    assert line.endswith(
+        "--kv-cache-bytes 1073741824 --stats --max-draft-tokens 8 --draft-memory-tokens 1000000"
+    )
+    assert server.resources.memory_bytes == 2**30 + 56 * 1_000_000
+
+
 def test_plan_sets_lifetimes_replicas_and_order() -> None:
     made = plan(run_spec(generator={"replicas": 3}, trainer={"replicas": 2}))
     assert [(w.role, w.lifetime, w.replicas) for w in made.workloads] == [
