@@ -44,6 +44,7 @@ EMPTY = {
     "scalerl_operator_decisions_total": "no run of this operator has reached its first evaluation",
     'name="teacher_kl"': "the run has no teacher",
     "scalerl_coordinator_task_": "the run has one task",
+    "scalerl_coordinator_history_": "the run has no speculation",
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
+from scalerl_operator.controller import refusals
 from scalerl_operator.controller.run_context import (
     LONGEST_REPAIR_SECONDS,
     REPAIR_SECONDS,
@@ -266,7 +267,7 @@ async def test_what_comes_between_the_question_and_the_making_is_not_written_ove
     async def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setattr(there.reconciler._applier._preflight, "_check_name", nothing)
+    monkeypatch.setattr(refusals, "_check_name", nothing)
     run = await there.looks(lambda r: bool(condition(r, "Degraded")))
     assert condition(run, "Degraded") == "NameTaken"
     live = await there.get("ConfigMap", "tiny-addition-spec")

@@ -38,7 +38,7 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
     """Those with a score."""
     score_sum: float
     tokens: int
-    """Of all completions."""
+    """Of the scored completions, as if they were as long as the others."""
     longest: int
     absolute_advantage: float = 0.0
     """Mean over the scored completions of |score - mean| / standard deviation; 0 where all scores are equal, and in
@@ -51,8 +51,9 @@ def tried(prompt: int, slot: int, group: Accepted) -> Tried:
     """What a group says of its prompt."""
     scores = group.graded_scores
     lengths = group.lengths
+    tokens = sum(lengths) * len(scores) // max(len(lengths), 1)
     return Tried(
-        *(prompt, slot, len(scores), sum(scores), sum(lengths), max(lengths, default=0)),
+        *(prompt, slot, len(scores), sum(scores), tokens, max(lengths, default=0)),
         *(absolute_advantage(scores), sum(score >= 1.0 for score in scores)),
     )
 

@@ -21,7 +21,7 @@ class Place:
     slot: int
     step: int
     tokens: float = 1.0
-    """Expected tokens of a completion; of a prompt without history, the mean of all prompts."""
+    """Expected tokens of a completion; of a prompt without history, the mean of its task."""
 
 
 @dataclass(frozen=True, slots=True)
