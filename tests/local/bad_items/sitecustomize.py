@@ -28,18 +28,19 @@ def clamp_logprobs() -> None:
 
     from scalerl_generator.vllm_client import VllmClient
 
-    generate = VllmClient._generate
+    call = VllmClient._call
 
-    async def clamped(self, prompt_token_ids, params, *rest):
-        answer = await generate(self, prompt_token_ids, params, *rest)
-        if "prompt_logprobs" in params or not is_clamped(prompt_token_ids):
+    async def clamped(self, method, path, body, timeout_seconds):
+        answer = await call(self, method, path, body, timeout_seconds)
+        sampled = path == "/inference/v1/generate" and "prompt_logprobs" not in body["sampling_params"]
+        if not sampled or not is_clamped(body["token_ids"]):
             return answer
-        body = json.loads(answer)
-        first = min(body["choices"], key=lambda choice: choice["index"])
+        reply = json.loads(answer)
+        first = min(reply["choices"], key=lambda choice: choice["index"])
         first["logprobs"]["content"][0]["logprob"] = CLAMPED_LOGPROB
-        return json.dumps(body).encode()
+        return json.dumps(reply).encode()
 
-    VllmClient._generate = clamped
+    VllmClient._call = clamped
 
 
 def break_losses(steps: set[int]) -> None:
