@@ -23,6 +23,7 @@ from aiohttp import web
 from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 
 from scalerl_api import endpoints, wire
+from scalerl_coordinator.decisions import DecisionLog
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
@@ -70,6 +71,8 @@ class Coordinator:
         self.given_up = 0
         self.silent, self.asked, self.token = False, 0, ""
         """token: without it nobody is listened to; empty: everybody is."""
+        self.decisions: DecisionLog | None = None
+        """None: of a release that keeps none."""
 
     def status(self) -> wire.Status:
         counts = wire.Counts(
@@ -129,7 +132,22 @@ class Coordinator:
             self.phase = wire.Phase.FINISHING if self.stop_reason else wire.Phase.RUNNING
             return web.Response(body=msgspec.msgpack.encode(wire.Ack()))
 
+        async def decision_lines(request: web.Request) -> web.Response:
+            if self.decisions is None:
+                return web.Response(status=404)
+            content, size = self.decisions.read(int(request.query["offset"]))
+            return web.Response(body=msgspec.msgpack.encode(wire.DecisionLines(content=content, size=size)))
+
+        async def record(request: web.Request) -> web.Response:
+            if self.decisions is None:
+                return web.Response(status=404)
+            line = msgspec.msgpack.decode(await request.read(), type=wire.DecisionLine)
+            self.decisions.append(line.offset, line.line)
+            return web.Response(body=msgspec.msgpack.encode(wire.Ack()))
+
         app = web.Application()
+        app.router.add_get(endpoints.DECISIONS, decision_lines)
+        app.router.add_post(endpoints.DECISIONS, record)
         app.router.add_get(endpoints.STATUS, status)
         app.router.add_post(endpoints.STOP, stop)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

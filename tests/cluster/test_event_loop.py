@@ -20,6 +20,7 @@ from stage import ROOT, Object, condition, evaluations, stage, tiny
 from testcluster import Cluster
 
 from scalerl_api import wire
+from scalerl_coordinator.decisions import DecisionLog
 
 pytestmark = pytest.mark.cluster
 
@@ -81,6 +82,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
             assert IN_DEBUG_MODE in words(log), "asyncio was not in debug mode, or its words do not get here"
             began = len(words(log))  # what was said while it started is no look's
             there.coordinator.points = evaluations(40)
+            there.coordinator.decisions = DecisionLog(log.with_suffix(".jsonl"))
             await there.create(tiny(autoscaling={"mode": "Advisory"}))
             await until(lambda r: r.get("status", {}).get("phase") == "Preparing")
             await there.end("prepare")
