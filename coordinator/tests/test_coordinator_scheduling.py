@@ -169,6 +169,27 @@ def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
     assert len(offered(world, world.member) or []) == 1
 
 
+def test_a_generator_that_was_passed_over_is_woken_when_the_other_stops_asking() -> None:
+    world = make_world()
+    assert len(world.lease(world.member, 0, 5)) == 5
+    other = world.register("h", version=0)
+    ask(world, other)
+    ask(world, world.member)
+    assert offered(world, world.member) is None
+    world.core.wake.clear()
+    world.rollouts.end_lease_request(other)
+    assert world.core.wake == {"work"}
+    assert len(offered(world, world.member) or []) == 1
+
+
+def test_pace_ignores_steps_that_were_restored() -> None:
+    pace = Pace()
+    pace.observe_group(10.0, [100])
+    for step, now in ((0, 0.0), (1, 50.0), (500, 50.2), (501, 100.2)):
+        pace.observe_step(step, now)
+    assert pace.tokens_per_step == pytest.approx(500.0)
+
+
 def test_a_restarted_coordinator_leases_the_rest_of_the_window() -> None:
     world = make_world()
     first = world.lease(world.member, 0, 2)

@@ -32,6 +32,7 @@ PROMPT = [5, 6, 7]
 WIRE = np.array(PROMPT, "<i4").tobytes()
 KEY = prompt_digest(WIRE).hex()
 LONG = 400
+CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,18 @@ async def test_vllm_drafts_keep_logprobs_and_versions_across_an_update(server: S
         assert {span.version for span in completion.weight_versions} == {3}
         own = score(new, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs, own, atol=2e-3)
+
+
+async def test_vllm_drafts_until_the_end_of_the_context(server: Server) -> None:
+    """The second time what follows is known, and drafts would reach beyond the last position."""
+    prompt = PROMPT * 330
+    key = prompt_digest(np.array(prompt, "<i4").tobytes()).hex()
+    most = CONTEXT - len(prompt)
+    async with VllmClient(server.url, TOKEN) as client:
+        for _ in range(2):
+            (sampled,) = await client.generate(prompt, n=1, max_tokens=most, temperature=0.0, prompt_key=key)
+            assert len(sampled.token_ids) == most
+        assert (await client.take_draft_tally(key))[1] > 0
 
 
 async def test_vllm_tells_how_full_its_cache_is(server: Server) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> None:
-    """Six epochs of 16 prompts; the server that comes up again is given the responses of before."""
+    """Six epochs of 16 prompts."""
     sums = [{"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}"} for a in range(10, 10 + TRAIN + 8)]
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums))

@@ -66,14 +66,13 @@ class TrainingLeases:
 
     def begin_request(self, member_id: str, groups: int) -> None:
         """A member waits for leases until :meth:`end_request`."""
-        before = self._requests.get(member_id)
-        self._requests[member_id] = _Request(groups, before.passed_over_at if before else None)
+        self._requests[member_id] = _Request(groups)
 
     def end_request(self, member_id: str) -> None:
         if self._requests.pop(member_id, None) and any(
             one.passed_over_at is not None for one in self._requests.values()
         ):
-            self._core.wake.add(WORK)  # what was left for it
+            self._core.wake.add(WORK)  # they may have the places that were reserved for it
 
     def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
         """A group took so many seconds."""

@@ -1,12 +1,12 @@
 """How many sequences the server samples at once: as many as its KV cache holds.
 
 A server whose cache is full preempts sequences and computes their tokens again, which costs more than it gains. What a sequence
-needs depends on its length, which nobody knows before, and which grows as the policy learns. So the actor watches the cache, and
-leases accordingly::
+needs depends on its length, which is not known in advance and changes as the policy learns. So the actor measures how full the
+cache is every two seconds, and changes the limit by::
 
-    preemptions since the last look   a quarter fewer
-    more than .8 in use               an eighth fewer
-    less than .6, and the limit binds an eighth more, at most maxConcurrentSequences
+    preemptions since the last measurement     a quarter fewer
+    more than .8 in use                        an eighth fewer
+    less than .6 in use, and the limit binds   an eighth more, at most maxConcurrentSequences
 """
 
 from __future__ import annotations

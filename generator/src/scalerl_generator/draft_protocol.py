@@ -1,4 +1,4 @@
-"""What the actor and the server's proposer of drafts say to each other. Slim: neither numba nor vLLM is imported.
+"""Messages between the actor and the server's proposer of drafts. Slim: neither numba nor vLLM is imported.
 
 A request id names its prompt, so that responses of one prompt are found together also where the server sees another prompt: that
 of a resumed completion has its tokens so far.

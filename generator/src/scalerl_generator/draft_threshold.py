@@ -5,8 +5,8 @@ Near the batch of the moment, the seconds of a step are taken as linear::
     seconds = a + b rows + c drafted
 
 A drafted token costs ``c`` seconds and brings one token with probability ``p``, that it and all before it are accepted. It raises
-the tokens per second if ``p / c`` is more than these are now (Dinkelbach's condition for the maximum of a ratio), so a draft goes on
-while ``p`` is at least ``c`` times the tokens per second. With few rows a step waits for memory, ``c`` is small and drafts are
+the tokens per second if ``p / c`` is more than these are now (Dinkelbach's condition for the maximum of a ratio), so a draft is
+extended while ``p`` is at least ``c`` times the tokens per second. With few rows a step waits for memory, ``c`` is small and drafts are
 long; with a full batch ``c`` is as much as a row, and only what is nearly certain is drafted.
 """
 

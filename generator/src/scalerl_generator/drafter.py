@@ -2,9 +2,9 @@
 
 A memory of tokens in pages holds past responses, and running completions as they grow, the siblings of a prompt among them. Every
 position is chained to earlier ones with the same 8, 4 or 2 tokens before it, as in LZ77: one set of chains within a prompt and
-one over all prompts, since text that prompts share is said by others too. The positions found for a context vote for the token
+one over all prompts, since responses to different prompts share text. The positions found for a context vote for the token
 that came next there: the longer the context they share, and the same prompt, the more (blended, as in prediction by partial
-matching, rather than the longest match alone). A draft goes on while all its tokens are expected to be accepted with at least a
+matching, rather than the longest match alone). A draft is extended while all its tokens are expected to be accepted with at least a
 given probability, which is learned from what was accepted before.
 
 A full memory overwrites its oldest pages, so the responses of old weight versions go first. Chains may then lead to other text:
@@ -30,7 +30,7 @@ MAX_CONTEXT = 12
 CHAIN = 8
 """Most positions read of a chain."""
 FEW = 3
-"""With fewer positions that agree with the draft so far, positions are looked up anew."""
+"""With fewer positions that agree with the draft so far, positions are looked up again."""
 LENGTH_BASE = 1.6
 PROMPT_WEIGHT = 4.0
 SHARES, LENGTHS = 8, 6
@@ -83,7 +83,7 @@ class Sequences(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Drafted tokens whose fate is known, by bucket: tokens before them were accepted."""
+    """Drafted tokens that were verified, by bucket: all tokens before them in their draft were accepted."""
 
     tried_b: NDArray[np.float64]
     accepted_b: NDArray[np.float64]
@@ -175,13 +175,11 @@ def _write(
 
 
 @_compiled
-def _find(
-    memory: Memory, text_t: Int32s, end: int, prompt: int, own: int, found: Int32s, length: Int32s
-) -> int:
+def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, length: Int32s) -> int:
     """Positions whose tokens before are the last ones of ``text_t[:end]``; returns how many.
 
     ``found`` and ``length`` are filled: the position, and the tokens in common before it, negative for those of the
-    same prompt. ``own`` is not among them: where the sequence itself continues.
+    same prompt. Where a sequence itself continues there is no token yet.
     """
     hashes = memory.heads.shape[2]
     scope = np.uint64(prompt + 1) * np.uint64(0xD6E8FEB86659FD93)
@@ -200,7 +198,7 @@ def _find(
             for _ in range(CHAIN):
                 if position < 0:
                     break
-                if position != own and memory.tokens_m[position] != _FREE:
+                if memory.tokens_m[position] != _FREE:
                     in_prompt = memory.prompt_p[position // PAGE] == prompt
                     if in_prompt == (kind == 1):
                         common = 0
@@ -231,7 +229,6 @@ def _draft(
     context_t: Int32s,
     end: int,
     prompt: int,
-    own: int,
     limit: int,
     threshold: float,
     draft_d: Int32s,
@@ -247,7 +244,7 @@ def _draft(
     drafted = 0
     while drafted < limit:
         if count < FEW:
-            count = _find(memory, context_t, end + drafted, prompt, own, found, length)
+            count = _find(memory, context_t, end + drafted, prompt, found, length)
             if count == 0:
                 break
         different = 0
@@ -289,7 +286,7 @@ def _draft(
         for i in range(count):
             if memory.tokens_m[found[i]] == token:
                 after = _after(memory, found[i])
-                if after >= 0 and after != own and memory.tokens_m[after] != _FREE:
+                if after >= 0 and memory.tokens_m[after] != _FREE:
                     found[kept] = after
                     common = min(abs(length[i]) + 1, MAX_CONTEXT)
                     length[kept] = -common if length[i] < 0 else common
@@ -328,8 +325,9 @@ def _step(
                 break
             accepted += 1
             sequences.tally_sk[slot, 1] += 1
-        own = _write(memory, sequences.position_s[slot], text_t, known, end, prompt, True, True)
-        sequences.position_s[slot] = own
+        sequences.position_s[slot] = _write(
+            memory, sequences.position_s[slot], text_t, known, end, prompt, True, True
+        )
         sequences.known_s[slot] = end
         context = min(end, MAX_CONTEXT)
         context_t[:context] = text_t[end - context : end]
@@ -339,7 +337,6 @@ def _step(
             context_t,
             context,
             prompt,
-            own,
             min(limit_r[r], sequences.draft_sd.shape[1]),
             threshold,
             sequences.draft_sd[slot],
@@ -432,7 +429,7 @@ class Drafter:
         return page
 
     def end(self, slot: int) -> None:
-        """A sequence ends; what it said stays in memory."""
+        """A sequence ends; its tokens stay in memory."""
         self._memory.held_p[self._sequences.position_s[slot] // PAGE] = False
         self._free.append(slot)
 

@@ -11,7 +11,11 @@ import torch
 
 
 def mend_cpu_sampler() -> None:
-    """Replace the kernel before a worker registers it; builds for GPUs do not use it."""
+    """Replace the kernel before a worker registers it. Does nothing where vLLM runs on another device than the CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = _expand

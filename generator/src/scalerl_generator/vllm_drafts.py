@@ -103,7 +103,7 @@ class HistoryProposer:
         row_r = np.array(rows, np.int32)
         slot_r = np.array(slots, np.int32)
         length_r = num_tokens_no_spec[row_r].astype(np.int32)
-        # A sequence for which the step has no room leaves the batch, and is taken in anew when it returns.
+        # A sequence for which the step has no room leaves the batch, and is read into memory again when it returns.
         room = max(self._step_tokens // max(len(sampled_token_ids), 1) - 1, 0)
         limit_r = np.clip(self._max_model_len - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
         threshold = self._threshold.value(len(rows)) if rows else 1.0
