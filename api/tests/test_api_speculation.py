@@ -39,8 +39,8 @@ def test_speculation_in_two_places_is_refused(option: str) -> None:
 
 
 def test_responses_are_the_same_after_the_wire() -> None:
-    query = wire.PromptQuery(wire.PromptRef(1, wire.Split.TRAIN, 7), wire.prompt_digest(bytes(8)))
-    request = wire.ResponsesRequest(prompts=[query])
-    answer = wire.Responses(groups=[[[wire.PastResponse(3, None, bytes(4))]], []])
+    prompt = wire.PromptRef(1, wire.Split.TRAIN, 7)
+    request = wire.ResponsesRequest(prompt=prompt, digest=wire.prompt_digest(bytes(8)))
+    answer = wire.Responses(responses=[wire.PastResponse(3, bytes(4))])
     for message in (request, answer):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
