@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from scalerl_api.wire import PastResponse, PromptRef, Split
 from scalerl_coordinator.response_index import MAX_GROUPS
-from scalerl_coordinator.response_log import HistoryDisk
 from scalerl_coordinator.response_segments import SEGMENT_HEADER_BYTES
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, history_identity
 
@@ -38,7 +37,7 @@ def no_wait() -> Iterator[None]:
         yield
 
 
-class SmallVolume(FullDisk, HistoryDisk):
+class SmallVolume(FullDisk):
     """A disk that may be full at any byte, on a volume with ``volume_free`` of a GiB."""
 
     volume_free = 2**29

@@ -11,13 +11,12 @@ from coordinator_client import Client, ErrorAnswer, make_group
 from coordinator_disks import FullDisk
 
 from scalerl_api import endpoints, wire
-from scalerl_coordinator.response_log import HistoryDisk
 from scalerl_coordinator.response_store import ResponseStore
 
 HISTORY = {"speculation": {"history": {"storeSize": "64Mi"}}, "leaseSeconds": 30}
 
 
-class NoSpace(FullDisk, HistoryDisk):
+class NoSpace(FullDisk):
     room = 0
 
 

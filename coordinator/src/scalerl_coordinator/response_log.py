@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 _SEGMENTS: Final = 32
 """Segments of a full store, at least: eviction deletes one at a time."""
 _MAX_SEGMENT_BYTES: Final = 2**25
-_RESERVE_BYTES: Final = 2**30
-"""Free space of the volume that the store leaves to the journal and the checkpoints; at most a 20th of the volume."""
 _RETRY_SECONDS = 1.0
 
 DROP_REASONS: Final = ("queue_full", "disk", "no_space", "too_large", "evicted", "failed")
@@ -54,15 +52,6 @@ class HistoryCounters:
     prompts: int = 0
 
 
-class HistoryDisk(Disk):
-    """The system calls that can fail; a test's disk can be full at any byte."""
-
-    def free(self, directory: Path) -> tuple[int, int]:
-        """Free and total bytes of the volume."""
-        found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-
-
 class ResponseLog:
     """Writes the segments of one directory, and keeps the index right. Of one thread, except for :meth:`read`.
 
@@ -76,7 +65,7 @@ class ResponseLog:
         max_bytes: int,
         index: ResponseIndex,
         counters: HistoryCounters,
-        disk: HistoryDisk | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.directory = directory
         self.max_frame_bytes = max_bytes // 2 - SEGMENT_HEADER_BYTES
@@ -86,7 +75,7 @@ class ResponseLog:
         self._segment_bytes = min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS)
         self._index = index
         self._counters = counters
-        self._disk = disk or HistoryDisk()
+        self._disk = disk or Disk()
         self._sizes: dict[int, int] = {}
         """Bytes of each segment by number, ascending."""
         self._fd = -1
@@ -194,13 +183,11 @@ class ResponseLog:
 
     def _leave_free(self, size: int) -> bool:
         """Delete the oldest segments until the volume has the reserve and ``size`` bytes free; whether it has."""
-        while True:
-            free, total = self._disk.free(self.directory)
-            if free - size >= min(_RESERVE_BYTES, total // 20):
-                return True
+        while not self._disk.leaves_reserve(self.directory, size):
             if not self._sizes:
                 return False
             self._delete_oldest(copy=False)
+        return True
 
     def _open_segment(self) -> None:
         number = self._next_number

@@ -19,8 +19,9 @@ from typing import Final
 import msgspec
 
 from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptRef
+from scalerl_coordinator.journal import Disk
 from scalerl_coordinator.response_index import MAX_GROUPS, ResponseIndex
-from scalerl_coordinator.response_log import HistoryCounters, HistoryDisk, ResponseLog
+from scalerl_coordinator.response_log import HistoryCounters, ResponseLog
 from scalerl_coordinator.response_segments import HEAD_BYTES, Head
 from scalerl_coordinator.response_similarity import SimilarityFile
 
@@ -99,7 +100,7 @@ class ResponseStore:
         max_bytes: int,
         *,
         lines: Path | None = None,
-        disk: HistoryDisk | None = None,
+        disk: Disk | None = None,
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
