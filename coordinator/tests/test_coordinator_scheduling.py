@@ -169,6 +169,15 @@ def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
     assert len(offered(world, world.member) or []) == 1
 
 
+def test_groups_that_wait_for_the_teacher_are_no_load() -> None:
+    world = make_world()
+    sampled = [lease.lease_id for lease in world.lease(world.member, 0, 5)]
+    world.beat(world.member, 0, held_leases=sampled, generated_leases=sampled)
+    ask(world, world.register("h", version=0))
+    ask(world, world.member)
+    assert len(offered(world, world.member) or []) == 1
+
+
 def test_a_generator_that_was_passed_over_is_woken_when_the_other_stops_asking() -> None:
     world = make_world()
     assert len(world.lease(world.member, 0, 5)) == 5

@@ -190,7 +190,7 @@ class TrainingLeases:
         held = []
         for lease_id in core.book.of(member.name):
             lease = core.state.leases[lease_id]
-            if lease.split is Split.TRAIN:
+            if lease.split is Split.TRAIN and lease_id not in member.generated_leases:
                 so_far = self._pace.tokens(core.book.held_seconds(lease_id, now))
                 held.append((self._expected(lease.prompt, means), so_far))
         return Generator(member.name, room, len(held), expected_load(held))

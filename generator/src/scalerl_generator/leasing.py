@@ -320,6 +320,7 @@ class Leasing:
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
         self._registration.generated_tokens += sum(lengths)
+        self._registration.generated_leases.add(held.lease.lease_id)
         self._occupancy.observe(lengths)
         self._metrics.occupancy.set(self._occupancy.fraction)
         self._wake.set()

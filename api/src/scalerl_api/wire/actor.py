@@ -45,6 +45,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     held_leases: list[str] | None = None
     """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
     them are given away: their answer never arrived. None says nothing."""
+    generated_leases: list[str] = []
+    """Those of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
     teacher_problem: str = ""
     """Why the member's groups wait for the teacher of ``recipe.distillation``; empty while they do not."""
     progress: dict[str, int] = {}
