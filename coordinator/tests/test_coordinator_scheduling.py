@@ -166,6 +166,10 @@ def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
     world.now += PATIENCE_SECONDS
     world.rollouts.tick(world.now)
     assert world.core.wake == {"work"}
+    world.core.wake.clear()
+    world.now += 0.25
+    world.rollouts.tick(world.now)
+    assert not world.core.wake, "once: it may not be eligible any more"
     assert len(offered(world, world.member) or []) == 1
 
 
