@@ -351,7 +351,8 @@ class Leasing:
             self._abandon([h for h in held if h.member_id != member_id], "a weight update failed")
 
     def _abandon(self, held: list[_HeldLease], reason: str) -> None:
-        held = [h for h in held if h.task is None or not h.task.done()]  # what is done is delivered, or released
+        # What is done is delivered, or released.
+        held = [h for h in held if h.task is None or not h.task.done()]
         for h in held:
             self._held.pop(h.lease.lease_id, None)
             if h.task is not None:
