@@ -38,7 +38,7 @@ from scalerl_coordinator.scheduling import ByLength, LeastLoaded, RoundRobin, Sl
 CAP, COMPLETIONS, EPOCHS = 16_384, 16, 3
 MEDIAN_TOKENS = 1_500
 BETWEEN, WITHIN, MOVED = 1.2, 0.3, 0.05
-"""Standard deviations of log lengths over prompts and within a group; part of the prompts whose length is drawn anew."""
+"""Standard deviations of log lengths over prompts and within a group; part of the prompts whose length is drawn again."""
 GENERATORS, TRAINERS = 64, 16
 DECODE = DecodeSpeed(8e-3, 1.6e-4)
 """16 GB of weights, and half a GB of KV cache a sequence of 4,000 tokens, at 3.35 TB/s, and 3 ms of overhead."""
@@ -76,8 +76,8 @@ def make_work(prompts: int, per_step: int, seed: int) -> tuple[Workload, float]:
         lengths = lengths.clip(1, CAP).astype(int)
         groups += [Group((0, int(p)), tuple(map(int, lengths[p]))) for p in drawn.permutation(prompts)]
         ranks.append(np.sort(lengths, 1).ravel().argsort().argsort() / lengths.size)
-        anew = np.log(MEDIAN_TOKENS) + BETWEEN * drawn.standard_normal(prompts)
-        means = np.where(drawn.random(prompts) < MOVED, anew, means)
+        redrawn = np.log(MEDIAN_TOKENS) + BETWEEN * drawn.standard_normal(prompts)
+        means = np.where(drawn.random(prompts) < MOVED, redrawn, means)
     moved = float(np.mean([np.mean(abs(a - b) > 0.25) for a, b in itertools.pairwise(ranks)]))
     return Workload(groups, per_step), moved
 

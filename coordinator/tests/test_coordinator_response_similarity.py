@@ -48,7 +48,7 @@ def lines(path: Path) -> list[HistoryLine]:
 
 
 def put(store: ResponseStore, version: int, *responses: list[int], **more: int) -> None:
-    past = [PastResponse(version, 1.0, ids(one)) for one in responses]
+    past = [PastResponse(version, ids(one)) for one in responses]
     store.put(PastGroup(PromptRef(1, Split.TRAIN, 7), b"12345678", past, **more))
 
 

@@ -166,6 +166,19 @@ def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
     world.now += PATIENCE_SECONDS
     world.rollouts.tick(world.now)
     assert world.core.wake == {"work"}
+    world.core.wake.clear()
+    world.now += 0.25
+    world.rollouts.tick(world.now)
+    assert not world.core.wake, "once: it may not be eligible any more"
+    assert len(offered(world, world.member) or []) == 1
+
+
+def test_groups_that_wait_for_the_teacher_are_no_load() -> None:
+    world = make_world()
+    sampled = [lease.lease_id for lease in world.lease(world.member, 0, 5)]
+    world.beat(world.member, 0, held_leases=sampled, generated_leases=sampled)
+    ask(world, world.register("h", version=0))
+    ask(world, world.member)
     assert len(offered(world, world.member) or []) == 1
 
 

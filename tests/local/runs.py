@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,6 +111,20 @@ class LocalRun:
             return []
         lines = path.read_text().split("\n")
         return [json.loads(line) for line in lines[:-1]]
+
+    def actor_metrics(self) -> dict[str, str]:
+        """The metrics of each actor that answers, by its name."""
+        texts = {}
+        for actor in self.find("scalerl_generator.actor"):
+            address = re.search(r"--listen (\S+)", actor.command)
+            assert address is not None, actor.command
+            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            try:
+                with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
+                    texts[actor.name] = answer.read().decode()
+            except OSError:
+                continue  # it is starting
+        return texts
 
     def step(self) -> int:
         rows = self.metrics()

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +65,9 @@ def hungry(data: Path) -> dict[str, Any]:
 def delivered(run: LocalRun) -> dict[str, int]:
     """Groups that the coordinator took from each generator, as the generators' own metrics have it."""
     taken = {}
-    for actor in run.find("scalerl_generator.actor"):
-        address = re.search(r"--listen (\S+)", actor.command)
-        assert address is not None, actor.command
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
-                text = answer.read().decode()
-        except OSError:
-            continue  # it is starting
+    for name, text in run.actor_metrics().items():
         accepted = re.search(r'^scalerl_actor_groups_total\{result="accepted"\} (\S+)$', text, re.MULTILINE)
-        taken[actor.name] = int(float(accepted[1])) if accepted else 0
+        taken[name] = int(float(accepted[1])) if accepted else 0
     return taken
 
 

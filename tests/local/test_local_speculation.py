@@ -11,11 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import assert_counts_add_up, assert_nothing_left, small_spec, start_run
+from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
 STEPS, PROMPTS, TRAIN = 12, 8, 16
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
+
+
+def fed_responses(run: LocalRun) -> float:
+    """Past responses that the server was given."""
+    (text,) = run.actor_metrics().values()
+    return float(text.split("\nscalerl_actor_past_responses_total ")[1].split()[0])
 
 
 def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> None:
@@ -35,10 +41,13 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
         budget__maxSteps=STEPS,
     )
     with start_run(tmp_path, spec) as run:
-        run.until(lambda: run.step() >= 4, 300, "four steps")
+        run.until(lambda: run.step() >= 4, START_SECONDS, "four steps")
         (server,) = run.find("scalerl_generator.vllm_server")
+        before = fed_responses(run)
         os.kill(server.pid, signal.SIGKILL)
         run.until(lambda: run.step() >= 8, 300, "eight steps")
+        # The new server remembers nothing of the epochs before.
+        assert fed_responses(run) > before
         (coordinator,) = run.find("scalerl_coordinator.main")
         os.kill(coordinator.pid, signal.SIGKILL)
         assert run.finish(300) == 0, run.tail()

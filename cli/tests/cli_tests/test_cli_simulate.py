@@ -165,6 +165,19 @@ def test_speeds_are_fitted_and_the_makespan_is_that_of_the_trace(tmp_path: Path)
     assert out.makespan == pytest.approx(run.makespan)
 
 
+def test_trace_continues_the_file_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step whose groups are in both files is complete."""
+    path = write_trace(tmp_path / "trace.jsonl")
+    whole = read_trace(path)
+    lines = path.read_text().splitlines(keepends=True)
+    (tmp_path / "trace.jsonl.1").write_text("".join(lines[:10]))
+    path.write_text("".join([lines[0], *lines[10:]]))
+    assert read_trace(path) == whole
+    (tmp_path / "trace.jsonl.1").write_text("nonsense\n")
+    assert main(["simulate", str(tmp_path)]) == BAD_INPUT
+    assert "trace.jsonl.1: line 1: JSON is malformed" in capsys.readouterr().err
+
+
 def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path / "trace.jsonl")
     options = "--json --policy slotOrder --policy april --policy oracle --generators 4 --trainers 2 --decode .01 .001"

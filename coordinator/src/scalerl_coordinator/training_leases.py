@@ -61,6 +61,7 @@ class TrainingLeases:
         self._policy: Policy | None = ByLength() if core.settings.by_length else None
         self._requests: dict[str, _Request] = {}
         self._pace = Pace()
+        self._ticked_at = 0.0
 
     # --- what the policy knows of the generators -------------------------------------------------
 
@@ -79,11 +80,12 @@ class TrainingLeases:
         self._pace.observe_group(seconds, lengths)
 
     def tick(self, now: float) -> None:
-        """Note the pace of steps, and wake the members whose patience is over."""
+        """Note the pace of steps, and wake the members whose patience ended since the last tick."""
         self._pace.observe_step(self._core.state.version, now)
-        over = now - PATIENCE_SECONDS
+        before, self._ticked_at = self._ticked_at, now
         if any(
-            one.passed_over_at is not None and one.passed_over_at <= over for one in self._requests.values()
+            one.passed_over_at is not None and before < one.passed_over_at + PATIENCE_SECONDS <= now
+            for one in self._requests.values()
         ):
             self._core.wake.add(WORK)
 
@@ -190,7 +192,7 @@ class TrainingLeases:
         held = []
         for lease_id in core.book.of(member.name):
             lease = core.state.leases[lease_id]
-            if lease.split is Split.TRAIN:
+            if lease.split is Split.TRAIN and lease_id not in member.generated_leases:
                 so_far = self._pace.tokens(core.book.held_seconds(lease_id, now))
                 held.append((self._expected(lease.prompt, means), so_far))
         return Generator(member.name, room, len(held), expected_load(held))

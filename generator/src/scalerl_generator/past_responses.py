@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from scalerl_api.wire import Lease, PastResponse, PromptQuery, Split, prompt_digest
+from scalerl_api.wire import Lease, PastResponse, Split, prompt_digest
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
 from scalerl_generator.draft_protocol import DraftReport, PastResponses
 from scalerl_generator.metrics import ActorMetrics
@@ -74,10 +74,9 @@ class PastResponseFeed:
                 )
 
     async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
-        groups = await self._coordinator.responses(PromptQuery(lease.prompt, prompt_digest(prompt.wire)))
+        past = await self._coordinator.responses(lease.prompt, prompt_digest(prompt.wire))
         self._follow_restart()
-        newest = groups[0] if groups else []
-        missing = [one for one in newest if _identity(prompt, one.token_ids) not in self._remembered]
+        missing = [one for one in past if _identity(prompt, one.token_ids) not in self._remembered]
         for batch in _batches(missing):
             await self._server.remember(
                 PastResponses(prompt.key, prompt.wire, [one.token_ids for one in batch])

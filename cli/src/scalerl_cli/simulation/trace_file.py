@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class RunTrace:
 
 
 def read_trace(path: Path) -> RunTrace:
-    """Read a file that ``spec.trace`` writes.
+    """Read a file that ``spec.trace`` writes, after the one that it continues, ``trace.jsonl.1``, where there is one.
 
     Raises:
         TraceProblem: see there.
@@ -53,20 +54,27 @@ def read_trace(path: Path) -> RunTrace:
     """
     lines: list[trace.AnyLine] = []
     problems: list[str] = []
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):  # being written, or cut off by a kill
-                break
-            try:
-                lines.append(trace.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-                problems.append(f"line {number}: {problem}")
-                continue
-            problems += [f"line {number}: {what}" for what in _faults(lines[-1])]
+    for where, text in _whole_lines(path):
+        try:
+            lines.append(trace.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            problems.append(f"{where}: {problem}")
+            continue
+        problems += [f"{where}: {what}" for what in _faults(lines[-1])]
     if problems:
         more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise TraceProblem("\n".join(problems[:_SHOWN]) + more)
     return _run_trace(lines)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of both files, each with its place."""
+    earlier = path.with_name(f"{path.name}.1")
+    for at in (earlier, path) if earlier.exists() else (path,):
+        with at.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.endswith(b"\n"):  # otherwise it is being written, or cut off by a kill
+                    yield f"line {number}" if at == path else f"{at.name}: line {number}", text
 
 
 def _faults(line: trace.AnyLine) -> list[str]:

@@ -287,7 +287,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
-    parameter_value: (),  # a value of any type: only the operator can look at it
+    parameter_value: (),  # a value of any type: only the operator can check it
     timestamp_input: (),
     on_the_calendar: (
         Rule(
