@@ -60,17 +60,16 @@ class Gate:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await self._open.wait()
-        there, back = await asyncio.open_connection(*self._target)
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._carry(reader, back))
-                both.create_task(self._carry(there, writer))
-        except* (ConnectionError, asyncio.IncompleteReadError):
-            pass  # one side has gone, and so does the other
-        finally:
-            writer.close()
-            back.close()
+        with contextlib.closing(writer):
+            await self._open.wait()
+            there, back = await asyncio.open_connection(*self._target)
+            with contextlib.closing(back):
+                try:
+                    async with asyncio.TaskGroup() as both:
+                        both.create_task(self._carry(reader, back))
+                        both.create_task(self._carry(there, writer))
+                except* (ConnectionError, asyncio.IncompleteReadError):
+                    pass  # one side has gone, and so does the other
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
