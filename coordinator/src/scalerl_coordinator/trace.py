@@ -39,6 +39,8 @@ class _Group(msgspec.Struct):
 
     completions: list[_Completion]
     generation_seconds: float
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
 
 
 _decode_group = msgspec.msgpack.Decoder(_Group).decode
@@ -140,6 +142,8 @@ class Trace:
             lengths=record.lengths,
             finish_reasons=[completion.finish_reason for completion in group.completions],
             version_tokens=tokens,
+            drafted_tokens=group.drafted_tokens,
+            accepted_tokens=group.accepted_tokens,
             refilled=refilled,
         )
 
