@@ -42,7 +42,7 @@ class Traced:
         for lease in leases:
             group = make_group(lease, tokens=3 + lease.slot)
             if lease.slot:
-                group = msgspec.structs.replace(group, drafted_tokens=5, accepted_tokens=lease.slot)
+                group = msgspec.structs.replace(group, drafted_tokens=[4, 1], accepted_tokens=[lease.slot])
             assert world.push(world.member, group) == "accepted"
         self.note()
         world.next("t")

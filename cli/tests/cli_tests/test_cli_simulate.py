@@ -112,11 +112,12 @@ def test_longest_first_ends_sooner_and_history_is_enough() -> None:
 
 
 def test_a_run_with_drafts_by_hand() -> None:
-    """Drafts of two tokens yield 1 + 1/2 + 1/4; beside a sequence without, each step verifies two tokens more."""
-    cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25, 0.1), 0.0, 0.0, 0.0)
+    """Drafts of two tokens, whether they pay or not, yield 1 + 1/2 + 1/4; beside a sequence without, each step verifies two tokens
+    more."""
+    cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25, 0.5), 0.0, 0.0, 0.0)
     work = Workload([Group((0, 0), (35,), Drafts.measured(1.75, 2, fixed=True)), Group((0, 1), (30,))], 2)
     out = simulate(work, cluster, SlotOrder(), from_history(work), PipelineRL(0))
-    assert out.makespan == pytest.approx(20 * (1.5 + 0.2) + 10 * 1.25)
+    assert out.makespan == pytest.approx(20 * (1.5 + 1.0) + 10 * 1.25)
 
 
 @pytest.mark.parametrize(

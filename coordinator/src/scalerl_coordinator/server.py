@@ -401,9 +401,9 @@ class Server:
         )
         responses = past_responses(group.completions, given, group.verdicts.ungraded)
         digest = wire.prompt_digest(group.prompt_token_ids)
-        self._history.put(
-            PastGroup(group.prompt, digest, responses, group.drafted_tokens, group.accepted_tokens)
-        )
+        drafted, accepted = group.drafted_tokens, group.accepted_tokens
+        drafts = None if drafted is None or accepted is None else (drafted, accepted)
+        self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         if len(request.prompts) > wire.MAX_RESPONSES_PROMPTS:
