@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -34,8 +34,8 @@ class EpochRow:
     reuse: share of the tokens in a run of eight or more that also occurs in a response of the epoch before; None where none
         was compared. mean_tokens, previous_tokens: per response. rank_correlation: of the prompts' mean lengths in the two
         epochs (Spearman); None where all are equal. moved: share of the prompts whose rank by length changed by more than
-        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where generators reported none. tokens_a_verification:
-        that a decoding step yields of a response, 1 without drafts. drafted, accepted_tokens: by position in a draft.
+        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where generators reported none, as
+        tokens_a_verification: tokens that a decoding step yields of a response. by_position: in a draft.
     """
 
     run: str
@@ -71,13 +71,16 @@ def epoch_rows(runs: Sequence[tuple[str, Path]]) -> list[EpochRow]:
         value_of = _difficulties([line for lines in by_visit.values() for line in lines])
         for visit, lines in sorted(by_visit.items()):
             rows.append(_row(name, visit + 1, "", lines))
-            for value in dict.fromkeys(value_of.values()) if len(set(value_of.values())) > 1 else ():
-                own = [line for line in lines if value_of.get(line.difficulty) == value]
-                rows += [_row(name, visit + 1, value, own)] if own else []
+            parts: dict[str, list[HistoryLine]] = {value: [] for value in value_of.values()}
+            for line in lines:
+                if line.difficulty is not None:
+                    parts[value_of[line.difficulty]].append(line)
+            if len(parts) > 1:
+                rows += [_row(name, visit + 1, value, own) for value, own in parts.items() if own]
     return rows
 
 
-def _difficulties(lines: Sequence[HistoryLine]) -> dict[float | None, str]:
+def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
     """What each difficulty is reported as, in order: many of them as ranges, like labels."""
     from scalerl_coordinator.evaluation import fold_labels
 
@@ -126,12 +129,12 @@ def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> Epo
         moved=float(np.mean(np.abs(new - old) > MOVED * len(lines))),
         accepted=accepted / drafted if drafted else None,
         tokens_a_verification=tokens / (tokens - accepted) if drafted > 0 and accepted < tokens else None,
-        drafted_by_position=_sums([line.drafted_by_position for line in lines]),
-        accepted_by_position=_sums([line.accepted_by_position for line in lines]),
+        drafted_by_position=_sums(line.drafted_by_position for line in lines),
+        accepted_by_position=_sums(line.accepted_by_position for line in lines),
     )
 
 
-def _sums(columns: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _sums(columns: Iterable[list[int]]) -> tuple[int, ...]:
     return tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
 
 
@@ -162,7 +165,7 @@ def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
                 *(f"{row.mean_tokens:.1f}", f"{row.previous_tokens:.1f}"),
                 "" if row.rank_correlation is None else formatting.reward(row.rank_correlation, 3),
                 _percent(row.moved),
-                *([_number(row.tokens_a_verification), _percent(row.accepted)] if drafts else []),
+                *([f"{row.tokens_a_verification or 1:.2f}", _percent(row.accepted)] if drafts else []),
                 *(
                     _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
                     for at in positions
@@ -171,10 +174,6 @@ def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
             for row in rows
         ),
     ]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str:
