@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 from coordinator_client import make_group
 from coordinator_world import World, make_settings, ready
@@ -41,7 +42,10 @@ class Traced:
         self.note()
         world.pass_time(7, {world.member: 0})
         for lease in leases:
-            assert world.push(world.member, make_group(lease, tokens=3 + lease.slot)) == "accepted"
+            group = make_group(lease, tokens=3 + lease.slot)
+            if lease.slot:
+                group = msgspec.structs.replace(group, drafted_tokens=[4, 1], accepted_tokens=[lease.slot])
+            assert world.push(world.member, group) == "accepted"
         self.note()
         world.next("t")
         world.report("t", 0)
@@ -67,6 +71,8 @@ def test_trace_of_a_step(tmp_path: Path) -> None:
     assert first.t - first.leased == pytest.approx(7.0)
     assert (first.generator, first.lease_version, first.seconds) == ("g", 0, 0.1)
     assert (first.finish_reasons, first.version_tokens) == (["stop", "stop"], {0: 6})
+    drafts = [(group.drafted_tokens, group.accepted_tokens) for group in groups]
+    assert drafts == [(None, None), *((5, slot) for slot in range(1, 6))]
     assert [line.step for line in rest if isinstance(line, lines.StepLine)] == [0]
     assert [line.version for line in rest if isinstance(line, lines.PublishLine)] == [0]
     assert traced.lost == 0

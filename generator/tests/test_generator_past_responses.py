@@ -45,10 +45,10 @@ class FakeServer:
         assert past.prompt_key == PROMPT.key
         self.given += past.responses
 
-    async def take_draft_tally(self, key: str) -> tuple[int, int]:
+    async def take_draft_tally(self, key: str) -> tuple[list[int], list[int]]:
         if self.down:
             raise ServerDown("down")
-        return 7, 5
+        return [4, 3], [3, 2]
 
     async def draft_report(self) -> DraftReport:
         return self.report
@@ -115,7 +115,7 @@ async def test_feed_gives_a_group_once(world: World) -> None:
 
 
 async def test_feed_leaves_out_what_the_server_sampled(world: World) -> None:
-    assert await world.feed.sampled(PROMPT, [sampled(1, 2)]) == (7, 5)
+    assert await world.feed.sampled(PROMPT, [sampled(1, 2)]) == ([4, 3], [3, 2])
     world.coordinator.past = [response(1, 2), response(3)]
     await world.feed.prepare(LEASE, PROMPT)
     assert world.server.given == [response(3).token_ids]
@@ -182,7 +182,7 @@ async def test_feed_survives_a_server_that_is_down(world: World) -> None:
     world.server.down = True
     await world.feed.prepare(LEASE, PROMPT)
     assert world.count("past_responses_failures_total") == 1
-    assert await world.feed.sampled(PROMPT, [sampled(4)]) == (None, None)
+    assert await world.feed.sampled(PROMPT, [sampled(4)]) is None
     world.server.down = False
     await world.feed.prepare(LEASE, PROMPT)
     assert world.server.given == [response(1, 2).token_ids]

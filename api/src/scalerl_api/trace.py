@@ -64,6 +64,10 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     finish_reasons: list[Literal["stop", "length"]] = []
     version_tokens: dict[int, int] = {}
     """Completion tokens by the version of the weights that sampled them; -1: masked."""
+    drafted_tokens: int | None = None
+    """Tokens that were verified instead of sampled one by one; None without speculation, or where it is not reported."""
+    accepted_tokens: int | None = None
+    """Those of them that the policy sampled too."""
     refilled: bool = False
     """Dropped for equal rewards; the slot is issued again with another prompt."""
 

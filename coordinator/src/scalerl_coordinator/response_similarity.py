@@ -72,9 +72,10 @@ class SimilarityFile:
         visit: int,
         new: Sequence[PastResponse],
         old: Sequence[PastResponse],
-        drafts: tuple[int | None, int | None],
+        drafts: tuple[list[int], list[int]] | None,
+        difficulty: float | None,
     ) -> None:
-        """Compare two groups of a prompt. key: task and prompt. drafts: drafted and accepted tokens."""
+        """Compare two groups of a prompt. key: task and prompt. drafts: drafted and accepted tokens, by position in a draft."""
         compared = _first(new) if self._has_time() else []
         begin = time.thread_time()
         reused = reused_tokens(compared, [one.token_ids for one in old]) if compared else 0
@@ -91,8 +92,11 @@ class SimilarityFile:
             previous_tokens=_tokens(old),
             compared_tokens=sum(map(len, compared)) // 4,
             reused_tokens=reused,
-            drafted_tokens=drafts[0],
-            accepted_tokens=drafts[1],
+            drafted_tokens=drafts and sum(drafts[0]),
+            accepted_tokens=drafts and sum(drafts[1]),
+            drafted_by_position=drafts[0] if drafts else [],
+            accepted_by_position=drafts[1] if drafts else [],
+            difficulty=difficulty,
         )
         self._pending.append(msgspec.json.encode(line) + b"\n")
         if len(self._pending) >= _PENDING_LINES:

@@ -12,7 +12,7 @@ import logging
 import threading
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,9 +51,8 @@ class PastGroup(msgspec.Struct, frozen=True):
     digest: bytes
     """:func:`scalerl_api.wire.prompt_digest` of the prompt's tokens."""
     responses: list[PastResponse]
-    drafted_tokens: int | None = None
-    """As the generator reports them, of the group's speculation; None where it does not."""
-    accepted_tokens: int | None = None
+    drafts: tuple[list[int], list[int]] | None = None
+    """Drafted and accepted tokens by position in a draft; None where the generator does not report them."""
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +84,7 @@ _decode = msgspec.msgpack.Decoder(list[PastResponse]).decode
 class ResponseStore:
     """The store in ``directory``; one process has it, guarded by the journal's lock.
 
-    lines: where to record how groups differ from those before them (:mod:`.response_similarity`).
+    lines: where to record how groups differ from those before them (:mod:`.response_similarity`). difficulty: of a prompt, for them.
 
     Life cycle: construct → :meth:`start` → :meth:`put` and :meth:`lookup` from any thread → :meth:`close`. Until the thread
     has read the directory, lookups find nothing.
@@ -100,6 +99,7 @@ class ResponseStore:
         max_bytes: int,
         *,
         lines: Path | None = None,
+        difficulty: Callable[[PromptRef], float | None] = lambda _: None,
         disk: Disk | None = None,
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
@@ -108,6 +108,7 @@ class ResponseStore:
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
         self._similarity = None if lines is None else SimilarityFile(lines, self._log.report)
+        self._difficulty = difficulty
         self._max_queue_bytes = queue_bytes
         self._wake = threading.Condition()
         """Guards the queue and the flags."""
@@ -231,8 +232,10 @@ class ResponseStore:
         prompt = group.prompt.task, group.prompt.index
         head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
         if self._similarity is not None and before is not None:
-            drafts = group.drafted_tokens, group.accepted_tokens
-            self._similarity.add(prompt, visit, group.responses, _decode(before[1]), drafts)
+            old = _decode(before[1])
+            self._similarity.add(
+                prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
+            )
         try:
             if not self._log.make_room(size):
                 self._drop(group, "no_space")

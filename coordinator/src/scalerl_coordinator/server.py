@@ -387,9 +387,9 @@ class Server:
             return
         responses = past_responses(group.completions)
         digest = wire.prompt_digest(group.prompt_token_ids)
-        self._history.put(
-            PastGroup(group.prompt, digest, responses, group.drafted_tokens, group.accepted_tokens)
-        )
+        drafted, accepted = group.drafted_tokens, group.accepted_tokens
+        drafts = None if drafted is None or accepted is None else (drafted, accepted)
+        self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         """A :class:`wire.Responses` whose responses stay encoded, as they are on disk."""

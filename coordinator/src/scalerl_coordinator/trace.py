@@ -42,6 +42,8 @@ class _Group(msgspec.Struct):
 
     completions: list[_Completion]
     generation_seconds: float
+    drafted_tokens: list[int] | None = None
+    accepted_tokens: list[int] | None = None
 
 
 _decode_group = msgspec.msgpack.Decoder(_Group).decode
@@ -152,6 +154,8 @@ class Trace:
             lengths=record.lengths,
             finish_reasons=[completion.finish_reason for completion in group.completions],
             version_tokens=tokens,
+            drafted_tokens=None if group.drafted_tokens is None else sum(group.drafted_tokens),
+            accepted_tokens=None if group.accepted_tokens is None else sum(group.accepted_tokens),
             refilled=refilled,
         )
 

@@ -165,9 +165,9 @@ class Group(Struct, frozen=True, kw_only=True):
     completions: list[Completion]
     verdicts: Verdicts
     generation_seconds: float
-    drafted_tokens: int | None = None
-    """Tokens that the server verified instead of sampling one by one; None without speculative decoding."""
-    accepted_tokens: int | None = None
+    drafted_tokens: list[int] | None = None
+    """Tokens that the server verified instead of sampling one by one, by position in their draft; None without speculative decoding."""
+    accepted_tokens: list[int] | None = None
     """Those of them that the policy sampled too."""
 
     @property

@@ -39,6 +39,25 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-staleness-steps", type=int, metavar="K", help="k of PipelineRL-k (default: the trace's scheme)"
     )
     command.add_argument(
+        "--drafts",
+        action="append",
+        type=_drafts,
+        metavar="DRAFTS",
+        help="speculative decoding: none, traced (that of each group in the trace), or TOKENS:DRAFTED of a verification, from the "
+        "second time on that a prompt is sampled; may be repeated (default: traced)",
+    )
+    command.add_argument(
+        "--max-draft-tokens", type=_positive, metavar="N", default=16, help="longest draft (default: 16)"
+    )
+    command.add_argument(
+        "--verify",
+        type=float,
+        nargs=2,
+        metavar=("PER_DRAFT", "FREE"),
+        help="seconds that a drafted token adds to a decoding step, and the tokens, those of running sequences included, up to which "
+        "it adds none, because the step waits for memory (default: fitted to the trace; PER_SEQUENCE and 0 with --decode, or without drafts in the trace)",
+    )
+    command.add_argument(
         "--decode",
         type=float,
         nargs=2,
@@ -60,3 +79,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def _drafts(text: str) -> str | tuple[float, float]:
+    if text in ("none", "traced"):
+        return text
+    try:
+        tokens, drafted = map(float, text.split(":"))
+    except ValueError:
+        tokens, drafted = 0.0, 0.0
+    if not 1 <= tokens < 1 + drafted < 1000:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not none, traced, or TOKENS:DRAFTED of a verification, such as 2.9:7.3, with TOKENS from 1 to 1 + DRAFTED"
+        )
+    return tokens, drafted

@@ -46,7 +46,7 @@ class _Launch:
 class _Rounds:
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.cluster = work, cluster
-        self.fleet, self.out, self.now = Fleet(cluster), Outcome(), 0.0
+        self.fleet, self.out, self.now = Fleet(cluster, work), Outcome(), 0.0
 
     def generate(self, launches: list[_Launch], complete: int) -> tuple[list[_Launch], list[_Launch]]:
         """Run groups, in their order, until so many are complete: those, and the others as far as they came."""

@@ -35,7 +35,7 @@ class _Run:
     ) -> None:
         self.work, self.cluster, self.policy, self.expected = work, cluster, policy, expected
         self.scheme = scheme
-        self.fleet = Fleet(cluster)
+        self.fleet = Fleet(cluster, work)
         self.out = Outcome()
         self.version, self.published, self.now = 0, 0, 0.0
         self.opened = 0

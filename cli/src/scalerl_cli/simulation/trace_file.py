@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from scalerl_api import trace
-from scalerl_cli.simulation.workload import Group, Workload
+from scalerl_cli.simulation.workload import Drafts, Group, Workload
 
 _SHOWN = 5
+_LONGEST_DRAFT = 64
 
 
 class TraceProblem(Exception):
@@ -35,7 +36,10 @@ class RunTrace:
 
     @property
     def work(self) -> Workload:
-        groups = [Group((line.task, line.prompt), tuple(line.lengths)) for line in self.groups]
+        groups = [
+            Group((line.task, line.prompt), tuple(line.lengths), Drafts.measured(*verification(line)))
+            for line in self.groups
+        ]
         return Workload(groups, self.settings.prompts_per_step)
 
     @property
@@ -43,6 +47,14 @@ class RunTrace:
         """Seconds from the first lease to the last trained step."""
         leased = [line.leased for line in self.groups if line.leased is not None]
         return self.steps[-1].t - min(leased, default=0.0)
+
+
+def verification(line: trace.GroupLine) -> tuple[float, float]:
+    """Tokens of a decoding step of one of its completions, and drafted ones: 1 and 0 without speculation."""
+    tokens, accepted = sum(line.lengths), line.accepted_tokens or 0
+    # Of a group that was begun again, the trace has accepted tokens of completions that were lost.
+    steps = max(tokens - accepted, tokens / (1 + _LONGEST_DRAFT), 1)
+    return max(tokens, 1) / steps, (line.drafted_tokens or 0) / steps
 
 
 def read_trace(path: Path) -> RunTrace:
