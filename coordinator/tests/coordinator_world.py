@@ -174,12 +174,22 @@ class World:
         )
 
     def lease(self, member_id: str, version: int, groups: int = 100) -> list[wire.Lease]:
+        """A lease request that does not wait."""
+        self.ask(member_id, version, groups)
+        leases = self.take(member_id, groups)
+        self.rollouts.end_lease_request(member_id)
+        return leases
+
+    def ask(self, member_id: str, version: int, groups: int = 100) -> None:
+        """Open a lease request."""
         request = wire.LeaseRequest(
             member_id=member_id, weight_version=version, max_groups=groups, wait_seconds=0
         )
         self.rollouts.receive_lease_request(request, self.now)
+
+    def take(self, member_id: str, groups: int = 100) -> list[wire.Lease]:
+        """Answer it if there is something."""
         leases = self.rollouts.offer(member_id, groups, self.now)
-        self.rollouts.end_lease_request(member_id)
         if leases is None:
             return []
         self.core.book.mark_sent((lease.lease_id for lease in leases.leases), self.now)

@@ -93,9 +93,9 @@ def test_lease_progress_extends_deadline(world):
 def test_push_accepts_late_group_of_unissued_slot(world):
     lease = world.lease(world.member, 0, 1)[0]
     world.pass_time(101, {world.member: 0})
-    assert world.state.reissue == [0]
+    assert world.state.reissue == [0, 1, 2, 3, 4, 5]
     assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
-    assert world.state.reissue == []
+    assert world.state.reissue == [1, 2, 3, 4, 5]
     assert world.state.counts.acknowledged == 2
     assert world.push(world.member, make_group(lease)) is PushResult.DUPLICATE
     assert world.state.counts.duplicate == 2
@@ -130,7 +130,7 @@ def test_register_keeps_held_leases(world):
     member = world.register("g", held=[kept.lease_id])
     assert list(world.state.leases) == [kept.lease_id]
     assert world.push(member, make_group(kept)) is PushResult.ACCEPTED
-    assert world.state.reissue == [dropped.slot]
+    assert world.state.reissue == [dropped.slot, 2, 3, 4, 5]
 
 
 def test_crash_keeps_leases_for_member_timeout(world):
@@ -142,7 +142,7 @@ def test_crash_keeps_leases_for_member_timeout(world):
     assert len(world.state.leases) == 2
     world.pass_time(2)
     assert world.state.leases == {}
-    assert world.state.reissue == [0, 1]
+    assert world.state.reissue == [0, 1, 2, 3, 4, 5]
 
 
 def test_heartbeat_detects_lost_lease_answer(world):
@@ -154,7 +154,7 @@ def test_heartbeat_detects_lost_lease_answer(world):
     world.pass_time(2, {world.member: 0})
     world.beat(world.member, 0, held_leases=[held.lease_id])
     assert list(world.state.leases) == [held.lease_id]
-    assert world.state.reissue == [lost.slot]
+    assert world.state.reissue == [lost.slot, 2, 3, 4, 5]
 
 
 def test_on_policy_slot_waits_for_its_weights(monkeypatch):
@@ -310,7 +310,7 @@ def test_single_generator_gives_up_slot_after_five_failures(world):
         else:
             release(world, world.member, lease, wire.ReleaseCause.FAILED)
     assert (world.state.counts.given_up, world.state.counts.invalid) == (2, 4)
-    assert world.state.reissue == []
+    assert world.state.reissue == [1, 2, 3, 4, 5]
     check_consistency(world)
 
 
@@ -379,7 +379,7 @@ def test_too_long_prompt_is_given_up_at_once(world):
     assert (counts.given_up, counts.too_long) == (2, 2)
     check_consistency(world)
     copy = world.state.detached()
-    assert (copy.counts.given_up, copy.counts.too_long, copy.reissue) == (0, 0, [0])
+    assert (copy.counts.given_up, copy.counts.too_long, copy.reissue) == (0, 0, [0, 1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("keep", [0, 1], ids=["replayed", "from-a-snapshot"])

@@ -105,26 +105,28 @@ class LocalRun:
         """Processes of the run whose command line has ``part``."""
         return [p for p in processes_of(self.directory) if part in p.command and but_not not in p.command]
 
+    def actor_values(self, sample: str) -> dict[str, float]:
+        """A sample of the actors' metrics, by actor; 0 where it is missing, and none of an actor that is starting."""
+        values = {}
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        for actor in self.find("scalerl_generator.actor"):
+            address = re.search(r"--listen (\S+)", actor.command)
+            assert address is not None, actor.command
+            try:
+                with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
+                    text = answer.read().decode()
+            except OSError:
+                continue
+            found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
+            values[actor.name] = float(found[1]) if found else 0.0
+        return values
+
     def metrics(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
         if not path.exists():
             return []
         lines = path.read_text().split("\n")
         return [json.loads(line) for line in lines[:-1]]
-
-    def actor_metrics(self) -> dict[str, str]:
-        """The metrics of each actor that answers, by its name."""
-        texts = {}
-        for actor in self.find("scalerl_generator.actor"):
-            address = re.search(r"--listen (\S+)", actor.command)
-            assert address is not None, actor.command
-            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            try:
-                with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
-                    texts[actor.name] = answer.read().decode()
-            except OSError:
-                continue  # it is starting
-        return texts
 
     def step(self) -> int:
         rows = self.metrics()

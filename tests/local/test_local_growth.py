@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -62,13 +61,9 @@ def hungry(data: Path) -> dict[str, Any]:
     )
 
 
-def delivered(run: LocalRun) -> dict[str, int]:
+def delivered(run: LocalRun) -> dict[str, float]:
     """Groups that the coordinator took from each generator, as the generators' own metrics have it."""
-    taken = {}
-    for name, text in run.actor_metrics().items():
-        accepted = re.search(r'^scalerl_actor_groups_total\{result="accepted"\} (\S+)$', text, re.MULTILINE)
-        taken[name] = int(float(accepted[1])) if accepted else 0
-    return taken
+    return run.actor_values('scalerl_actor_groups_total{result="accepted"}')
 
 
 def grown(run: LocalRun) -> list[Line]:

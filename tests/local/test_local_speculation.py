@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 def fed_responses(run: LocalRun) -> float:
     """Past responses that the server was given."""
-    (text,) = run.actor_metrics().values()
-    return float(text.split("\nscalerl_actor_past_responses_total ")[1].split()[0])
+    (given,) = run.actor_values("scalerl_actor_past_responses_total").values()
+    return given
 
 
 def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     concurrency: int
     """Completions that one generator samples at once."""
     schedule: str = ""
+    """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to whoever asks first."""
 
 
 class GeneratorLine(Line, frozen=True, kw_only=True, tag="generator"):

@@ -11,7 +11,7 @@ from scipy.stats import ks_2samp
 
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
-from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import RunTrace, TraceProblem, read_trace
@@ -26,7 +26,7 @@ from scalerl_cli.simulation.workload import (
     lower_bound,
 )
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
-from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import read_trace
@@ -28,7 +28,7 @@ from scalerl_cli.simulation.workload import (
     lower_bound,
 )
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
 from scalerl_generator.draft_threshold import DraftThreshold
 
 SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)
@@ -269,12 +269,19 @@ def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["train"][1] == pytest.approx(0.01)
 
 
-def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("", "slotOrder"), ("leastLoaded", "leastLoaded"), ("byLength", "byLength")]
+)
+def test_command_prints_a_table_of_the_traces_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, policy: str
+) -> None:
+    """Traces of earlier releases have no name for slot order."""
     path = write_trace(tmp_path / "trace.jsonl")
+    path.write_text(path.read_text().replace('"concurrency":8', f'"concurrency":8,"schedule":"{schedule}"'))
     assert main(["simulate", str(path)]) == DONE
     printed = capsys.readouterr().out
     assert "6 steps of 2 groups" in printed
-    assert "slotOrder" in printed
+    assert policy in printed
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,10 @@ class Core:
             self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
             self.meter = _Meter(now)
 
+    def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
+        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
+        return not self.book.waits(key, now) and not self.others_should_try(key, member)
+
     def others_should_try(self, key: SlotKey, member: Member) -> bool:
         """Whether the slot failed with ``member``, and another member has not tried it, or serves other slots."""
         retries = self.book.retries.get(key)

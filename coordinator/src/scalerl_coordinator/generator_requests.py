@@ -16,12 +16,12 @@ from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
-from scalerl_coordinator.leases import SlotKey, slot_key
+from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
 from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.slots import staleness
-from scalerl_coordinator.training_leases import TrainingIssues, TrainingLeases
+from scalerl_coordinator.training_leases import TrainingLeases
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class GeneratorRequests:
         member = core.membership.get(request.member_id, now)
         if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
-        self._training.begin_request(request.member_id, request.max_groups)
+        self._training.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
 
     def end_lease_request(self, member_id: str) -> None:
         """The member's lease request has its answer, or nobody waits for it any more."""
@@ -151,21 +151,21 @@ class GeneratorRequests:
         wanted = min(max_groups, _MAX_LEASES)
         issues = self._evaluation_issues(member, wanted, now, holds=True)
         others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
-        training = TrainingIssues([], [], {})
         if not core.end_reason:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            training = self._training.choose(member, wanted - len(issues), now)
-            issues += training.issues
+            slots = self._training.choose(member, wanted - len(issues), now)
+            issues += [(core.state.prompts[slot], slot, member.version) for slot in slots]
         issues += others[: wanted - len(issues)]
         if not issues:
             return None
+        self._training.end_request(member_id)
         numbered = [
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered, training.held_back, cursors=training.cursors))
+        core.commit(r.LeasesIssued(member.name, numbered))
         leases, room = [], MAX_ANSWER_BYTES
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
@@ -204,16 +204,11 @@ class GeneratorRequests:
                 ready = (
                     p
                     for p in evaluation.todo
-                    if self._may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
+                    if self._core.may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
                 )
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]
         return issues
-
-    def _may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
-        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
-        core = self._core
-        return not core.book.waits(key, now) and not core.others_should_try(key, member)
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity

@@ -54,13 +54,13 @@ class CoordinatorState(msgspec.Struct):
     """A lease was issued at least once: the run's time counts."""
 
     next_slot: int = 0
-    """Slots below it were issued at least once, or held back."""
+    """Slots below it have a prompt: the window has reached them."""
     reissue: list[int] = []
-    """Slots to be issued again, or held back for the weights that will train them; ascending, issued before new ones."""
+    """Slots below ``next_slot`` that are to be issued, for the first time or again; ascending."""
     expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
     """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
     prompts: dict[int, PromptRef] = {}
-    """Prompt of every issued slot that is kept."""
+    """Prompt of every slot below ``next_slot`` that is kept."""
     cursors: list[int] = msgspec.field(default_factory=lambda: [0])
     """Of the samplers, by task, after the newest slot."""
     histories: list[PromptHistory] = msgspec.field(default_factory=lambda: [PromptHistory()])

@@ -89,7 +89,7 @@ class Trace:
             max_staleness_steps=identity.max_staleness_steps,
             steps_per_batch=identity.steps_per_batch,
             concurrency=self._concurrency,
-            schedule="byLength" if settings.by_length else "",
+            schedule="byLength" if settings.by_length else "leastLoaded",
         )
         return trace.encode(line) + b"\n"
 

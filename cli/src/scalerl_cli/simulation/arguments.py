@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 POLICIES = {
-    "slotOrder": "the coordinator's default",
+    "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
+    "slotOrder": "to whoever asks first, as earlier releases",
     "roundRobin": "slot order, equally many to all",
-    "leastLoaded": "slot order, to the generator with the fewest groups",
     "oracle": "as byLength, with the lengths known in advance",
     "tailBatching": "RollPacker's rounds; synchronous",
     "april": "APRIL's rounds, which continue partial completions",
