@@ -379,10 +379,10 @@ def check_consistency(world: World) -> None:
     assert counts.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.
     leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
-    places = sorted([*leased, *state.reissue, *state.groups])
+    places = sorted([*leased, *state.open_slots, *state.groups])
     assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
-    assert set(state.expired_lease_of) <= set(state.reissue)
+    assert set(state.expired_lease_of) <= set(state.open_slots)
     assert set(state.tries) <= set(places)
     assert all(one.group.filtered for tries in state.tries.values() for one in tries)
     if state.first_kept_step == 0:

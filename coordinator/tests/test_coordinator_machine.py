@@ -491,7 +491,7 @@ class Coordinator(RuleBasedStateMachine):
             if lease_id in tried:
                 continue
             if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
-                assert group.slot in state.reissue
+                assert group.slot in state.open_slots
                 del self.accepted[lease_id]
         self._check_kept()
 
