@@ -123,6 +123,7 @@ def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type
         same = f"{has}self.{last}.map(e, e.name) == oldSelf.{last}.map(e, e.name))"
         rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     elif field.default is None:
+        # Where it comes or goes, an API server does not evaluate the rules of its fields.
         same = f"has(self.{last}) == has(oldSelf.{last})"
         rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     return rules
