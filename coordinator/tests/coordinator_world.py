@@ -139,13 +139,12 @@ class World:
         self._begin(self.replay())
         self.acknowledge()
 
-    def change(self, keep: int = 0, *, by_length: bool | None = None, **changes: Any) -> None:
+    def change(self, keep: int = 0, **changes: Any) -> None:
         """The same, and the coordinator starts again with other settings."""
-        if by_length is not None:
-            self.settings = replace(self.settings, by_length=by_length)
-        identity = msgspec.structs.replace(self.settings.identity, **changes)
+        fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
+        identity = msgspec.structs.replace(self.settings.identity, **fields)
         self.changed |= identity != self.settings.identity
-        self.settings = replace(self.settings, identity=identity)
+        self.settings = replace(self.settings, identity=identity, **changes)
         self.crash(keep)
 
     def lose_volume(self) -> None:
