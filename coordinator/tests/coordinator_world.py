@@ -139,13 +139,12 @@ class World:
         self._begin(self.replay())
         self.acknowledge()
 
-    def change(self, keep: int = 0, *, by_length: bool | None = None, **changes: Any) -> None:
+    def change(self, keep: int = 0, **changes: Any) -> None:
         """The same, and the coordinator starts again with other settings."""
-        if by_length is not None:
-            self.settings = replace(self.settings, by_length=by_length)
-        identity = msgspec.structs.replace(self.settings.identity, **changes)
+        fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
+        identity = msgspec.structs.replace(self.settings.identity, **fields)
         self.changed |= identity != self.settings.identity
-        self.settings = replace(self.settings, identity=identity)
+        self.settings = replace(self.settings, identity=identity, **changes)
         self.crash(keep)
 
     def lose_volume(self) -> None:
@@ -379,10 +378,10 @@ def check_consistency(world: World) -> None:
     assert counts.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.
     leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
-    places = sorted([*leased, *state.reissue, *state.groups])
+    places = sorted([*leased, *state.open_slots, *state.groups])
     assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
-    assert set(state.expired_lease_of) <= set(state.reissue)
+    assert set(state.expired_lease_of) <= set(state.open_slots)
     assert set(state.tries) <= set(places)
     assert all(one.group.filtered for tries in state.tries.values() for one in tries)
     if state.first_kept_step == 0:

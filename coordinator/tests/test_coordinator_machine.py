@@ -468,16 +468,21 @@ class Coordinator(RuleBasedStateMachine):
         completions_per_prompt=st.integers(2, 3),
         max_staleness_steps=st.integers(0, 3),
         evaluation_samples=st.integers(1, 2),
+        set_samples=st.integers(1, 3),
+        set_every=st.integers(1, 3),
         max_completion_tokens=st.sampled_from([8, 8, 7]),
         zero_variance_filter=st.booleans(),
         max_tries=st.integers(1, 3),
         ppo=st.booleans(),
         by_length=st.booleans(),
     )
-    def settings_change(self, keep: int, ppo: bool, **changes: Any) -> None:
+    def settings_change(self, keep: int, ppo: bool, set_samples: int, set_every: int, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""
         changes["steps_per_batch"] = changes["max_staleness_steps"] + 1 if ppo else 0
         world = self.world
+        sets = world.settings.identity.sets
+        changes["sets"] = tuple(msgspec.structs.replace(one, samples=set_samples) for one in sets)
+        changes["set_every"] = (set_every,) * len(sets)
         stale, acknowledged = world.state.counts.stale, world.state.counts.acknowledged
         before = world.settings.identity
         world.change(keep, **changes)
@@ -491,7 +496,7 @@ class Coordinator(RuleBasedStateMachine):
             if lease_id in tried:
                 continue
             if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
-                assert group.slot in state.reissue
+                assert group.slot in state.open_slots
                 del self.accepted[lease_id]
         self._check_kept()
 

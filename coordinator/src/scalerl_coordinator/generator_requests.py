@@ -233,7 +233,7 @@ class GeneratorRequests:
         core, identity = self._core, self._core.settings.identity
         state = core.state
         member = core.membership.get(request.member_id, now)
-        wanted = {partial_key(state.prompts[slot], slot, -1) for slot in state.reissue}
+        wanted = {partial_key(state.prompts[slot], slot, -1) for slot in state.open_slots}
         wanted |= {
             partial_key(lease.prompt, lease.slot, lease.policy_version) for lease in state.leases.values()
         }

@@ -4,7 +4,7 @@ Which slots may be leased follows from the staleness bound alone; a policy assig
 its step, so the rollouts of a step do not depend on their lengths.
 
 All slots of the window get their prompts when the window reaches them, in slot order, by a record of their own. From then on they wait in
-``reissue``, as slots whose lease ended do, and a restarted coordinator assigns those that are not leased again.
+``open_slots``, as slots whose lease ended do, and a restarted coordinator assigns those that are not leased again.
 
 An assignment may leave a generator without a lease because another one that asks should get the place. That one may not take it: a
 slot that failed with it goes to others. So after :data:`PATIENCE_SECONDS`, a generator gets what is there.
@@ -63,7 +63,7 @@ class _Assignment:
     version: int
     """Of the member that it was made for; those with newer weights take part."""
     open_slots: int
-    """Length of ``reissue``."""
+    """Length of ``open_slots``."""
     slots: dict[str, list[int]]
     """By member id."""
 
@@ -130,10 +130,10 @@ class TrainingLeases:
             or alone
             or any(one.failed_by for one in core.book.retries.values())  # not all may be issued the same
             or assigned.version != member.version
-            or assigned.open_slots != len(state.reissue)
+            or assigned.open_slots != len(state.open_slots)
         ):
             assigned = self._assignment = self._assign(member, limit, now, alone=alone)
-        slots = [slot for slot in assigned.slots.get(member.member_id, ()) if _has(state.reissue, slot)]
+        slots = [slot for slot in assigned.slots.get(member.member_id, ()) if _has(state.open_slots, slot)]
         assigned.slots[member.member_id] = slots[wanted:]
         assigned.open_slots -= len(slots[:wanted])
         if slots or not any(assigned.slots.values()):
@@ -159,7 +159,7 @@ class TrainingLeases:
         generators = [self._generator(one, room, expected, now) for one, room in asking if places]
         assigned = self._policy.assign(View(places, generators, self._pace.tokens_per_step))
         slots = {name: [place.slot for place in mine] for name, mine in assigned.items()}
-        return _Assignment(member.version, len(core.state.reissue), slots)
+        return _Assignment(member.version, len(core.state.open_slots), slots)
 
     def _places(
         self, member: Member, limit: int, most: int, expected: _Expected | None, now: float
@@ -168,7 +168,7 @@ class TrainingLeases:
         state, retries = self._core.state, self._core.book.retries
         places: list[Place] = []
         step, end, waiting = -1, -1, range(0)
-        for slot in state.reissue:
+        for slot in state.open_slots:
             if slot >= limit or len(places) == most:
                 break
             if slot >= end:
