@@ -49,7 +49,11 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "second time on that a prompt is sampled; may be repeated (default: traced)",
     )
     command.add_argument(
-        "--max-draft-tokens", type=_positive, metavar="N", default=16, help="longest draft (default: 16)"
+        "--max-draft-tokens",
+        type=_positive,
+        metavar="N",
+        default=16,
+        help="longest draft, the run's maxDraftTokens (default: 16)",
     )
     command.add_argument(
         "--verify",
