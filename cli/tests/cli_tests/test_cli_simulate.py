@@ -179,6 +179,16 @@ def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixtu
     assert "is not none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", ["--verify -1 0", "--verify 0 nan", "--decode inf 0", "--train -1 0", "--publish nan"]
+)
+def test_times_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "trace.jsonl", *option.split()])
+    printed = capsys.readouterr().err
+    assert "is below 0" in printed or "is not finite" in printed
+
+
 # --- traces ---------------------------------------------------------------------------------------
 
 
