@@ -263,6 +263,9 @@ def test_trace_continues_the_file_before_it(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "trace.jsonl.1").write_text("".join(lines[:10]))
     path.write_text("".join([lines[0], *lines[10:]]))
     assert read_trace(path) == whole
+    (tmp_path / "trace.jsonl.1").write_text("".join(lines))
+    path.unlink()
+    assert read_trace(path) == whole
     (tmp_path / "trace.jsonl.1").write_text("nonsense\n")
     assert main(["simulate", str(tmp_path)]) == BAD_INPUT
     assert "trace.jsonl.1: line 1: JSON is malformed" in capsys.readouterr().err
