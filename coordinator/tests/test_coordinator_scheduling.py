@@ -244,6 +244,29 @@ def test_after_patience_others_get_the_rest() -> None:
     assert (taken(world, world.member, 1), taken(world, other)) == ([4], [5])
 
 
+def test_generators_of_two_versions_share_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes milliseconds with thousands of places; a publish wakes all generators at once."""
+    views: list[View] = []
+    assign = LeastLoaded.assign
+    monkeypatch.setattr(
+        LeastLoaded, "assign", lambda policy, view: views.append(view) or assign(policy, view)
+    )
+    world = make_world(by_length=False, prompts_per_step=20)
+    for lease in world.lease(world.member, 0, 20):
+        world.push(world.member, make_group(lease, version=0))
+    assert world.next("t").action is wire.NextAction.TRAIN
+    world.report("t", 0)
+    world.publish("t")
+    members = [world.register(f"h{n}", version=(n + 1) % 2) for n in range(8)]
+    for n, member_id in enumerate(members):
+        world.ask(member_id, (n + 1) % 2, 4)
+    views.clear()
+    slots = [taken(world, member_id, 4) for member_id in members]
+    assert all(slots)
+    assert {slot for some in slots[1::2] for slot in some} <= set(range(20, 40)), "within their bound"
+    assert len(views) == 2
+
+
 def test_a_place_that_opens_as_another_closes_is_assigned() -> None:
     """Between two ticks, the late group of an expired lease is accepted, and a lease is released: as many places as before."""
     world = make_world(by_length=False)

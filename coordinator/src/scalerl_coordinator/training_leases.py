@@ -64,7 +64,7 @@ class _Assignment:
     """
 
     version: int
-    """Of the member that it was made for; those with newer weights take part."""
+    """Of the member that it was made for; those with newer weights take part, and may take what they get."""
     changes: int
     """:attr:`.Core.changes` when it was made."""
     slots: dict[str, list[int]]
@@ -133,7 +133,8 @@ class TrainingLeases:
         if (
             assigned is None
             or alone
-            or assigned.version != member.version
+            or assigned.version > member.version
+            or (assigned.version < member.version and not assigned.slots.get(member.member_id))
             or assigned.changes != core.changes
         ):
             assigned = self._assignment = self._assign(member, limit, now, alone=alone)
