@@ -186,7 +186,7 @@ def test_least_loaded_leases_in_slot_order_and_evaluations_are_load() -> None:
 
 
 def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None:
-    """What was assigned to all that asked is assigned anew."""
+    """What was assigned to all that asked is assigned again."""
     world = make_world(by_length=False)
     lost, other = world.register("h", version=0), world.register("i", version=0)
     world.lease(lost, 0, 6)
