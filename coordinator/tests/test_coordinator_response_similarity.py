@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse, PromptRef, Split
 from scalerl_coordinator import response_similarity
-from scalerl_coordinator.response_similarity import RUN_TOKENS, reused_tokens
+from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.response_similarity import RUN_TOKENS, SimilarityFile, reused_tokens
 from scalerl_coordinator.response_store import PastGroup, ResponseStore
 
 
@@ -119,6 +120,18 @@ def test_without_time_or_for_long_groups_less_is_compared(
         (30, 15, 15),
         (15, 0, 0),
     ]
+
+
+def test_lines_leave_the_reserve_of_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    path, disk, past = tmp_path / "history.jsonl", Disk(), [PastResponse(0, ids([0] * 15))]
+    file = SimilarityFile(path, problems.append, disk)
+    for free in (2**30 // 20, 2**29):
+        monkeypatch.setattr(disk, "free", lambda _, free=free: (free, 2**30))
+        file.add((0, 1), 1, past, past, None, None)
+        file.flush()
+    assert problems == [f"{path} cannot be written: the volume is nearly full"]
+    assert len(lines(path)) == 1
 
 
 def test_unwritable_lines_leave_the_store_alone(tmp_path: Path, store: ResponseStore) -> None:

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.wire import Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator import training_leases
 from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Pace, Place, Policy, View
+from scalerl_coordinator.state import OpenLease
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 
 POLICIES = (LeastLoaded(), ByLength())
@@ -183,7 +186,7 @@ def test_least_loaded_leases_in_slot_order_and_evaluations_are_load() -> None:
 
 
 def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None:
-    """What was assigned to all that asked is assigned anew."""
+    """What was assigned to all that asked is assigned again."""
     world = make_world(by_length=False)
     lost, other = world.register("h", version=0), world.register("i", version=0)
     world.lease(lost, 0, 6)
@@ -195,23 +198,88 @@ def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None
     assert (taken(world, late), taken(world, world.member), taken(world, other)) == ([2, 5], [0, 3], [1, 4])
 
 
-def test_a_slot_that_failed_with_the_least_loaded_goes_to_another_within_a_second() -> None:
+def test_a_slot_that_failed_goes_to_the_first_other_that_asks() -> None:
     world = make_world(by_length=False)
     (failed,) = world.lease(world.member, 0, 1)
     other = world.register("h", version=0)
-    assert len(world.lease(other, 0, 9)) == 5
-    released = wire.Release(
-        member_id=world.member,
-        lease_ids=[failed.lease_id],
-        reason="no",
-        cause=wire.ReleaseCause.FAILED,
-    )
-    world.rollouts.release(released, world.now)
+    assert len(world.lease(other, 0, 3)) == 3
+    release(world, world.member, failed)
     for member_id in (world.member, other):
         world.ask(member_id, 0, 9)
-    assert (taken(world, world.member), taken(world, other)) == ([], [])
+    assert (taken(world, other), taken(world, world.member)) == ([failed.slot], [4, 5])
+
+
+def release(world: World, member_id: str, lease: wire.Lease) -> None:
+    """It failed with the member."""
+    world.rollouts.release(
+        wire.Release(
+            member_id=member_id,
+            lease_ids=[lease.lease_id],
+            reason="no",
+            cause=wire.ReleaseCause.FAILED,
+        ),
+        world.now,
+    )
+
+
+def test_places_beyond_those_ordered_by_length_are_assigned_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_leases, "_MAX_PLACES", 2)
+    world = make_world()
+    assert len(world.lease(world.member, 0, 2)) == 2
+    other = world.register("h", version=0)
+    world.ask(other, 0, 9)
+    world.ask(world.member, 0, 9)
+    assert (taken(world, other), taken(world, world.member)) == ([2, 3], [4, 5])
+
+
+def test_after_patience_others_get_the_rest() -> None:
+    """A generator without patience takes one place, and has no room for the other."""
+    world = make_world(by_length=False)
+    assert len(world.lease(world.member, 0, 4)) == 4
+    other = world.register("h", version=0)
+    world.ask(other, 0, 9)
+    world.ask(world.member, 0, 1)
+    assert taken(world, world.member, 1) == []
     world.now += PATIENCE_SECONDS
-    assert (taken(world, world.member), taken(world, other)) == ([], [failed.slot])
+    assert (taken(world, world.member, 1), taken(world, other)) == ([4], [5])
+
+
+def test_generators_of_two_versions_share_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes milliseconds with thousands of places; a publish wakes all generators at once."""
+    views: list[View] = []
+    assign = LeastLoaded.assign
+    monkeypatch.setattr(
+        LeastLoaded, "assign", lambda policy, view: views.append(view) or assign(policy, view)
+    )
+    world = make_world(by_length=False, prompts_per_step=20)
+    for lease in world.lease(world.member, 0, 20):
+        world.push(world.member, make_group(lease, version=0))
+    assert world.next("t").action is wire.NextAction.TRAIN
+    world.report("t", 0)
+    world.publish("t")
+    members = [world.register(f"h{n}", version=(n + 1) % 2) for n in range(8)]
+    for n, member_id in enumerate(members):
+        world.ask(member_id, (n + 1) % 2, 4)
+    views.clear()
+    slots = [taken(world, member_id, 4) for member_id in members]
+    assert all(slots)
+    assert {slot for some in slots[1::2] for slot in some} <= set(range(20, 40)), "within their bound"
+    assert len(views) == 2
+
+
+def test_a_place_that_opens_as_another_closes_is_assigned() -> None:
+    """Between two ticks, the late group of an expired lease is accepted, and a lease is released: as many places as before."""
+    world = make_world(by_length=False)
+    late, other = world.lease(world.member, 0, 2)
+    helper = world.register("h", version=0)
+    assert len(world.lease(helper, 0, 9)) == 4
+    world.core.close_lease(late.lease_id, r.CloseReason.EXPIRED)
+    world.core.retry_slot(OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True)
+    world.ask(world.member, 0, 9)
+    assert taken(world, world.member) == []
+    assert world.push(world.member, make_group(late)) == "accepted"
+    world.core.close_lease(other.lease_id, r.CloseReason.RELEASED)
+    assert taken(world, world.member) == [other.slot]
 
 
 def test_pace_ignores_steps_that_were_restored() -> None:

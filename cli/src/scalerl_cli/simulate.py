@@ -89,9 +89,10 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     )
     if run.refilled:
         say(f"{run.refilled} refilled groups are left out")
+    free = f" beyond {decode.free_rows:g} in a step" if decode.free_rows else ""
     say(
         f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence + "
-        f"{1e3 * decode.per_draft:.3g} ms a drafted token; training step {fixed:.3g} s + "
+        f"{1e3 * decode.per_draft:.3g} ms a drafted token{free}; training step {fixed:.3g} s + "
         f"{1e3 * per_token / trainers:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
     )
     wide = max(map(len, ["lower bound", *figures])) + 1

@@ -54,7 +54,7 @@ def test_report_has_a_row_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_report_of_drafts_and_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a prompt that was sampled twice in an epoch, as after a return to a checkpoint, the newest line counts."""
     drafts = {"drafted_tokens": 8, "accepted_tokens": 6}
-    one = run_directory(tmp_path / "a", line(0, 4, 4), line(0, 6, 4, **drafts), line(1, 2, 2))
+    one = run_directory(tmp_path / "a", line(0, 4, 4), line(0, 20, 4, **drafts), line(1, 2, 2))
     two = run_directory(tmp_path / "b", line(0, 5, 5))
     assert main(["report", str(one), f"other={two}", "--to", str(tmp_path / "out")]) == 0
     with (tmp_path / "out/report-history.csv").open() as file:
@@ -70,7 +70,8 @@ def test_report_of_drafts_and_of_several_runs(tmp_path: Path, capsys: pytest.Cap
 def test_report_of_drafts_by_position_and_difficulty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Easy prompts: 9 of 12 drafted tokens, and 20 tokens in 11 verifications. A prompt without a difficulty is in no part."""
+    """Easy prompts: 9 of 12 drafted tokens, and 20 tokens in 11 verifications. A prompt without a difficulty is in no part, and a
+    group without a report of its drafts does not change the figures of drafts."""
     easy = {"drafted_tokens": 12, "accepted_tokens": 9, "drafted_by_position": [8, 4], "difficulty": 2.0}
     hard = {"drafted_tokens": 8, "accepted_tokens": 2, "drafted_by_position": [8], "difficulty": 10.0}
     run = run_directory(
@@ -97,7 +98,15 @@ def test_report_of_drafts_by_position_and_difficulty(
     ]
     assert float(rows[1]["tokens_a_verification"]) == pytest.approx(20 / 11)
     report = (run / "report.md").read_text()
-    assert "| 2 | 2 | 1 |  | 10.0 | 2.0 |  | 0.0% | 1.82 | 75.0% | 75.0% | 75.0% |" in report
-    assert "| 2 |  | 3 |  | 10.0 | 2.0 |  | 0.0% | 1.22 | 55.0% | 50.0% | 75.0% |" in report
+    assert "| 2 | 2 | 1 |  | 10.0 | 2.0 |  | 0.0% | 1.82 | 1.09 | 75.0% | 75.0% | 75.0% |" in report
+    assert "| 2 |  | 3 |  | 10.0 | 2.0 |  | 0.0% | 1.38 | 0.69 | 55.0% | 50.0% | 75.0% |" in report
+    assert "| 3 |  | 1 |  | 10.0 | 10.0 |  | 0.0% |  |  |  |  |  |" in report
     assert (run / "report-history.png").stat().st_size > 5000
     assert "at 2" in capsys.readouterr().out
+
+
+def test_report_where_no_draft_pays(tmp_path: Path) -> None:
+    """Nothing is drafted, and a verification yields one token."""
+    run = run_directory(tmp_path / "a", line(0, 20, 4, drafted_tokens=0, accepted_tokens=0))
+    assert main(["report", str(run)]) == 0
+    assert "0.0% | 1.00 | 0.00 |  |" in (run / "report.md").read_text()

@@ -179,6 +179,16 @@ def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixtu
     assert "is not none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", ["--verify -1 0", "--verify 0 nan", "--decode inf 0", "--train -1 0", "--publish nan"]
+)
+def test_times_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "trace.jsonl", *option.split()])
+    printed = capsys.readouterr().err
+    assert "is below 0" in printed or "is not finite" in printed
+
+
 # --- traces ---------------------------------------------------------------------------------------
 
 
@@ -252,6 +262,9 @@ def test_trace_continues_the_file_before_it(tmp_path: Path, capsys: pytest.Captu
     lines = path.read_text().splitlines(keepends=True)
     (tmp_path / "trace.jsonl.1").write_text("".join(lines[:10]))
     path.write_text("".join([lines[0], *lines[10:]]))
+    assert read_trace(path) == whole
+    (tmp_path / "trace.jsonl.1").write_text("".join(lines))
+    path.unlink()
     assert read_trace(path) == whole
     (tmp_path / "trace.jsonl.1").write_text("nonsense\n")
     assert main(["simulate", str(tmp_path)]) == BAD_INPUT

@@ -231,13 +231,8 @@ class GeneratorRequests:
     def receive_partials(self, request: wire.Partials, now: float) -> wire.PartialsReply:
         """Keep what leases have sampled so far, for the next lease of their slots. Raises UnknownMember."""
         core, identity = self._core, self._core.settings.identity
-        state = core.state
         member = core.membership.get(request.member_id, now)
-        wanted = {partial_key(state.prompts[slot], slot, -1) for slot in state.open_slots}
-        wanted |= {
-            partial_key(lease.prompt, lease.slot, lease.policy_version) for lease in state.leases.values()
-        }
-        self._partials.retain(lambda key: key in wanted or self._waits_for_evaluation(key))
+        self._partials.retain(self._is_unserved)
         unstored: dict[str, list[str]] = {"missing": [], "full": []}
         for group in request.groups:
             key = self._key_of(group, member)
@@ -245,7 +240,7 @@ class GeneratorRequests:
                 continue
             try:
                 completions, most = identity.completions(group.prompt), identity.max_tokens(group.prompt.task)
-                check_partials(group, completions, most, state.newest)
+                check_partials(group, completions, most, core.state.newest)
             except InvalidGroup as problem:
                 log.warning(
                     "lease %s: unfinished completions of %s dropped: %s", group.lease_id, member.name, problem
@@ -256,10 +251,14 @@ class GeneratorRequests:
                 unstored[outcome].append(group.lease_id)
         return wire.PartialsReply(**unstored)
 
-    def _waits_for_evaluation(self, key: PartialKey) -> bool:
+    def _is_unserved(self, key: PartialKey) -> bool:
+        """Whether the slot is leased, or will be."""
         (task, split, slot), version = key
-        evaluation = self._core.state.evaluations.get((version, task))
-        return split is Split.HELD_OUT and evaluation is not None and slot in evaluation.todo
+        state = self._core.state
+        if split is Split.TRAIN:
+            return slot in state.prompts and slot not in state.groups
+        evaluation = state.evaluations.get((version, task))
+        return evaluation is not None and slot not in evaluation.results
 
     @property
     def partial_bytes(self) -> int:

@@ -141,7 +141,7 @@ def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSou
 
     def difficulty(prompt: PromptRef) -> float | None:
         try:
-            return train[prompt.task][prompt.index].difficulty
+            return train[prompt.task].difficulty(prompt.index)
         except TaskError:
             return None
 

@@ -65,7 +65,7 @@ class ResponseLog:
         max_bytes: int,
         index: ResponseIndex,
         counters: HistoryCounters,
-        disk: Disk | None = None,
+        disk: Disk,
     ) -> None:
         self.directory = directory
         self.max_frame_bytes = max_bytes // 2 - SEGMENT_HEADER_BYTES
@@ -75,7 +75,7 @@ class ResponseLog:
         self._segment_bytes = min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS)
         self._index = index
         self._counters = counters
-        self._disk = disk or Disk()
+        self._disk = disk
         self._sizes: dict[int, int] = {}
         """Bytes of each segment by number, ascending."""
         self._fd = -1

@@ -6,6 +6,7 @@ are recorded with their lengths alone.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse
+from scalerl_coordinator.journal import Disk
 
 RUN_TOKENS: Final = 8
 """Shorter runs recur by chance."""
@@ -59,9 +61,10 @@ def _hashes(responses: Sequence[bytes], separator: int) -> NDArray[np.uint64]:
 class SimilarityFile:
     """Appends lines to ``path``; of one thread. report: called with a problem of the disk; its lines are lost."""
 
-    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, report: Callable[[str], None], disk: Disk) -> None:
         self._path = path
         self._report = report
+        self._disk = disk
         self._pending: list[bytes] = []
         self._begin = time.monotonic()
         self._spent = 0.0
@@ -103,11 +106,13 @@ class SimilarityFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines so far."""
+        """Write the lines so far, if the volume's reserve stays free."""
         if not self._pending:
             return
         lines, self._pending = b"".join(self._pending), []
         try:
+            if not self._disk.leaves_reserve(self._path.parent, len(lines)):
+                raise OSError(errno.ENOSPC, "the volume is nearly full")
             with self._path.open("ab", buffering=0) as file:
                 file.write(lines)
         except OSError as error:

@@ -104,10 +104,11 @@ class ResponseStore:
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
+        disk = disk or Disk()
         self.counters = HistoryCounters()
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
-        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report)
+        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report, disk)
         self._difficulty = difficulty
         self._max_queue_bytes = queue_bytes
         self._wake = threading.Condition()

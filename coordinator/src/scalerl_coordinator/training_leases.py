@@ -3,16 +3,19 @@
 Which slots may be leased follows from the staleness bound alone; a policy assigns those to the generators that ask. A slot keeps
 its step, so the rollouts of a step do not depend on their lengths.
 
-All slots of the window get their prompts when the window reaches them, in slot order, by a record of their own. From then on they wait in
-``open_slots``, as slots whose lease ended do, and a restarted coordinator assigns those that are not leased again.
+All slots of the window get their prompts when the window reaches them, in slot order, by a record of their own. From then on they
+wait in ``open_slots``, as slots whose lease ended do, and a restarted coordinator assigns those that are not leased again.
 
-An assignment may leave a generator without a lease because another one that asks should get the place. That one may not take it: a
-slot that failed with it goes to others. So after :data:`PATIENCE_SECONDS`, a generator gets what is there.
+A slot that failed with a generator is not assigned: it goes to the first that asks and may retry it.
+
+An assignment may leave a generator without a lease because another one that asks should get the place, and that one may be lost
+before it takes it. So after :data:`PATIENCE_SECONDS`, a generator gets what is there.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,13 +60,13 @@ class _Request:
 class _Assignment:
     """Slots for all that ask. A publish answers many requests at once, so it is made once for all of them.
 
-    It holds until the next tick, a new request, or a change of the open slots other than by issuing from it.
+    It holds until the next tick, a new request, or a change of the state other than by issuing from it.
     """
 
     version: int
-    """Of the member that it was made for; those with newer weights take part."""
-    open_slots: int
-    """Length of ``open_slots``."""
+    """Of the member that it was made for; those with newer weights take part, and may take what they get."""
+    changes: int
+    """:attr:`.Core.changes` when it was made."""
     slots: dict[str, list[int]]
     """By member id."""
 
@@ -115,32 +118,36 @@ class TrainingLeases:
 
     def choose(self, member: Member, wanted: int, now: float) -> list[int]:
         """At most ``wanted`` slots for ``member``, in the order in which they are to start. The caller issues them."""
-        core, state = self._core, self._core.state
+        core = self._core
         off_policy = scheme(core.settings.identity)
-        limit = lease_limit(member.version, state.batch_sizes, off_policy, core.settings.max_steps)
+        limit = lease_limit(member.version, core.state.batch_sizes, off_policy, core.settings.max_steps)
         self._select_prompts(member, limit)
         if wanted < 1:
             return []
         request = self._requests.setdefault(member.member_id, _Request(wanted))
         request.groups = wanted
+        failed = self._failed(member, limit, wanted, now)
+        wanted -= len(failed)
         alone = request.passed_over_at is not None and now - request.passed_over_at >= PATIENCE_SECONDS
         assigned = self._assignment
         if (
             assigned is None
             or alone
-            or any(one.failed_by for one in core.book.retries.values())  # not all may be issued the same
-            or assigned.version != member.version
-            or assigned.open_slots != len(state.open_slots)
+            or assigned.version > member.version
+            or (assigned.version < member.version and not assigned.slots.get(member.member_id))
+            or assigned.changes != core.changes
         ):
             assigned = self._assignment = self._assign(member, limit, now, alone=alone)
-        slots = [slot for slot in assigned.slots.get(member.member_id, ()) if _has(state.open_slots, slot)]
-        assigned.slots[member.member_id] = slots[wanted:]
-        assigned.open_slots -= len(slots[:wanted])
-        if slots or not any(assigned.slots.values()):
+        slots = assigned.slots.get(member.member_id, [])
+        slots, assigned.slots[member.member_id] = slots[:wanted], slots[wanted:]
+        others_have = any(assigned.slots.values())
+        if failed or slots or not others_have:
             request.passed_over_at = None
         elif request.passed_over_at is None:
             request.passed_over_at = now
-        return slots[:wanted]
+        if slots and not others_have:
+            self._assignment = None  # it may have been of the first places, or for one generator
+        return failed + slots
 
     def _assign(self, member: Member, limit: int, now: float, *, alone: bool) -> _Assignment:
         """Assign what may be leased to ``member`` to all that ask and may be leased the same; ``alone``: to it."""
@@ -159,13 +166,16 @@ class TrainingLeases:
         generators = [self._generator(one, room, expected, now) for one, room in asking if places]
         assigned = self._policy.assign(View(places, generators, self._pace.tokens_per_step))
         slots = {name: [place.slot for place in mine] for name, mine in assigned.items()}
-        return _Assignment(member.version, len(core.state.open_slots), slots)
+        return _Assignment(member.version, core.changes, slots)
 
     def _places(
         self, member: Member, limit: int, most: int, expected: _Expected | None, now: float
     ) -> list[Place]:
-        """The first ``most`` places that may be leased to ``member`` now."""
-        state, retries = self._core.state, self._core.book.retries
+        """The first ``most`` places that may be leased to ``member`` and to those with newer weights now."""
+        state = self._core.state
+        retries = {
+            slot: one for (_, split, slot), one in self._core.book.retries.items() if split is Split.TRAIN
+        }
         places: list[Place] = []
         step, end, waiting = -1, -1, range(0)
         for slot in state.open_slots:
@@ -175,11 +185,27 @@ class TrainingLeases:
                 step = state.step_of(slot)
                 end = state.slots_of(step).stop
                 waiting = self._waiting(step, member.version)
-            prompt = state.prompts[slot]
-            if slot in waiting or (retries and not self._core.may_issue(slot_key(prompt, slot), member, now)):
+            retry = retries.get(slot)
+            if slot in waiting or (retry is not None and (retry.failed_by or now < retry.not_before)):
                 continue
-            places.append(Place(slot, step, expected(prompt) if expected else 1.0))
+            places.append(Place(slot, step, expected(state.prompts[slot]) if expected else 1.0))
         return places
+
+    def _failed(self, member: Member, limit: int, most: int, now: float) -> list[int]:
+        """The first ``most`` slots that failed with a generator and may be leased to ``member`` now."""
+        core, state = self._core, self._core.state
+        slots = sorted(
+            slot
+            for (_, split, slot), one in core.book.retries.items()
+            if one.failed_by and split is Split.TRAIN and slot < limit and _has(state.open_slots, slot)
+        )
+        ready = (
+            slot
+            for slot in slots
+            if slot not in self._waiting(state.step_of(slot), member.version)
+            and core.may_issue(slot_key(state.prompts[slot], slot), member, now)
+        )
+        return list(itertools.islice(ready, most))
 
     def _waiting(self, step: int, version: int) -> range:
         """The slots of ``step`` that wait for newer weights than ``version``."""
@@ -194,6 +220,7 @@ class TrainingLeases:
         selected = [(slot, new.choose(slot)) for slot in range(self._core.state.next_slot, limit)]
         if selected:
             self._core.commit(r.LeasesIssued(member.name, [], selected, cursors=new.cursors))
+            self._assignment = None
 
     # --- expectations ---------------------------------------------------------------------------
 

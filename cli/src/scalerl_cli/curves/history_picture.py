@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scalerl_api.curve import label_order
 from scalerl_cli.curves import plotting
 from scalerl_cli.curves.history_report import MOVED, EpochRow
 from scalerl_cli.curves.recipes_picture import COLOURS, MARKERS
@@ -54,7 +56,7 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
         right.set_ylim(0, 1.08 * max(row.mean_tokens for row in rows))
         for axes in (left, right):
             axes.set_xlabel("epoch")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         plotting.legend(figure, left)
         plotting.save(figure, path)
 
@@ -62,6 +64,8 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
 def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str]) -> None:
     """Acceptance by position, and shares by difficulty; a line an epoch, the later the darker."""
     last = max(row.epoch for row in rows)
+    # In order even where the first epoch lacks some.
+    values = sorted({row.difficulty for row in rows if row.difficulty}, key=partial(label_order, ""))
     for name, epoch in dict.fromkeys((row.run, row.epoch) for row in rows):
         every, *parts = [row for row in rows if (row.run, row.epoch) == (name, epoch)]
         look = {
@@ -71,10 +75,24 @@ def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str
             "ms": 3.5,
             "lw": 1.4,
         }
-        left.plot(range(1, 1 + len(every.accepted_at)), every.accepted_at, **look)
+        if every.accepted_at:
+            left.plot(range(1, 1 + len(every.accepted_at)), every.accepted_at, **look)
         for line, of in (("-", [row.reuse for row in parts]), ("--", [row.accepted for row in parts])):
-            measured = [(row.difficulty, y) for row, y in zip(parts, of, strict=True) if y is not None]
+            measured = [
+                (values.index(row.difficulty), y) for row, y in zip(parts, of, strict=True) if y is not None
+            ]
             if measured:
                 right.plot(*zip(*measured, strict=True), **look, ls=line)
-    left.set(xlabel="position in the draft", ylabel="drafts accepted up to there", ylim=(-0.03, 1.03))
-    right.set(xlabel="difficulty of the prompts", ylabel="reused, accepted (dashed)", ylim=(-0.03, 1.03))
+    left.set(
+        xlabel="position in the draft (later epochs darker)",
+        ylabel="drafts accepted up to there",
+        ylim=(-0.03, 1.03),
+    )
+    right.set_xticks(range(len(values)), values, rotation=45, ha="right")
+    right.set(
+        xlabel="difficulty of the prompts (later epochs darker)",
+        ylabel="reused, accepted (dashed)",
+        ylim=(-0.03, 1.03),
+    )
+    for axes in (left, right):
+        axes.set_visible(axes.has_data())

@@ -34,8 +34,9 @@ class EpochRow:
     reuse: share of the tokens in a run of eight or more that also occurs in a response of the epoch before; None where none
         was compared. mean_tokens, previous_tokens: per response. rank_correlation: of the prompts' mean lengths in the two
         epochs (Spearman); None where all are equal. moved: share of the prompts whose rank by length changed by more than
-        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where generators reported none, as
-        tokens_a_verification: tokens that a decoding step yields of a response. by_position: in a draft.
+        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where none were drafted. tokens_a_verification: tokens
+        that a decoding step yields of a response, and drafted_a_verification: those that are drafted for it, in the groups of
+        which generators reported drafts; None without any. by_position: in a draft.
     """
 
     run: str
@@ -49,6 +50,7 @@ class EpochRow:
     moved: float
     accepted: float | None
     tokens_a_verification: float | None
+    drafted_a_verification: float | None
     drafted_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
 
@@ -110,9 +112,10 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
 
 def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> EpochRow:
     compared = sum(line.compared_tokens for line in lines)
-    drafted = sum(line.drafted_tokens or 0 for line in lines)
+    drafts = [line for line in lines if line.drafted_tokens is not None]
+    drafted = sum(line.drafted_tokens or 0 for line in drafts)
     accepted = sum(line.accepted_tokens or 0 for line in lines)
-    tokens = sum(line.tokens for line in lines)
+    steps = sum(line.tokens for line in drafts) - accepted
     new = _ranks([line.tokens / line.responses for line in lines])
     old = _ranks([line.previous_tokens / line.previous_responses for line in lines])
     varies = new.std() > 0 and old.std() > 0
@@ -122,13 +125,14 @@ def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> Epo
         difficulty=difficulty,
         prompts=len(lines),
         reuse=sum(line.reused_tokens for line in lines) / compared if compared else None,
-        mean_tokens=tokens / sum(line.responses for line in lines),
+        mean_tokens=sum(line.tokens for line in lines) / sum(line.responses for line in lines),
         previous_tokens=sum(line.previous_tokens for line in lines)
         / sum(line.previous_responses for line in lines),
         rank_correlation=float(np.corrcoef(new, old)[0, 1]) if varies else None,
         moved=float(np.mean(np.abs(new - old) > MOVED * len(lines))),
         accepted=accepted / drafted if drafted else None,
-        tokens_a_verification=tokens / (tokens - accepted) if drafted > 0 and accepted < tokens else None,
+        tokens_a_verification=(steps + accepted) / steps if steps > 0 else None,
+        drafted_a_verification=drafted / steps if steps > 0 else None,
         drafted_by_position=_sums(line.drafted_by_position for line in lines),
         accepted_by_position=_sums(line.accepted_by_position for line in lines),
     )
@@ -148,12 +152,13 @@ def _ranks(values: list[float]) -> np.ndarray:
 
 def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
     """The header and a line a row; the run, and what was not measured, are left out."""
-    runs, drafts = len({row.run for row in rows}) > 1, any(row.accepted is not None for row in rows)
+    runs = len({row.run for row in rows}) > 1
+    drafts = any(row.tokens_a_verification is not None for row in rows)
     values = any(row.difficulty for row in rows)
     positions = [at for at in POSITIONS if any(len(row.accepted_at) >= at for row in rows)]
     head = [*(["run"] if runs else []), "epoch", *(["difficulty"] if values else [])]
     head += ["prompts", "tokens reused", "mean length", "before", "rank correlation", f"moved > {MOVED:.0%}"]
-    head += ["tokens a verification", "drafts accepted"] if drafts else []
+    head += ["tokens a verification", "drafted a verification", "drafts accepted"] if drafts else []
     head += [f"at {at}" for at in positions]
     return [
         head,
@@ -165,7 +170,8 @@ def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
                 *(f"{row.mean_tokens:.1f}", f"{row.previous_tokens:.1f}"),
                 "" if row.rank_correlation is None else formatting.reward(row.rank_correlation, 3),
                 _percent(row.moved),
-                *([f"{row.tokens_a_verification or 1:.2f}", _percent(row.accepted)] if drafts else []),
+                *([_decimals(row.tokens_a_verification)] if drafts else []),
+                *([_decimals(row.drafted_a_verification), _percent(row.accepted)] if drafts else []),
                 *(
                     _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
                     for at in positions
@@ -174,6 +180,10 @@ def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
             for row in rows
         ),
     ]
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str:

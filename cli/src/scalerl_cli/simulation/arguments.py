@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from scalerl_cli.curves.arguments import not_negative
+
 POLICIES = {
     "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
@@ -47,11 +49,15 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "second time on that a prompt is sampled; may be repeated (default: traced)",
     )
     command.add_argument(
-        "--max-draft-tokens", type=_positive, metavar="N", default=16, help="longest draft (default: 16)"
+        "--max-draft-tokens",
+        type=_positive,
+        metavar="N",
+        default=16,
+        help="longest draft, the run's maxDraftTokens (default: 16)",
     )
     command.add_argument(
         "--verify",
-        type=float,
+        type=not_negative,
         nargs=2,
         metavar=("PER_DRAFT", "FREE"),
         help="seconds that a drafted token adds to a decoding step, and the tokens, those of running sequences included, up to which "
@@ -59,19 +65,21 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument(
         "--decode",
-        type=float,
+        type=not_negative,
         nargs=2,
         metavar=("BASE", "PER_SEQUENCE"),
         help="seconds of a decoding step: BASE + PER_SEQUENCE * running sequences (default: fitted to the trace)",
     )
     command.add_argument(
         "--train",
-        type=float,
+        type=not_negative,
         nargs=2,
         metavar=("BASE", "PER_TOKEN"),
         help="seconds of a step of one trainer: BASE + PER_TOKEN * completion tokens (default: fitted)",
     )
-    command.add_argument("--publish", type=float, metavar="SECONDS", help="default: the trace's median")
+    command.add_argument(
+        "--publish", type=not_negative, metavar="SECONDS", help="default: the trace's median"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -80,9 +80,9 @@ def read_trace(path: Path) -> RunTrace:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of both files, each with its place."""
+    """The lines of both files, each with its place. After a crash in between, there is the earlier one alone."""
     earlier = path.with_name(f"{path.name}.1")
-    for at in (earlier, path) if earlier.exists() else (path,):
+    for at in [one for one in (earlier, path) if one.exists()] or [path]:
         with at.open("rb") as file:
             for number, text in enumerate(file, 1):
                 if text.endswith(b"\n"):  # otherwise it is being written, or cut off by a kill

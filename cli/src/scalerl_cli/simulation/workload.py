@@ -125,6 +125,7 @@ class Cluster:
     publish_seconds: float
     """Generators pause that long for new weights."""
     longest_draft: int = 16
+    """Tokens."""
 
     def train(self, tokens: int) -> float:
         """Seconds of a step."""

@@ -95,7 +95,7 @@ def _mean(before: float | None, value: float, smoothing: float) -> float:
 
 
 class Policy(Protocol):
-    """The choice."""
+    """Assigns places to generators."""
 
     def assign(self, view: View) -> Assignment:
         """Places for all generators of ``view``, for each at most as many as it has room for.
