@@ -9,6 +9,7 @@ import uuid
 from asyncio.events import Handle
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -221,14 +222,21 @@ async def test_a_watch_brings_what_happens_and_ends(api: KubeApi, namespace: str
 
 
 async def test_a_watch_that_is_cancelled_leaves_no_connection(served: Cluster, namespace: str) -> None:
-    before = set(psutil.Process().net_connections())
+    configuration = await connection.load(str(served.kubeconfig))
     events = asyncio.Queue[str]()
+
+    def connections() -> set[tuple[str, int]]:
+        """To the API server."""
+        port = urlsplit(configuration.host).port
+        return {c.laddr for c in psutil.Process().net_connections() if c.raddr and c.raddr.port == port}
+
+    before = connections()
 
     async def follow(version: str) -> None:
         async for event in api.watch("ConfigMap", namespace, since=version):
             events.put_nowait(event.type)
 
-    async with KubeApi(await connection.load(str(served.kubeconfig))) as api:
+    async with KubeApi(configuration) as api:
         made = await api.apply(config_map(namespace, "a"))
         following = asyncio.create_task(follow(made["metadata"]["resourceVersion"]))
         await api.apply(config_map(namespace, "a", k="v"))
@@ -236,7 +244,7 @@ async def test_a_watch_that_is_cancelled_leaves_no_connection(served: Cluster, n
         following.cancel()
         await asyncio.wait([following])
     await asyncio.sleep(0)
-    assert not set(psutil.Process().net_connections()) - before
+    assert not connections() - before
 
 
 async def test_list_drops_objects_deleted_without_event(api: KubeApi, namespace: str) -> None:
