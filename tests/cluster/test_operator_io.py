@@ -10,7 +10,6 @@ from asyncio.events import Handle
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 from replicas import a_run, an_operator, asked, config_map, noting, running, settings, until
 from stage import own_control_plane, serve_runs
@@ -218,25 +217,6 @@ async def test_a_watch_brings_what_happens_and_ends(api: KubeApi, namespace: str
     async with contextlib.aclosing(watch):
         kinds = [event.type async for event in watch if event.type != "BOOKMARK"]
     assert kinds == ["MODIFIED", "DELETED"]
-
-
-async def test_a_watch_that_is_cancelled_leaves_no_connection(served: Cluster, namespace: str) -> None:
-    before = set(psutil.Process().net_connections())
-    events = asyncio.Queue[str]()
-
-    async def follow(version: str) -> None:
-        async for event in api.watch("ConfigMap", namespace, since=version):
-            events.put_nowait(event.type)
-
-    async with KubeApi(await connection.load(str(served.kubeconfig))) as api:
-        made = await api.apply(config_map(namespace, "a"))
-        following = asyncio.create_task(follow(made["metadata"]["resourceVersion"]))
-        await api.apply(config_map(namespace, "a", k="v"))
-        assert await asyncio.wait_for(events.get(), 20) == "MODIFIED"
-        following.cancel()
-        await asyncio.wait([following])
-    await asyncio.sleep(0)
-    assert not set(psutil.Process().net_connections()) - before
 
 
 async def test_list_drops_objects_deleted_without_event(api: KubeApi, namespace: str) -> None:
