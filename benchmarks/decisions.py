@@ -428,7 +428,7 @@ def report(results: list[Result]) -> dict[str, float]:
         "false_stops", mean(r.false_stop for r in results), "≤ .04", f"false stops, of all (n={len(results)})"
     )
     check("false_stops_smooth", mean(r.false_stop for r in smooth), "0", f"of smooth ones (n={len(smooth)})")
-    check("lost", mean(r.lost for r in results), "–", "reward given away by false stops, mean over all runs")
+    check("lost", mean(r.lost for r in results), "–", "reward lost to false stops, mean over all runs")
     check(
         "over_stopped",
         mean(r.stopped is not None for r in over),

@@ -17,21 +17,15 @@ import argparse
 import asyncio
 import json
 import math
-import os
-import secrets
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from publish import free_port
+from support.vllm_process import VllmProcess
 
 from scalerl_api.mismatch import POSITION_EDGES
 from scalerl_api.spec import ScratchModel
-from scalerl_generator.vllm_client import VllmClient, gather_all
+from scalerl_generator.vllm_client import gather_all
 from scalerl_trainer.algo.mismatch import RatioStatistics, ratio_statistics
 from scalerl_trainer.models.load import load_model
 from scalerl_trainer.models.policy import Policy
@@ -41,7 +35,6 @@ from scalerl_trainer.packing import Sequence, pack
 
 CONTEXT_TOKENS = 512
 PROMPT_TOKENS = 8
-START_SECONDS = 300
 BY_HEADS = {
     (False, False): "None",
     (True, False): "Trainer",
@@ -64,14 +57,10 @@ def make_model(directory: Path, model: ScratchModel) -> None:
     write_safetensors(directory / "model.safetensors", model, model.vocabulary_size, 0, "bfloat16")
 
 
-async def sample(url: str, token: str, vocabulary: int, count: int) -> list[tuple[Sequence, torch.Tensor]]:
+async def sample(process: VllmProcess, vocabulary: int, count: int) -> list[tuple[Sequence, torch.Tensor]]:
     """``count`` completions to the end of the context, each with the log-probabilities that vLLM gave."""
-    async with VllmClient(url, token) as server:
-        deadline = time.monotonic() + START_SECONDS
-        while not await server.health():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no vLLM server after {START_SECONDS} s")
-            await asyncio.sleep(0.2)
+    await process.ready()
+    async with process.client() as server:
         prompts = [
             [3 + (131 * i + 17 * j) % (vocabulary - 3) for j in range(PROMPT_TOKENS)] for i in range(count)
         ]
@@ -87,24 +76,15 @@ def generate(
     model: Path, vocabulary: int, count: int, *, fp32_head: bool
 ) -> list[tuple[Sequence, torch.Tensor]]:
     """:func:`sample` of a server of its own."""
-    port, token = free_port(), secrets.token_hex(16)
-    server = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "scalerl_generator.vllm_server"),
-            *("--model", str(model), "--port", str(port), "--dtype", "bfloat16"),
-            *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
-            "--fp32-head" if fp32_head else "--no-fp32-head",
-        ],
-        env={**os.environ, "SCALERL_VLLM_TOKEN": token},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    server = VllmProcess(
+        model,
+        *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
+        "--fp32-head" if fp32_head else "--no-fp32-head",
     )
     try:
-        return asyncio.run(sample(f"http://127.0.0.1:{port}", token, vocabulary, count))
+        return asyncio.run(sample(server, vocabulary, count))
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
+        server.stop()
 
 
 def score(policy: Policy, sequence: Sequence) -> torch.Tensor:

@@ -23,15 +23,13 @@ import msgspec
 import numpy as np
 
 from scalerl_api.history import HistoryLine
-from scalerl_api.wire import PastResponse, PromptQuery, PromptRef, Split
+from scalerl_api.wire import PastResponse, PromptRef, Split
 from scalerl_coordinator.response_store import PastGroup, ResponseStore
 
 RESPONSES, TOKENS, RECURRING = 16, 512, 384
 EPOCHS = 8
 BATCH = 64
 """Groups that are queued at a time, 2 MiB."""
-LOOKUP = 16
-"""Prompts of a request."""
 DIGEST = b"12345678"
 IDENTITY = bytes(32)
 WAIT_SECONDS = 120
@@ -47,7 +45,7 @@ def groups(prompts: int, count: int) -> Iterator[PastGroup]:
             same = 4 * ((prompt * RESPONSES + at) * 8191 % (2**23 - TOKENS))
             new = 4 * ((number * RESPONSES + at) * 127 + epoch) % (4 * (2**23 - TOKENS))
             ids = text[same : same + 4 * RECURRING] + text[new : new + 4 * (TOKENS - RECURRING)]
-            responses.append(PastResponse(epoch, 1.0, ids))
+            responses.append(PastResponse(epoch, ids))
         yield PastGroup(PromptRef(0, Split.TRAIN, prompt), DIGEST, responses)
 
 
@@ -97,11 +95,8 @@ def main() -> None:
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         order = random.Random(0).sample(range(prompts), prompts)
         begin = time.perf_counter()
-        for at in range(0, prompts, LOOKUP):
-            wanted = [
-                PromptQuery(PromptRef(0, Split.TRAIN, prompt), DIGEST) for prompt in order[at : at + LOOKUP]
-            ]
-            store.lookup(wanted)
+        for prompt in order:
+            store.lookup(PromptRef(0, Split.TRAIN, prompt), DIGEST)
         lookup_seconds = time.perf_counter() - begin
         counters = store.counters
         store.close()

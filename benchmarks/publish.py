@@ -20,18 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import secrets
 import shutil
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from support.vllm_process import VllmProcess, free_port
 
 from scalerl_api import wire
 from scalerl_api.spec import ScratchModel
@@ -48,7 +44,6 @@ from scalerl_api.weight_layout import lay_out
 from scalerl_generator.actor_api import actor_app
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.weight_control import WeightControl
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.actor_control import ActorControl
@@ -73,38 +68,22 @@ SIZES = {
 TIMEOUT_SECONDS = 120.0
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 # --- the receiver ------------------------------------------------------------------------------------------
 
 
 class Generator:
     """A vLLM server with dummy weights, and its actor's weight control on a thread."""
 
-    def __init__(self, model: Path, vocabulary: int) -> None:
-        self.token = secrets.token_hex(16)
-        port, control_port = free_port(), free_port()
+    def __init__(self, model: Path) -> None:
+        control_port = free_port()
         self.member = wire.Member(
             member_id="g0", name="g0", control_url=f"http://127.0.0.1:{control_port}", weight_version=-1
         )
-        self._log = tempfile.NamedTemporaryFile(suffix=".vllm.log")  # noqa: SIM115  # closed with the server
-        self._server = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "scalerl_generator.vllm_server"),
-                *("--model", str(model), "--port", str(port), "--dtype", "bfloat16"),
-                *("--max-model-len", "256", "--max-num-seqs", "16", "--kv-cache-bytes", str(64 << 20)),
-                *("--", "--load-format", "dummy"),
-            ],
-            env={**os.environ, "SCALERL_VLLM_TOKEN": self.token},
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
+        self.server = VllmProcess(
+            model,
+            *("--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "16"),
+            *("--kv-cache-bytes", str(64 << 20), "--", "--load-format", "dummy"),
         )
-        self._url = f"http://127.0.0.1:{port}"
         self._ready = threading.Event()
         self._control_port = control_port
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
@@ -112,9 +91,11 @@ class Generator:
     async def _serve(self) -> None:
         state, busy = ServerState(), BusyClock()
         metrics = ActorMetrics(state, busy)
-        async with VllmClient(self._url, self.token) as client:
+        async with self.server.client() as client:
             runner = web.AppRunner(
-                actor_app(WeightControl(client, state, busy, metrics), metrics, self.token, lambda: None)
+                actor_app(
+                    WeightControl(client, state, busy, metrics), metrics, self.server.token, lambda: None
+                )
             )
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._control_port).start()
@@ -122,33 +103,14 @@ class Generator:
             self._ready.set()
             await asyncio.Event().wait()
 
-    def wait(self, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                urllib.request.urlopen(self._url + "/health", timeout=2).close()
-                break
-            except OSError:
-                if time.monotonic() > deadline or self._server.poll() is not None:
-                    raise RuntimeError(Path(self._log.name).read_text()[-3000:]) from None
-                time.sleep(0.2)
+    def wait(self) -> None:
+        asyncio.run(self.server.ready())
         if not self._ready.wait(30):
             raise RuntimeError("the actor's control did not start")
 
-    def stop(self) -> None:
-        try:
-            os.killpg(self._server.pid, signal.SIGTERM)
-            self._server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait(10)
-        except ProcessLookupError:
-            pass
-        self._log.close()
 
-
-def make_model(directory: Path, model: ScratchModel) -> int:
-    """Config and tokenizer; the server fills in weights of its own. Returns the vocabulary's size."""
+def make_model(directory: Path, model: ScratchModel) -> None:
+    """Config and tokenizer; the server fills in weights of its own."""
     directory.mkdir()
     train_tokenizer(["0 1 2 3"], 512).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
@@ -159,7 +121,6 @@ def make_model(directory: Path, model: ScratchModel) -> int:
         "pad_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    return model.vocabulary_size
 
 
 # --- the sender --------------------------------------------------------------------------------------------
@@ -266,7 +227,8 @@ HEADER = (
 
 def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) -> Row:
     directory = work / "model"
-    generator = Generator(directory, make_model(directory, model))
+    make_model(directory, model)
+    generator = Generator(directory)
     try:
         tensors = make_tensors(model)
         weights = as_weights(tensors)
@@ -274,7 +236,7 @@ def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) ->
         generator.wait()
         bare = bare_gloo(sizes, repeats)
         settings = PublishSettings("127.0.0.1", "gloo", bucket_bytes, TIMEOUT_SECONDS)
-        publisher = Publisher(settings, ActorControl(generator.token))
+        publisher = Publisher(settings, ActorControl(generator.server.token))
         outcomes = []
         for version in range(repeats + 1):
             outcome = publisher.publish(version, weights, [generator.member])
@@ -284,7 +246,7 @@ def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) ->
         publisher.close()
         bare += bare_gloo(sizes, repeats)
     finally:
-        generator.stop()
+        generator.server.stop()
         shutil.rmtree(directory)
 
     def median(name: str) -> float:  # of all but the first, which opens the group and touches fresh memory

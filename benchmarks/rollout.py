@@ -24,12 +24,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
-import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,12 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from interplay import check, see_through, write_examples
-from publish import free_port
 from support.draft_rivals import Ngram, Ours, Outcome, RhymeRL, Suffix, bound, replay
 from support.draft_rivals import Rival as DraftRival
+from support.vllm_process import VllmProcess
 from transformers import AutoModelForCausalLM
 
 from scalerl_api.load import load_run
@@ -161,55 +156,14 @@ class Rival:
         return [*self.options, *(["--", *own] if own else [])]
 
 
-class Server:
+def start_server(model: Path, rival: Rival, arctic: Path | None) -> VllmProcess:
     """A vLLM server with one rival's drafts."""
-
-    def __init__(self, model: Path, rival: Rival, path: Path | None) -> None:
-        self.port, self.token = free_port(), secrets.token_hex(8)
-        self._log = tempfile.NamedTemporaryFile(suffix=".vllm.log")  # noqa: SIM115  # closed with the server
-        environ = os.environ | {"SCALERL_VLLM_TOKEN": self.token}
-        if path is not None:
-            environ["PYTHONPATH"] = str(path)
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "scalerl_generator.vllm_server", "--model", str(model)),
-                *("--port", str(self.port), "--dtype", "float32", "--max-model-len", "640"),
-                *("--max-num-seqs", "256", "--kv-cache-bytes", str(512 << 20), "--stats"),
-                *rival.arguments(),
-            ],
-            env=environ,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-
-    def client(self) -> VllmClient:
-        return VllmClient(f"http://127.0.0.1:{self.port}", self.token)
-
-    async def ready(self, client: VllmClient) -> None:
-        deadline = time.monotonic() + 300
-        while not await client.health():
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError(self._log_tail())
-            await asyncio.sleep(0.3)
-
-    def _log_tail(self) -> str:
-        return Path(self._log.name).read_text()[-3000:]
-
-    def cpu_seconds(self) -> float:
-        """Of all its processes."""
-        members = [psutil.Process(self._process.pid)]
-        members += members[0].children(recursive=True)
-        return sum(sum(one.cpu_times()[:2]) for one in members)
-
-    def stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
-        self._log.close()
+    return VllmProcess(
+        model,
+        *("--dtype", "float32", "--max-model-len", "640", "--max-num-seqs", "256"),
+        *("--kv-cache-bytes", str(512 << 20), "--stats", *rival.arguments()),
+        python_path=arctic,
+    )
 
 
 async def counter(client: VllmClient, name: str) -> float:
@@ -264,11 +218,11 @@ async def sampled_epochs(folder: Path, made: list[Path], temperature: float) -> 
     file = folder / f"sampled-{temperature:g}.json"
     if not file.exists():
         prompts = prompts_of(folder)
-        server = Server(made[0], Rival(), None)
+        server = start_server(made[0], Rival(), None)
         epochs = []
         try:
+            await server.ready()
             async with server.client() as client:
-                await server.ready(client)
                 for at, model in enumerate(made):
                     await load(client, model)
                     epochs.append(await sample(client, prompts, 16, str(at), temperature))
@@ -433,10 +387,10 @@ async def fight(
     prompts = prompts_of(folder)
     figures = {}
     for label, batch in BATCHES.items():
-        server = Server(made[0], RIVALS[name], arctic)
+        server = start_server(made[0], RIVALS[name], arctic)
         try:
+            await server.ready()
             async with server.client() as client:
-                await server.ready(client)
                 asked = prompts[: batch.prompts]
                 first = await sampled_epochs(folder, made, 1.0)
                 if name == "restored":

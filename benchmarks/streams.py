@@ -17,11 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -29,7 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from publish import SIZES, free_port, make_model
+from publish import SIZES, make_model
+from support.vllm_process import VllmProcess
 
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Part
@@ -37,7 +33,6 @@ from scalerl_generator.vllm_replies import Part
 COMPLETIONS = 16
 GROUPS_AT_ONCE = 5
 CONTEXT_TOKENS = 2048
-START_SECONDS = 300
 SHAPES = ((8, 6, 60), (64, 128, 30), (128, 1024, 5), (128, 1900, 5), (1024, 960, 5))
 """Prompt tokens, completion tokens, groups a round."""
 
@@ -97,14 +92,10 @@ async def load(server: VllmClient, way: Way, shape: tuple[int, int, int], salt: 
     return Totals(tokens, time.perf_counter() - started, cpu_seconds() - cpu)
 
 
-async def measure(url: str, token: str, rounds: int) -> list[dict[str, float]]:
+async def measure(process: VllmProcess, rounds: int) -> list[dict[str, float]]:
     rows = []
-    async with VllmClient(url, token) as server:
-        deadline = time.monotonic() + START_SECONDS
-        while not await server.health():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no vLLM server after {START_SECONDS} s")
-            await asyncio.sleep(0.2)
+    await process.ready()
+    async with process.client() as server:
         for shape in SHAPES:
             await load(server, as_group, shape, "warm-up")
             totals = {name: Totals(0, 0.0, 0.0) for name in WAYS}
@@ -130,30 +121,21 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=3, help="of both ways, for each shape")
     given = p.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        model, port, token = Path(directory) / "model", free_port(), secrets.token_hex(16)
+        model = Path(directory) / "model"
         make_model(model, SIZES[1])
         config = json.loads((model / "config.json").read_text())
         changes = {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": None}
         (model / "config.json").write_text(json.dumps(config | changes))
-        server = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "scalerl_generator.vllm_server"),
-                *("--model", str(model), "--port", str(port), "--dtype", "bfloat16"),
-                *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
-                *("--", "--load-format", "dummy"),
-            ],
-            env={**os.environ, "SCALERL_VLLM_TOKEN": token},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+        server = VllmProcess(
+            model,
+            *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
+            *("--", "--load-format", "dummy"),
         )
         try:
             print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6} {'cpu':>6}")
-            rounds = 1 if given.quick else given.rounds
-            rows = asyncio.run(measure(f"http://127.0.0.1:{port}", token, rounds))
+            rows = asyncio.run(measure(server, 1 if given.quick else given.rounds))
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(30)
+            server.stop()
     print(json.dumps({"shapes": rows}))
 
 

@@ -78,7 +78,7 @@ def _cell(field: dict[str, Any]) -> str:
     bounds = [f"at least {field['minimum']}"] if "minimum" in field else []
     bounds += [f"at most {field['maximum']}"] if "maximum" in field else []
     said = field.get("description", "")
-    rules = [rule["message"] for rule in field.get("x-kubernetes-validations", ())]
+    rules = dict.fromkeys(rule["message"] for rule in field.get("x-kubernetes-validations", ()))
     text = " ".join([said, *([f"({', '.join(bounds)})"] if bounds else []), *(f"*{rule}*" for rule in rules)])
     return text.replace("|", "\\|").replace("\n", " ").strip()
 

@@ -42,7 +42,7 @@ def presets() -> str:
 
 def _shown(path: str) -> str:
     """A field of a list's entries as the reference writes it."""
-    return path.replace("task.mix.", "task.mix[].")
+    return path.replace("task.mix.", "task.mix[].").replace("evaluation.sets.", "evaluation.sets[].")
 
 
 def tables() -> dict[str, str]:

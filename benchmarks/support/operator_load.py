@@ -14,7 +14,7 @@ volumes for their claims are there, and are bound to them one after the other.
    to the last run's status, as a watch brings it.
 2. *idle, preparing*: once nothing has been written for a while, CPU time and writes of the operator over the idle
    seconds. Beside its own count of writes stands the API server's, of all writers but those of Leases (nodes renew
-   theirs, the operator its own every three seconds: told apart).
+   theirs, the operator its own every three seconds; they are counted apart).
 3. *first write*: a hundred runs get another budget, ten a second, and then another one, by 16 connections at once.
    From the request's start to the first thing that the operator writes of that run, its spec's ConfigMap or its status,
    as a watch brings it: so it holds the API server's part twice, and this client's.

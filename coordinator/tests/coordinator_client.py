@@ -77,9 +77,9 @@ class Client:
     async def push(self, member: str, groups: list[wire.Group]) -> wire.PushReply:
         return await self.post(endpoints.GROUPS, wire.Push(member_id=member, groups=groups), wire.PushReply)
 
-    async def responses(self, prompts: list[wire.PromptQuery]) -> list[list[list[wire.PastResponse]]]:
-        request = wire.ResponsesRequest(prompts=prompts)
-        return (await self.post(endpoints.RESPONSES, request, wire.Responses)).groups
+    async def responses(self, prompt: wire.PromptRef, digest: bytes) -> list[wire.PastResponse]:
+        request = wire.ResponsesRequest(prompt=prompt, digest=digest)
+        return (await self.post(endpoints.RESPONSES, request, wire.Responses)).responses
 
     async def hello(
         self, incarnation: str, version: int = 0, snapshot: bytes | None = None

@@ -139,13 +139,12 @@ class World:
         self._begin(self.replay())
         self.acknowledge()
 
-    def change(self, keep: int = 0, *, by_length: bool | None = None, **changes: Any) -> None:
+    def change(self, keep: int = 0, **changes: Any) -> None:
         """The same, and the coordinator starts again with other settings."""
-        if by_length is not None:
-            self.settings = replace(self.settings, by_length=by_length)
-        identity = msgspec.structs.replace(self.settings.identity, **changes)
+        fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
+        identity = msgspec.structs.replace(self.settings.identity, **fields)
         self.changed |= identity != self.settings.identity
-        self.settings = replace(self.settings, identity=identity)
+        self.settings = replace(self.settings, identity=identity, **changes)
         self.crash(keep)
 
     def lose_volume(self) -> None:
@@ -174,12 +173,22 @@ class World:
         )
 
     def lease(self, member_id: str, version: int, groups: int = 100) -> list[wire.Lease]:
+        """A lease request that does not wait."""
+        self.ask(member_id, version, groups)
+        leases = self.take(member_id, groups)
+        self.rollouts.end_lease_request(member_id)
+        return leases
+
+    def ask(self, member_id: str, version: int, groups: int = 100) -> None:
+        """Open a lease request."""
         request = wire.LeaseRequest(
             member_id=member_id, weight_version=version, max_groups=groups, wait_seconds=0
         )
         self.rollouts.receive_lease_request(request, self.now)
+
+    def take(self, member_id: str, groups: int = 100) -> list[wire.Lease]:
+        """Answer it if there is something."""
         leases = self.rollouts.offer(member_id, groups, self.now)
-        self.rollouts.end_lease_request(member_id)
         if leases is None:
             return []
         self.core.book.mark_sent((lease.lease_id for lease in leases.leases), self.now)
@@ -369,10 +378,10 @@ def check_consistency(world: World) -> None:
     assert counts.queued == sum(g.rollouts for g in untrained.values() if not g.filtered)
     # Every issued slot is somewhere, and in one place.
     leased = [lease.slot for lease in state.leases.values() if lease.split is wire.Split.TRAIN]
-    places = sorted([*leased, *state.reissue, *state.groups])
+    places = sorted([*leased, *state.open_slots, *state.groups])
     assert places == list(range(state.slots_of(state.first_kept_step)[0], state.next_slot))
     assert sorted(state.prompts) == places
-    assert set(state.expired_lease_of) <= set(state.reissue)
+    assert set(state.expired_lease_of) <= set(state.open_slots)
     assert set(state.tries) <= set(places)
     assert all(one.group.filtered for tries in state.tries.values() for one in tries)
     if state.first_kept_step == 0:

@@ -69,7 +69,7 @@ def test_batch_size_change_reissues_stale_groups():
     state = world.state
     assert steps(world)[0] == [0, 1]
     assert sorted(state.groups) == [1, 2, 3]  # steps 0 and 1; 4 to 8 are of steps 2, 3 and 4 now
-    assert state.reissue == [4, 5, 6, 7, 8]
+    assert state.open_slots == [4, 5, 6, 7, 8]
     assert (state.counts.stale, state.counts.acknowledged, state.counts.queued) == (10, 6, 6)
     assert world.push(world.member, make_group(first, version=0)) is PushResult.ACCEPTED
     assert state.closed(0)

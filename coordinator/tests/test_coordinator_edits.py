@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from coordinator_client import make_group
 from coordinator_world import World, check_consistency
-from edited_fields import Edited, base, edits
+from edited_fields import Edited, edits, entry_edits
 
 from scalerl_api.edits import Effect
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator.settings import Settings
 
-TAKEN = edits(refused=False)
+OF_SETS = [edited for edited in entry_edits(refused=False) if edited.path.startswith("evaluation.sets.")]
+TAKEN = [*edits(refused=False), *OF_SETS]
 OWN_PODS = ("coordinator.podTemplate.", "images.", "trackers.", "evaluation.forecastSet")
 """It restarts for these, and its settings have nothing of them (trackers: test_coordinator_trackers.py), or nothing new
 without several sets (test_coordinator_evaluation_sets.py)."""
@@ -26,12 +27,17 @@ READ = [
 
 
 def settings(run: ScaleRLRun) -> Settings:
-    return Settings.of_run(run, train_digest="train", held_out=[("held-out", 3)])
+    sets = [(one.name, 3) for one in run.spec.evaluation.sets or () if one.task is not None]
+    return Settings.of_run(run, train_digest="train", held_out=[("held-out", 3)], sets=sets)
 
 
-def under_way() -> World:
-    """Step 0 is trained, a group of step 1 is missing, an evaluation of version 0 is half done."""
-    world = World(settings(base()))
+def before(edited: Edited) -> Settings:
+    return settings(ScaleRLRun.model_validate(edited.before))
+
+
+def under_way(edited: Edited) -> World:
+    """Step 0 is trained, a group of step 1 is missing, an evaluation of version 0 is half done on each set."""
+    world = World(before(edited))
     world.member = world.register("g")
     world.hello("t")
     world.next("t")
@@ -50,7 +56,7 @@ def under_way() -> World:
 
 @pytest.mark.parametrize("edited", TAKEN, ids=str)
 def test_edit_resumes_from_journal(edited: Edited) -> None:
-    world = under_way()
+    world = under_way(edited)
     acknowledged = world.state.counts.acknowledged
     world.settings = settings(edited.run)
     world.changed = True
@@ -83,7 +89,7 @@ def serve(world: World) -> None:
         wanted: Any = (
             (identity.completions_per_prompt, world.settings.temperature)
             if training
-            else (identity.evaluation_samples, identity.evaluation_temperature)
+            else (identity.evaluation_set(lease.prompt.task).samples, identity.evaluation_temperature)
         )
         assert (lease.completions, lease.temperature) == wanted
         assert lease.max_tokens == identity.max_completion_tokens
@@ -93,4 +99,4 @@ def serve(world: World) -> None:
 
 @pytest.mark.parametrize("edited", READ, ids=str)
 def test_edit_is_read_after_restart(edited: Edited) -> None:
-    assert settings(edited.run) != settings(base())
+    assert settings(edited.run) != before(edited)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 from coordinator_client import make_group, run_text
-from coordinator_world import World, check_consistency, make_settings, ready
+from coordinator_world import World, check_consistency, make_settings, ready, train
 
 from scalerl_api import wire
 from scalerl_api.curve import curve_points, label_order, labels_csv
@@ -217,6 +218,77 @@ def test_samples_of_a_set_may_change_and_its_prompts_not():
     for changes, kept in (({"samples": 8}, True), ({"k": 2}, True), ({"digest": "x"}, False)):
         sets = (msgspec.structs.replace(identity.sets[0], **changes),)
         assert (msgspec.structs.replace(identity, sets=sets).fixed == identity.fixed) is kept
+
+
+def edit(world: World, every: int = 2, **changes: int) -> None:
+    """Restart the coordinator with other values of the set's fields; generator and trainer continue."""
+    held = list(world.state.leases)
+    world.acknowledge()
+    sets = (msgspec.structs.replace(world.settings.identity.sets[0], **changes),)
+    world.change(sets=sets, set_every=(every,))
+    world.member = world.register("g", held, version=world.state.version)
+    world.hello("t", world.state.version)
+
+
+@pytest.mark.parametrize("samples", [2, 6])
+def test_edited_samples_of_a_set_apply_to_the_rest_of_its_evaluation(samples: int):
+    world = two_sets()
+    of = {(lease.split, lease.prompt.task, lease.slot): lease for lease in world.lease(world.member, 0)}
+    for task in (0, 1):
+        graded = of[Split.HELD_OUT, task, 0]
+        assert world.push(world.member, make_group(graded, version=0)) is PushResult.ACCEPTED
+    edit(world, samples=samples)
+    kept = {lease.lease_id for key, lease in of.items() if key[:2] != (Split.HELD_OUT, 1)}
+    assert world.state.leases.keys() == kept - {of[Split.HELD_OUT, 0, 0].lease_id}
+    hard = world.state.evaluations[0, 1]
+    assert (list(hard.results), hard.todo) == ([0], [1, 2])
+    outdated = of[Split.HELD_OUT, 1, 1]
+    assert world.push(world.member, make_group(outdated, version=0)) is not PushResult.ACCEPTED
+    leases = [lease for lease in world.lease(world.member, 0) if lease.prompt.task == 1]
+    assert held_out(leases) == [(1, 1, samples), (1, 2, samples)]
+    for lease in leases:
+        assert world.push(world.member, make_group(lease, version=0)) is PushResult.ACCEPTED
+    [point] = world.state.curve(1)
+    assert (point.prompts, point.samples) == (3, 4 + 2 * samples)
+    assert [at.k for at in point.pass_at] == ([2] if samples == 2 else [2, 4]), "all prompts have so many"
+    check_consistency(world)
+
+
+def test_evaluation_in_progress_is_completed_when_its_version_is_no_longer_due():
+    world = two_sets()
+    train(world)
+    train(world)
+    assert list(world.state.evaluations) == [(2, 1)], "every second version"
+    edit(world, every=3)
+    leases = world.lease(world.member, 2)
+    for lease in leases:
+        if lease.split is Split.TRAIN:
+            world.push(world.member, make_group(lease, version=2))
+    train(world)
+    assert list(world.state.evaluations) == [(2, 1)], "version 3 would be due without it"
+    for lease in leases:
+        if lease.split is Split.HELD_OUT:
+            assert world.push(world.member, make_group(lease, version=2)) is PushResult.ACCEPTED
+    for _ in range(3):
+        train(world)
+    world.serve(world.member, 6)
+    assert [point.version for point in world.state.curve(1)] == [0, 2, 6]
+    assert [point.version for point in world.state.curve(0)] == [0, 2, 4, 6]
+    check_consistency(world)
+
+
+def test_curve_is_readable_after_an_edit_of_k(tmp_path):
+    world = two_sets()
+    train(world)
+    edit(world, k=2)
+    train(world)
+    world.serve(world.member, 2)
+    paths = RunPaths(tmp_path)
+    RunFiles(paths).write_curves(world.state.points, 0)
+    points = curve_points(paths.set_curve("hard").read_text())
+    assert [(p.version, [at.k for at in p.pass_at]) for p in points] == [(0, [2, 4]), (2, [2])]
+    assert [p.pass_at for p in points] == [p.pass_at for p in world.state.curve(1)]
+    assert {"pass_at_2", "pass_at_4"} <= set(paths.labels.read_text().splitlines()[0].split(","))
 
 
 def test_largest_k_bounds_pass_at_k():

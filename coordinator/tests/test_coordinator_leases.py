@@ -93,9 +93,9 @@ def test_lease_progress_extends_deadline(world):
 def test_push_accepts_late_group_of_unissued_slot(world):
     lease = world.lease(world.member, 0, 1)[0]
     world.pass_time(101, {world.member: 0})
-    assert world.state.reissue == [0]
+    assert world.state.open_slots == [0, 1, 2, 3, 4, 5]
     assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
-    assert world.state.reissue == []
+    assert world.state.open_slots == [1, 2, 3, 4, 5]
     assert world.state.counts.acknowledged == 2
     assert world.push(world.member, make_group(lease)) is PushResult.DUPLICATE
     assert world.state.counts.duplicate == 2
@@ -130,7 +130,7 @@ def test_register_keeps_held_leases(world):
     member = world.register("g", held=[kept.lease_id])
     assert list(world.state.leases) == [kept.lease_id]
     assert world.push(member, make_group(kept)) is PushResult.ACCEPTED
-    assert world.state.reissue == [dropped.slot]
+    assert world.state.open_slots == [dropped.slot, 2, 3, 4, 5]
 
 
 def test_crash_keeps_leases_for_member_timeout(world):
@@ -142,7 +142,7 @@ def test_crash_keeps_leases_for_member_timeout(world):
     assert len(world.state.leases) == 2
     world.pass_time(2)
     assert world.state.leases == {}
-    assert world.state.reissue == [0, 1]
+    assert world.state.open_slots == [0, 1, 2, 3, 4, 5]
 
 
 def test_heartbeat_detects_lost_lease_answer(world):
@@ -154,7 +154,7 @@ def test_heartbeat_detects_lost_lease_answer(world):
     world.pass_time(2, {world.member: 0})
     world.beat(world.member, 0, held_leases=[held.lease_id])
     assert list(world.state.leases) == [held.lease_id]
-    assert world.state.reissue == [lost.slot]
+    assert world.state.open_slots == [lost.slot, 2, 3, 4, 5]
 
 
 def test_on_policy_slot_waits_for_its_weights(monkeypatch):
@@ -165,7 +165,7 @@ def test_on_policy_slot_waits_for_its_weights(monkeypatch):
     prompts = {slot: SeededEpochs(TRAIN_PROMPTS, 11).choose(slot) for slot in range(30)}
     leases = world.serve(world.member, 0)
     assert [lease.slot for lease in leases] == [0, 1, 2, 3, 4, 5, 7, 8]
-    assert world.state.reissue == [6]
+    assert world.state.open_slots == [6]
     world.acknowledge()
     world.crash(0)  # a slot that was passed over is known after a restart
     world.member = world.register("g", version=0)
@@ -196,7 +196,7 @@ def test_on_policy_slot_excludes_versions_of_lost_lineage(monkeypatch):
         world.beat(world.member, world.state.version)
         train(world)
     world.beat(world.member, 3)
-    assert world.state.reissue == [9]
+    assert world.state.open_slots == [9]
     world.hello("t2", 1)
     # Slots do not wait for ambiguous versions; the ones after them do.
     (lease,) = world.serve(world.register("h", version=2), 2, 1)
@@ -221,7 +221,7 @@ def test_push_drops_stale_group_and_reissues_slot():
     assert [lease.slot for lease in leases] == [3, 4, 5]
     assert world.push(world.member, make_group(leases[0], version=0)) is PushResult.STALE
     assert world.state.counts.stale == 2
-    assert world.state.reissue == [3]
+    assert world.state.open_slots == [3]
 
 
 def test_retries_back_off_and_show_in_status(world):
@@ -310,7 +310,7 @@ def test_single_generator_gives_up_slot_after_five_failures(world):
         else:
             release(world, world.member, lease, wire.ReleaseCause.FAILED)
     assert (world.state.counts.given_up, world.state.counts.invalid) == (2, 4)
-    assert world.state.reissue == []
+    assert world.state.open_slots == [1, 2, 3, 4, 5]
     check_consistency(world)
 
 
@@ -379,7 +379,7 @@ def test_too_long_prompt_is_given_up_at_once(world):
     assert (counts.given_up, counts.too_long) == (2, 2)
     check_consistency(world)
     copy = world.state.detached()
-    assert (copy.counts.given_up, copy.counts.too_long, copy.reissue) == (0, 0, [0])
+    assert (copy.counts.given_up, copy.counts.too_long, copy.open_slots) == (0, 0, [0, 1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize("keep", [0, 1], ids=["replayed", "from-a-snapshot"])

@@ -12,6 +12,7 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import repeat
 from pathlib import Path
@@ -37,6 +38,7 @@ from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.trainer_requests import fill_shard
+from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 from scalerl_tasks import Mixture
 
 NAMES = ("g0", "g1", "g2")
@@ -181,19 +183,42 @@ class Coordinator(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), groups=st.integers(1, 8))
     def lease(self, name: str, groups: int) -> None:
-        leases = self._as_member(name, lambda i, v: self.world.lease(i, v, groups)) or []
+        self._lease(name, lambda i, v: self.world.lease(i, v, groups))
+
+    @rule(order=st.permutations(NAMES), groups=st.lists(st.integers(1, 4), min_size=3, max_size=3))
+    def lease_at_once(self, order: list[str], groups: list[int]) -> None:
+        """All requests are open before the first is answered; who has no answer after a second would have none alone."""
+        wanted = dict(zip(order, groups, strict=True))
+        ask = lambda i, v, n: self.world.ask(i, v, n) is None  # noqa: E731
+        open_requests = [n for n in order if self._as_member(n, lambda i, v, n=n: ask(i, v, wanted[n]))]
+        for seconds in (0.0, PATIENCE_SECONDS):
+            self.world.now += seconds
+            open_requests = [
+                name
+                for name in open_requests
+                if not self._lease(name, lambda i, _, n=wanted[name]: self.world.take(i, n))
+            ]
+            REACHED["requests passed over"] += bool(open_requests)
+        for member_id, _ in self.members.values():
+            self.world.rollouts.end_lease_request(member_id)
+        for name in open_requests:
+            assert not self._lease(name, lambda i, v: self.world.lease(i, v, 1))
+
+    def _lease(self, name: str, take: Callable[[str, int], list[wire.Lease]]) -> list[wire.Lease]:
+        leases = self._as_member(name, take) or []
         self.work += [(name, lease) for lease in leases]
         for lease in leases:
             self.reported[lease.lease_id] = self._continued(lease)
             if lease.split is Split.TRAIN:
                 state, identity = self.world.state, self.world.settings.identity
                 step, k = state.step_of(lease.slot), identity.max_staleness_steps
-                fresh = step > state.lost and slots.is_on_policy(lease.slot, state.batch_sizes, k)
+                fresh = step > state.lost and lease.slot in slots.on_policy_slots(step, state.batch_sizes, k)
                 fresh &= not identity.steps_per_batch
                 assert step - self.members[name][1] <= (0 if fresh else self._bound(step))
                 assert self.max_steps is None or step < self.max_steps
                 tries = len(state.tries.get(lease.slot, ()))
                 assert (lease.prompt.task, lease.prompt.index) == self._prompt(lease.slot, tries)
+        return leases
 
     @precondition(lambda self: self.work)
     @rule(data=st.data(), flat=st.booleans())
@@ -443,16 +468,21 @@ class Coordinator(RuleBasedStateMachine):
         completions_per_prompt=st.integers(2, 3),
         max_staleness_steps=st.integers(0, 3),
         evaluation_samples=st.integers(1, 2),
+        set_samples=st.integers(1, 3),
+        set_every=st.integers(1, 3),
         max_completion_tokens=st.sampled_from([8, 8, 7]),
         zero_variance_filter=st.booleans(),
         max_tries=st.integers(1, 3),
         ppo=st.booleans(),
         by_length=st.booleans(),
     )
-    def settings_change(self, keep: int, ppo: bool, **changes: Any) -> None:
+    def settings_change(self, keep: int, ppo: bool, set_samples: int, set_every: int, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""
         changes["steps_per_batch"] = changes["max_staleness_steps"] + 1 if ppo else 0
         world = self.world
+        sets = world.settings.identity.sets
+        changes["sets"] = tuple(msgspec.structs.replace(one, samples=set_samples) for one in sets)
+        changes["set_every"] = (set_every,) * len(sets)
         stale, acknowledged = world.state.counts.stale, world.state.counts.acknowledged
         before = world.settings.identity
         world.change(keep, **changes)
@@ -466,7 +496,7 @@ class Coordinator(RuleBasedStateMachine):
             if lease_id in tried:
                 continue
             if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
-                assert group.slot in state.reissue
+                assert group.slot in state.open_slots
                 del self.accepted[lease_id]
         self._check_kept()
 

@@ -136,6 +136,40 @@ def test_invalid_report_drops_completions(world, bad):
     assert world.lease(world.member, 0, 1)[0].partial is None
 
 
+def test_completions_of_slots_that_are_not_issued_again_are_dropped(world):
+    kept, given_up = world.lease(world.member, 0, 2)
+    for lease in (kept, given_up):
+        assert not report(world, world.member, group(lease, partial([1])))
+    both = world.rollouts.partial_bytes
+    release(world, given_up, ReleaseCause.TOO_LONG)
+    report(world, world.member)
+    assert world.rollouts.partial_bytes == both / 2
+    release(world, kept)
+    report(world, world.member)
+    assert world.rollouts.partial_bytes == both / 2
+
+
+def test_completions_of_an_evaluation_are_kept_until_its_end():
+    world = World(make_settings())
+    world.member = world.register("g")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    lease, other = world.lease(world.member, 0, 2)
+    assert lease.split is Split.HELD_OUT
+    assert not report(world, world.member, group(lease, partial([1])))
+    release(world, lease)
+    report(world, world.member)
+    assert world.rollouts.partial_bytes > 0
+    assert world.push(world.member, make_group(other)) is PushResult.ACCEPTED
+    (again,) = world.lease(world.member, 0, 1)
+    assert again.partial.completions[0] == partial([1])
+    release(world, again, ReleaseCause.TOO_LONG)
+    assert not world.state.evaluations
+    report(world, world.member)
+    assert world.rollouts.partial_bytes == 0
+
+
 def test_failed_lease_drops_completions(world):
     (lease,) = world.lease(world.member, 0, 1)
     report(world, world.member, group(lease, partial([1])))

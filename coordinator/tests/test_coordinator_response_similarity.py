@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse, PromptRef, Split
 from scalerl_coordinator import response_similarity
-from scalerl_coordinator.response_similarity import RUN_TOKENS, reused_tokens
+from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.response_similarity import RUN_TOKENS, SimilarityFile, reused_tokens
 from scalerl_coordinator.response_store import PastGroup, ResponseStore
 
 
@@ -47,14 +49,20 @@ def lines(path: Path) -> list[HistoryLine]:
     return [msgspec.json.decode(line, type=HistoryLine) for line in path.read_bytes().splitlines()]
 
 
-def put(store: ResponseStore, version: int, *responses: list[int], **more: int) -> None:
-    past = [PastResponse(version, 1.0, ids(one)) for one in responses]
+def put(store: ResponseStore, version: int, *responses: list[int], **more: Any) -> None:
+    past = [PastResponse(version, ids(one)) for one in responses]
     store.put(PastGroup(PromptRef(1, Split.TRAIN, 7), b"12345678", past, **more))
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> ResponseStore:
-    made = ResponseStore(tmp_path / "history", bytes(32), 2**20, lines=tmp_path / "history.jsonl")
+    made = ResponseStore(
+        tmp_path / "history",
+        bytes(32),
+        2**20,
+        lines=tmp_path / "history.jsonl",
+        difficulty=lambda prompt: prompt.index / 2,
+    )
     made.start()
     return made
 
@@ -62,9 +70,9 @@ def store(tmp_path: Path) -> ResponseStore:
 def test_a_line_compares_a_group_with_the_one_before(tmp_path: Path, store: ResponseStore) -> None:
     put(store, 3, list(range(20)), list(range(50, 60)))
     put(store, 5, [99, *range(10)], [*range(50, 58), 98, 97])
-    put(store, 6, [1], drafted_tokens=9, accepted_tokens=4)
+    put(store, 6, [1], drafts=([5, 4], [3, 1]))
     store.close()
-    common = {"task": 1, "prompt": 7}
+    common = {"task": 1, "prompt": 7, "difficulty": 3.5}
     assert lines(tmp_path / "history.jsonl") == [
         HistoryLine(
             **common,
@@ -90,6 +98,8 @@ def test_a_line_compares_a_group_with_the_one_before(tmp_path: Path, store: Resp
             compared_tokens=1,
             drafted_tokens=9,
             accepted_tokens=4,
+            drafted_by_position=[5, 4],
+            accepted_by_position=[3, 1],
         ),
     ]
 
@@ -110,6 +120,18 @@ def test_without_time_or_for_long_groups_less_is_compared(
         (30, 15, 15),
         (15, 0, 0),
     ]
+
+
+def test_lines_leave_the_reserve_of_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    path, disk, past = tmp_path / "history.jsonl", Disk(), [PastResponse(0, ids([0] * 15))]
+    file = SimilarityFile(path, problems.append, disk)
+    for free in (2**30 // 20, 2**29):
+        monkeypatch.setattr(disk, "free", lambda _, free=free: (free, 2**30))
+        file.add((0, 1), 1, past, past, None, None)
+        file.flush()
+    assert problems == [f"{path} cannot be written: the volume is nearly full"]
+    assert len(lines(path)) == 1
 
 
 def test_unwritable_lines_leave_the_store_alone(tmp_path: Path, store: ResponseStore) -> None:

@@ -1,4 +1,4 @@
-"""Policies by tables; and the coordinator's leasing with ``schedule.byLength``."""
+"""Policies by tables; and the coordinator's leasing by them."""
 
 from __future__ import annotations
 
@@ -12,49 +12,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api import wire
-from scalerl_coordinator.scheduling import (
-    ByLength,
-    Generator,
-    LeastLoaded,
-    Pace,
-    Place,
-    Policy,
-    RoundRobin,
-    SlotOrder,
-    View,
-)
+from scalerl_api.wire import Split
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator import training_leases
+from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Pace, Place, Policy, View
+from scalerl_coordinator.state import OpenLease
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 
-POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
+POLICIES = (LeastLoaded(), ByLength())
 LONG = [Place(0, 0, 10.0), Place(1, 0, 90.0), Place(2, 1, 100.0), Place(3, 1, 30.0)]
 EMPTY = Generator("b", 9)
 
 
 @pytest.mark.parametrize(
-    ("policy", "room", "others", "slots"),
+    ("policy", "room", "other", "slots"),
     [
-        (SlotOrder(), 3, [EMPTY], [0, 1, 2]),
-        (RoundRobin(), 9, [EMPTY], [0, 1]),
-        (RoundRobin(), 1, [EMPTY], [0]),
-        (LeastLoaded(), 9, [], [0, 1, 2, 3]),
-        (
-            LeastLoaded(),
-            9,
-            [EMPTY],
-            [2],
-        ),  # it holds two groups, the other none: 0 and 1 are the other's, 2 breaks the tie
-        (LeastLoaded(), 9, [Generator("b", 9, groups=9)], [0, 1, 2, 3]),
-        (ByLength(), 9, [], [1, 0, 2, 3]),
-        (ByLength(), 2, [], [1, 0]),
-        (ByLength(), 9, [Generator("b", 9, tokens=499.0)], [1, 0, 3]),  # 2 is the other's
-        (ByLength(), 9, [EMPTY], []),  # it has 400 tokens to do, the other gets the 230
-        (ByLength(), 9, [Generator("b", 1)], [0, 2, 3]),  # the other has room for one
+        (LeastLoaded(), 9, None, [0, 1, 2, 3]),
+        (LeastLoaded(), 3, None, [0, 1, 2]),
+        (LeastLoaded(), 9, EMPTY, [2]),  # it holds two groups, the other none; 2 is the first of a tie's
+        (LeastLoaded(), 9, Generator("b", 9, groups=9), [0, 1, 2, 3]),
+        (LeastLoaded(), 9, Generator("b", 0), [0, 1, 2, 3]),
+        (ByLength(), 9, None, [1, 0, 2, 3]),
+        (ByLength(), 2, None, [1, 0]),
+        (ByLength(), 9, Generator("b", 9, tokens=499.0), [1, 0, 3]),  # 2 is the other's
+        (ByLength(), 9, EMPTY, []),  # it has 400 tokens to do, the other gets the 230
+        (ByLength(), 9, Generator("b", 1), [0, 2, 3]),  # the other has room for one
     ],
 )
-def test_choose(policy: Policy, room: int, others: list[Generator], slots: list[int]) -> None:
+def test_assign(policy: Policy, room: int, other: Generator | None, slots: list[int]) -> None:
     asking = Generator("a", room, groups=2, tokens=400.0)
-    chosen = policy.choose(View(LONG, asking, others, tokens_per_step=200.0))
-    assert [place.slot for place in chosen] == slots
+    generators = [asking] if other is None else [asking, other]
+    assigned = policy.assign(View(LONG, generators, tokens_per_step=200.0))
+    assert [place.slot for place in assigned["a"]] == slots
 
 
 @pytest.mark.parametrize(
@@ -62,8 +51,8 @@ def test_choose(policy: Policy, room: int, others: list[Generator], slots: list[
     [(math.inf, [1, 0, 2, 3]), (200.0, [1, 0, 2, 3]), (50.0, [1, 2, 0, 3]), (5.0, [2, 1, 3, 0])],
 )
 def test_a_long_group_is_as_early_as_it_takes_steps(tokens_per_step: float, slots: list[int]) -> None:
-    view = View(LONG, Generator("a", 9), tokens_per_step=tokens_per_step)
-    assert [place.slot for place in ByLength().choose(view)] == slots
+    assigned = ByLength().assign(View(LONG, [Generator("a", 9)], tokens_per_step=tokens_per_step))
+    assert [place.slot for place in assigned["a"]] == slots
 
 
 def test_pace_is_of_groups_and_steps() -> None:
@@ -86,40 +75,28 @@ def test_pace_is_of_groups_and_steps() -> None:
     ),
     policy=st.sampled_from(POLICIES),
 )
-def test_generators_that_ask_in_turn_get_every_place_once(
+def test_every_place_is_assigned_once(
     tokens: list[float], generators: list[tuple[int, int, float]], policy: Policy
 ) -> None:
-    """Until all places are leased or nobody has room."""
+    """Until all places are assigned or nobody has room."""
     places = [Place(slot, slot // 4, n) for slot, n in enumerate(tokens)]
     asking = [Generator(f"g{n}", *one) for n, one in enumerate(generators)]
-    leased: list[int] = []
-    for patient in (True, False):
-        for one in asking:
-            others = [other for other in asking if other is not one] if patient else []
-            left = [place for place in places if place.slot not in leased]
-            chosen = policy.choose(View(left, one, others, tokens_per_step=1000.0))
-            assert len(chosen) <= one.room
-            leased += [place.slot for place in chosen]
-    assert len(set(leased)) == len(leased)
-    assert len(leased) >= min(len(places), sum(one.room for one in asking))
+    assigned = policy.assign(View(places, asking, tokens_per_step=1000.0))
+    assert all(len(assigned[one.name]) <= one.room for one in asking)
+    given = [place.slot for mine in assigned.values() for place in mine]
+    assert len(set(given)) == len(given) == min(len(places), sum(one.room for one in asking))
 
 
 # --- the coordinator ------------------------------------------------------------------------------
 
 
-def make_world(**changes: Any) -> World:
+def make_world(*, by_length: bool = True, **changes: Any) -> World:
     """Seven prompts, three a step, k = 1."""
-    return ready(World(make_settings(by_length=True, zero_variance_filter=False, **changes)))
+    return ready(World(make_settings(by_length=by_length, zero_variance_filter=False, **changes)))
 
 
-def ask(world: World, member_id: str, groups: int = 9) -> None:
-    request = wire.LeaseRequest(member_id=member_id, weight_version=0, max_groups=groups, wait_seconds=9)
-    world.rollouts.receive_lease_request(request, world.now)
-
-
-def offered(world: World, member_id: str, groups: int = 9) -> list[int] | None:
-    leases = world.rollouts.offer(member_id, groups, world.now)
-    return None if leases is None else [lease.slot for lease in leases.leases]
+def taken(world: World, member_id: str, groups: int = 9) -> list[int]:
+    return [lease.slot for lease in world.take(member_id, groups)]
 
 
 def test_long_prompts_are_leased_first_within_the_window() -> None:
@@ -142,14 +119,14 @@ def test_long_prompts_are_leased_first_within_the_window() -> None:
     assert [lease.slot for lease in leases] != sorted(lease.slot for lease in leases)
 
 
-@pytest.mark.parametrize(("by_length", "parts"), [(False, [6, 0]), (True, [3, 3])])
-def test_generators_that_ask_at_once(by_length: bool, parts: list[int]) -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+def test_generators_that_ask_at_once(by_length: bool) -> None:
     world = ready(World(make_settings(by_length=by_length)))
     other = world.register("h", version=0)
-    ask(world, world.member)
-    ask(world, other)
-    slots = [offered(world, world.member) or [], offered(world, other) or []]
-    assert [len(some) for some in slots] == parts
+    world.ask(world.member, 0, 9)
+    world.ask(other, 0, 9)
+    slots = [taken(world, world.member), taken(world, other)]
+    assert [len(some) for some in slots] == [3, 3]
     assert sorted(slots[0] + slots[1]) == list(range(6))
 
 
@@ -157,29 +134,152 @@ def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
     """The one with less to do has an open request, and never takes the place."""
     world = make_world()
     assert len(world.lease(world.member, 0, 5)) == 5
-    ask(world, world.register("h", version=0))
-    ask(world, world.member)
-    assert offered(world, world.member) is None
+    world.ask(world.register("h", version=0), 0, 9)
+    world.ask(world.member, 0, 9)
+    assert taken(world, world.member) == []
     world.core.wake.clear()
     world.rollouts.tick(world.now)
     assert not world.core.wake
     world.now += PATIENCE_SECONDS
     world.rollouts.tick(world.now)
     assert world.core.wake == {"work"}
-    assert len(offered(world, world.member) or []) == 1
+    world.core.wake.clear()
+    world.now += 0.25
+    world.rollouts.tick(world.now)
+    assert not world.core.wake, "once: it may not be eligible any more"
+    assert len(taken(world, world.member)) == 1
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+def test_groups_that_wait_for_the_teacher_are_no_load(by_length: bool) -> None:
+    world = make_world(by_length=by_length)
+    sampled = [lease.lease_id for lease in world.lease(world.member, 0, 5)]
+    world.beat(world.member, 0, held_leases=sampled, generated_leases=sampled)
+    world.ask(world.member, 0, 9)
+    world.ask(world.register("h", version=0), 0, 9)
+    assert len(taken(world, world.member)) == 1
 
 
 def test_a_generator_that_was_passed_over_is_woken_when_the_other_stops_asking() -> None:
     world = make_world()
     assert len(world.lease(world.member, 0, 5)) == 5
     other = world.register("h", version=0)
-    ask(world, other)
-    ask(world, world.member)
-    assert offered(world, world.member) is None
+    world.ask(other, 0, 9)
+    world.ask(world.member, 0, 9)
+    assert taken(world, world.member) == []
     world.core.wake.clear()
     world.rollouts.end_lease_request(other)
     assert world.core.wake == {"work"}
-    assert len(offered(world, world.member) or []) == 1
+    assert len(taken(world, world.member)) == 1
+
+
+def test_least_loaded_leases_in_slot_order_and_evaluations_are_load() -> None:
+    world = World(make_settings())
+    world.member, other = world.register("g"), world.register("h")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    assert [lease.split for lease in world.lease(world.member, 0, 2)] == [Split.HELD_OUT] * 2
+    world.ask(world.member, 0, 9)
+    world.ask(other, 0, 9)
+    assert (taken(world, world.member), taken(world, other)) == ([2, 4], [0, 1, 3, 5])
+
+
+def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None:
+    """What was assigned to all that asked is assigned again."""
+    world = make_world(by_length=False)
+    lost, other = world.register("h", version=0), world.register("i", version=0)
+    world.lease(lost, 0, 6)
+    world.ask(world.member, 0, 9)
+    world.ask(other, 0, 9)
+    assert taken(world, world.member) == []
+    world.register("h", version=0)  # without its leases
+    world.ask(late := world.register("j", version=0), 0, 9)
+    assert (taken(world, late), taken(world, world.member), taken(world, other)) == ([2, 5], [0, 3], [1, 4])
+
+
+def test_a_slot_that_failed_goes_to_the_first_other_that_asks() -> None:
+    world = make_world(by_length=False)
+    (failed,) = world.lease(world.member, 0, 1)
+    other = world.register("h", version=0)
+    assert len(world.lease(other, 0, 3)) == 3
+    release(world, world.member, failed)
+    for member_id in (world.member, other):
+        world.ask(member_id, 0, 9)
+    assert (taken(world, other), taken(world, world.member)) == ([failed.slot], [4, 5])
+
+
+def release(world: World, member_id: str, lease: wire.Lease) -> None:
+    """It failed with the member."""
+    world.rollouts.release(
+        wire.Release(
+            member_id=member_id,
+            lease_ids=[lease.lease_id],
+            reason="no",
+            cause=wire.ReleaseCause.FAILED,
+        ),
+        world.now,
+    )
+
+
+def test_places_beyond_those_ordered_by_length_are_assigned_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_leases, "_MAX_PLACES", 2)
+    world = make_world()
+    assert len(world.lease(world.member, 0, 2)) == 2
+    other = world.register("h", version=0)
+    world.ask(other, 0, 9)
+    world.ask(world.member, 0, 9)
+    assert (taken(world, other), taken(world, world.member)) == ([2, 3], [4, 5])
+
+
+def test_after_patience_others_get_the_rest() -> None:
+    """A generator without patience takes one place, and has no room for the other."""
+    world = make_world(by_length=False)
+    assert len(world.lease(world.member, 0, 4)) == 4
+    other = world.register("h", version=0)
+    world.ask(other, 0, 9)
+    world.ask(world.member, 0, 1)
+    assert taken(world, world.member, 1) == []
+    world.now += PATIENCE_SECONDS
+    assert (taken(world, world.member, 1), taken(world, other)) == ([4], [5])
+
+
+def test_generators_of_two_versions_share_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes milliseconds with thousands of places; a publish wakes all generators at once."""
+    views: list[View] = []
+    assign = LeastLoaded.assign
+    monkeypatch.setattr(
+        LeastLoaded, "assign", lambda policy, view: views.append(view) or assign(policy, view)
+    )
+    world = make_world(by_length=False, prompts_per_step=20)
+    for lease in world.lease(world.member, 0, 20):
+        world.push(world.member, make_group(lease, version=0))
+    assert world.next("t").action is wire.NextAction.TRAIN
+    world.report("t", 0)
+    world.publish("t")
+    members = [world.register(f"h{n}", version=(n + 1) % 2) for n in range(8)]
+    for n, member_id in enumerate(members):
+        world.ask(member_id, (n + 1) % 2, 4)
+    views.clear()
+    slots = [taken(world, member_id, 4) for member_id in members]
+    assert all(slots)
+    assert {slot for some in slots[1::2] for slot in some} <= set(range(20, 40)), "within their bound"
+    assert len(views) == 2
+
+
+def test_a_place_that_opens_as_another_closes_is_assigned() -> None:
+    """Between two ticks, the late group of an expired lease is accepted, and a lease is released: as many places as before."""
+    world = make_world(by_length=False)
+    late, other = world.lease(world.member, 0, 2)
+    helper = world.register("h", version=0)
+    assert len(world.lease(helper, 0, 9)) == 4
+    world.core.close_lease(late.lease_id, r.CloseReason.EXPIRED)
+    world.core.retry_slot(OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True)
+    world.ask(world.member, 0, 9)
+    assert taken(world, world.member) == []
+    assert world.push(world.member, make_group(late)) == "accepted"
+    world.core.close_lease(other.lease_id, r.CloseReason.RELEASED)
+    assert taken(world, world.member) == [other.slot]
 
 
 def test_pace_ignores_steps_that_were_restored() -> None:

@@ -32,7 +32,7 @@ def test_hello_restores_snapshot_of_checkpoint(world):
     world.hello("t2", 1, snapshot)
     state = world.state
     assert (state.version, state.points, state.next_slot) == (1, points, next_slot)
-    assert state.reissue == sorted(slot for slot in ahead if slot >= 3)
+    assert state.open_slots == sorted(slot for slot in ahead if slot >= 3)
     assert (state.counts.acknowledged, state.counts.trained, state.counts.queued) == (6, 6, 0)
     check_consistency(world)
     world.member = world.register("g")

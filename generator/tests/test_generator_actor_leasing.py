@@ -13,6 +13,7 @@ from actor_stand_ins import TOKEN, until
 from test_generator_actor_parts import empty_group
 
 from scalerl_api.wire import Group, Lease, PromptRef, Split
+from scalerl_generator import leasing
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
@@ -173,3 +174,27 @@ async def test_lease_continues_while_grading_progresses(hands: Hands) -> None:
     assert hands.membership.held_leases == {"0", "1", "2", "3"}
     assert len(hands.delivery) == 4
     assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
+
+
+async def test_group_that_ends_with_the_drain_is_delivered_and_not_released(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task ends after the wait has timed out and before the drain continues: a blocked event loop finds both due."""
+    monkeypatch.setattr(leasing, "_RELEASE_SECONDS", 0.5)
+    graded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def grade(generated: Generated, *_: Any) -> Group:
+        await graded
+        return empty_group(generated.lease.lease_id)
+
+    monkeypatch.setattr(hands.maker, "grade", grade)
+    hands.take("late", lambda _: asyncio.sleep(0))
+    await asyncio.sleep(0.01)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.4, time.sleep, 0.5)
+    loop.call_later(0.45, graded.set_result, None)
+    await hands.leasing.close(0.0, "drain")
+    await until(lambda: graded.done())
+    assert len(hands.delivery) == 1
+    assert hands.membership.held_leases == {"late"}
+    assert not hands.leasing._releases

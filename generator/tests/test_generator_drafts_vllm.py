@@ -156,7 +156,7 @@ async def test_vllm_drafts_until_the_end_of_the_context(server: Server) -> None:
         for _ in range(2):
             (sampled,) = await client.generate(prompt, n=1, max_tokens=most, temperature=0.0, prompt_key=key)
             assert len(sampled.token_ids) == most
-        assert (await client.take_draft_tally(key))[1] > 0
+        assert sum((await client.take_draft_tally(key))[1]) > 0
 
 
 async def test_vllm_tells_how_full_its_cache_is(server: Server) -> None:

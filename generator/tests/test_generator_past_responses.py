@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from scalerl_api.wire import Lease, PastResponse, PromptQuery, PromptRef, Split, prompt_digest
+from scalerl_api.wire import Lease, PastResponse, PromptRef, Split, prompt_digest
 from scalerl_generator import past_responses
 from scalerl_generator.coordinator_client import CoordinatorDown
 from scalerl_generator.draft_protocol import DraftReport, PastResponses
@@ -18,19 +18,19 @@ from scalerl_generator.vllm_replies import Sampled, ServerDown, Span
 
 
 class FakeCoordinator:
-    """Answers with ``groups``, or fails, or never answers (an exception, or None)."""
+    """Answers with ``past``, or fails, or never answers (an exception, or None)."""
 
     def __init__(self) -> None:
-        self.groups: list[list[PastResponse]] | Exception | None = []
-        self.asked: list[PromptQuery] = []
+        self.past: list[PastResponse] | Exception | None = []
+        self.requests: list[tuple[PromptRef, bytes]] = []
 
-    async def responses(self, query: PromptQuery) -> list[list[PastResponse]]:
-        self.asked.append(query)
-        if self.groups is None:
+    async def responses(self, prompt: PromptRef, digest: bytes) -> list[PastResponse]:
+        self.requests.append((prompt, digest))
+        if self.past is None:
             await asyncio.Event().wait()
-        if isinstance(self.groups, Exception):
-            raise self.groups
-        return self.groups or []
+        if isinstance(self.past, Exception):
+            raise self.past
+        return self.past or []
 
 
 class FakeServer:
@@ -45,10 +45,10 @@ class FakeServer:
         assert past.prompt_key == PROMPT.key
         self.given += past.responses
 
-    async def take_draft_tally(self, key: str) -> tuple[int, int]:
+    async def take_draft_tally(self, key: str) -> tuple[list[int], list[int]]:
         if self.down:
             raise ServerDown("down")
-        return 7, 5
+        return [4, 3], [3, 2]
 
     async def draft_report(self) -> DraftReport:
         return self.report
@@ -87,7 +87,7 @@ class World:
 
 
 def response(*tokens: int) -> PastResponse:
-    return PastResponse(1, 0.5, np.array(tokens, "<i4").tobytes())
+    return PastResponse(1, np.array(tokens, "<i4").tobytes())
 
 
 def sampled(*tokens: int) -> Sampled:
@@ -105,24 +105,24 @@ def world() -> World:
     return World()
 
 
-async def test_feed_gives_the_newest_group_once(world: World) -> None:
-    world.coordinator.groups = [[response(1, 2), response(3)], [response(9)]]
+async def test_feed_gives_a_group_once(world: World) -> None:
+    world.coordinator.past = [response(1, 2), response(3)]
     for _ in range(2):
         await world.feed.prepare(LEASE, PROMPT)
-    assert world.server.given == [one.token_ids for one in world.coordinator.groups[0]]
-    assert world.coordinator.asked[0] == PromptQuery(LEASE.prompt, prompt_digest(PROMPT.wire))
+    assert world.server.given == [one.token_ids for one in world.coordinator.past]
+    assert world.coordinator.requests[0] == (LEASE.prompt, prompt_digest(PROMPT.wire))
     assert world.count("past_responses_total") == 2
 
 
 async def test_feed_leaves_out_what_the_server_sampled(world: World) -> None:
-    assert await world.feed.sampled(PROMPT, [sampled(1, 2)]) == (7, 5)
-    world.coordinator.groups = [[response(1, 2), response(3)]]
+    assert await world.feed.sampled(PROMPT, [sampled(1, 2)]) == ([4, 3], [3, 2])
+    world.coordinator.past = [response(1, 2), response(3)]
     await world.feed.prepare(LEASE, PROMPT)
     assert world.server.given == [response(3).token_ids]
 
 
 async def test_feed_gives_all_again_after_a_restart_of_the_server(world: World) -> None:
-    world.coordinator.groups = [[response(1, 2)]]
+    world.coordinator.past = [response(1, 2)]
     await world.feed.prepare(LEASE, PROMPT)
     world.state.mark_down()
     world.state.mark_up()
@@ -132,7 +132,7 @@ async def test_feed_gives_all_again_after_a_restart_of_the_server(world: World) 
 
 async def test_feed_gives_again_what_the_server_has_overwritten() -> None:
     world = World(memory_tokens=500)
-    world.coordinator.groups = [[response(1, 2)]]
+    world.coordinator.past = [response(1, 2)]
     await world.feed.prepare(LEASE, PROMPT)
     await world.feed.sampled(PROMPT, [sampled(*range(at, at + 100)) for at in range(5)])
     await world.feed.prepare(LEASE, PROMPT)
@@ -150,7 +150,7 @@ async def test_feed_divides_long_responses() -> None:
         await remember(past)
 
     world.server.remember = count  # type: ignore[method-assign]
-    world.coordinator.groups = [long]
+    world.coordinator.past = long
     await world.feed.prepare(LEASE, PROMPT)
     assert world.server.given == [one.token_ids for one in long]
     assert len(calls) > 1
@@ -163,26 +163,26 @@ async def test_feed_does_not_ask_for_evaluations(world: World) -> None:
         | {"prompt": PromptRef(0, Split.HELD_OUT, 3)}
     )
     await world.feed.prepare(lease, PROMPT)
-    assert not world.coordinator.asked
+    assert not world.coordinator.requests
 
 
-@pytest.mark.parametrize("groups", [CoordinatorDown("away"), None])
+@pytest.mark.parametrize("past", [CoordinatorDown("away"), None])
 async def test_feed_does_not_wait_for_a_coordinator(
-    world: World, groups: Exception | None, monkeypatch: pytest.MonkeyPatch
+    world: World, past: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(past_responses, "_SECONDS", 0.05)
-    world.coordinator.groups = groups
+    world.coordinator.past = past
     for _ in range(3):
         await world.feed.prepare(LEASE, PROMPT)
     assert world.count("past_responses_failures_total") == 3
 
 
 async def test_feed_survives_a_server_that_is_down(world: World) -> None:
-    world.coordinator.groups = [[response(1, 2)]]
+    world.coordinator.past = [response(1, 2)]
     world.server.down = True
     await world.feed.prepare(LEASE, PROMPT)
     assert world.count("past_responses_failures_total") == 1
-    assert await world.feed.sampled(PROMPT, [sampled(4)]) == (None, None)
+    assert await world.feed.sampled(PROMPT, [sampled(4)]) is None
     world.server.down = False
     await world.feed.prepare(LEASE, PROMPT)
     assert world.server.given == [response(1, 2).token_ids]

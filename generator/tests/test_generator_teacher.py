@@ -564,6 +564,7 @@ async def test_groups_wait_for_the_teacher_and_are_never_pushed_without_it(scene
     # "waits" is graded meanwhile.
     assert "scalerl_actor_grading_seconds_count 5.0" in await scene.metrics()
     assert "waits" in coordinator.beats[-1].held_leases  # type: ignore[operator]
+    assert coordinator.beats[-1].generated_leases == ["waits"]
     assert coordinator.beats[-1].progress["waits"] >= first + 3
     assert "waits" not in coordinator.groups
     assert not coordinator.releases

@@ -70,6 +70,8 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
     finally:
         operator.stop()
         await asyncio.wait_for(task, 120)
+        # kopf does not wait until the API server has answered the end of its TLS connections.
+        await asyncio.sleep(0.25)
 
 
 def noting(looks: list[Key]) -> main.MakeReconcile:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import yaml
 from installed import say
@@ -60,17 +61,16 @@ class Gate:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await self._open.wait()
-        there, back = await asyncio.open_connection(*self._target)
-        try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._carry(reader, back))
-                both.create_task(self._carry(there, writer))
-        except* (ConnectionError, asyncio.IncompleteReadError):
-            pass  # one side has gone, and so does the other
-        finally:
-            writer.close()
-            back.close()
+        with contextlib.closing(writer):
+            await self._open.wait()
+            there, back = await asyncio.open_connection(*self._target)
+            with contextlib.closing(back):
+                try:
+                    async with asyncio.TaskGroup() as both:
+                        both.create_task(self._carry(reader, back))
+                        both.create_task(self._carry(there, writer))
+                except* (ConnectionError, asyncio.IncompleteReadError):
+                    pass  # one side has gone, and so does the other
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
@@ -137,6 +137,35 @@ async def test_disconnected_operator_stops_leading_and_resumes(
         assert await only.holder() == only.identity
         assert await prepare_of("first") == before, "nothing is made twice"
         assert only.process.returncode is None
+
+
+async def test_cancelled_watch_of_a_silent_server_leaves_no_connection(
+    served: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    events = asyncio.Queue[str]()
+
+    async def follow(version: str) -> None:
+        async for event in api.watch("ConfigMap", namespace, since=version):
+            events.put_nowait(event.type)
+
+    async with gated(served, tmp_path) as (through, gate):
+        configuration = await connection.load(str(through.kubeconfig))
+        async with KubeApi(configuration) as api:
+            data = {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "a", "namespace": namespace},
+            }
+            made = await api.create(data)
+            following = asyncio.create_task(follow(made["metadata"]["resourceVersion"]))
+            await api.delete("ConfigMap", namespace, "a")
+            assert await asyncio.wait_for(events.get(), 20) == "DELETED"
+            gate.shut()
+            following.cancel()
+            await asyncio.wait([following])
+        await asyncio.sleep(0)
+        port = urlsplit(configuration.host).port
+        assert not [c for c in psutil.Process().net_connections() if c.raddr and c.raddr.port == port]
 
 
 async def _until(true: Callable[[], Awaitable[object]], seconds: float) -> float:

@@ -6,12 +6,13 @@ That those it takes have their effect is for the operator, the coordinator and t
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from edited_fields import BASE, Edited, edits, mix_base, mix_edits, value_at
+from edited_fields import BASE, Edited, edits, entry_edits, mix_base, sets_base, value_at
 from invalid_runs import Object, merged
 from kubernetes.client.exceptions import ApiException
 from test_invalid import Server, server
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def started(server: Server) -> Iterator[dict[str, Object]]:
-    """Runs that have trained 7 steps, by name: one with a task, one with a mix."""
+    """Runs that have trained 7 steps, by name: one with a task, one with a mix, one with evaluation sets."""
     runs = {}
-    for manifest in (BASE, OF_MIX):
+    for manifest in (BASE, mix_base(), sets_base()):
         name = manifest["metadata"]["name"]
         server.create(manifest)
         status = {"phase": "Running", "step": 7}
@@ -38,13 +39,12 @@ def started(server: Server) -> Iterator[dict[str, Object]]:
         server.delete(name)
 
 
-OF_MIX = merged(mix_base(), {"metadata": {"name": "edited-mix"}})
-REFUSED = [*edits(refused=True), *mix_edits(refused=True)]
-TAKEN = [*edits(refused=False), *mix_edits(refused=False)]
+REFUSED = [*edits(refused=True), *entry_edits(refused=True)]
+TAKEN = [*edits(refused=False), *entry_edits(refused=False)]
 
 
 def edit(server: Server, started: dict[str, Object], edited: Edited) -> Object:
-    run = started[(BASE if edited.before == BASE else OF_MIX)["metadata"]["name"]]["metadata"]
+    run = started[edited.before["metadata"]["name"]]["metadata"]
     metadata = {name: run[name] for name in ("name", "resourceVersion")}
     return server.replace(merged(edited.manifest, {"metadata": metadata}), dry_run="All")
 
@@ -67,28 +67,26 @@ def test_every_other_edit_is_taken(server: Server, started: dict[str, Object], e
     assert value_at(taken, edited.path) == value_at(edited.manifest, edited.path)
 
 
-def test_tasks_of_a_mix_keep_their_order(server: Server, started: dict[str, Object]) -> None:
-    reordered = mix_base()
-    reordered["spec"]["task"]["mix"].reverse()
-    with pytest.raises(ApiException) as refused:
-        edit(server, started, Edited("task.mix", edit_of("task.mix"), reordered, mix_base()))
-    assert "the mix cannot change" in json.loads(refused.value.body or "")["message"]
-
-
-def test_evaluation_sets_keep_their_order(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("before", "path"), [(mix_base(), "task.mix"), (sets_base(), "evaluation.sets")], ids=["mix", "sets"]
+)
+def test_entries_keep_their_order(
+    server: Server, started: dict[str, Object], before: Object, path: str
+) -> None:
     """A list with keys is equal to one in another order."""
-    problems = {"opGraph": {"operations": [2, 4]}, "verifier": {"name": "opgraph-outcome"}}
-    sets = [{"name": "held-out"}, {"name": "hard", "task": problems}]
-    created = server.create(
-        merged(BASE, {"metadata": {"name": "ordered"}, "spec": {"evaluation": {"sets": sets}}})
-    )
-    try:
-        created["spec"]["evaluation"]["sets"].reverse()
-        with pytest.raises(ApiException) as refused:
-            server.replace(created, dry_run="All")
-        assert (
-            "the order of the evaluation sets cannot change"
-            in json.loads(refused.value.body or "")["message"]
-        )
-    finally:
-        server.delete("ordered")
+    reordered = copy.deepcopy(before)
+    value_at(reordered, path).reverse()
+    with pytest.raises(ApiException) as refused:
+        edit(server, started, Edited(path, edit_of(path), reordered, before))
+    assert edit_of(path).note in json.loads(refused.value.body or "")["message"]
+
+
+@pytest.mark.parametrize("names", [["held-out"], ["held-out", "hard", "new"]], ids=["removed", "added"])
+def test_evaluation_sets_stay_the_same(server: Server, started: dict[str, Object], names: list[str]) -> None:
+    changed = sets_base()
+    first, second = changed["spec"]["evaluation"]["sets"]
+    changed["spec"]["evaluation"]["sets"] = [first, *(second | {"name": name} for name in names[1:])]
+    path = "evaluation.sets"
+    with pytest.raises(ApiException) as refused:
+        edit(server, started, Edited(path, edit_of(path), changed, sets_base()))
+    assert edit_of(path).note in json.loads(refused.value.body or "")["message"]

@@ -143,7 +143,7 @@ def audit(
         found.masked_tokens += sum(group.masked_tokens)
     found.skipped_steps = sorted(step for step, how in steps.items() if how == "skipped")
     found.open = [leases[lease_id] for lease_id in state.leases] + [
-        ("train", -1, slot) for slot in state.reissue
+        ("train", -1, slot) for slot in state.open_slots
     ]
     dropped = {i for i in leases.keys() - ended - state.leases.keys() if leases[i][0] == "train"}
     assert not dropped, f"no record says how these leases ended: {dropped}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,6 +104,22 @@ class LocalRun:
     def find(self, part: str, but_not: str = "subreaper") -> list[Process]:
         """Processes of the run whose command line has ``part``."""
         return [p for p in processes_of(self.directory) if part in p.command and but_not not in p.command]
+
+    def actor_values(self, sample: str) -> dict[str, float]:
+        """A sample of the actors' metrics, by actor; 0 where it is missing, and none of an actor that is starting."""
+        values = {}
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        for actor in self.find("scalerl_generator.actor"):
+            address = re.search(r"--listen (\S+)", actor.command)
+            assert address is not None, actor.command
+            try:
+                with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
+                    text = answer.read().decode()
+            except OSError:
+                continue
+            found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
+            values[actor.name] = float(found[1]) if found else 0.0
+        return values
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +61,9 @@ def hungry(data: Path) -> dict[str, Any]:
     )
 
 
-def delivered(run: LocalRun) -> dict[str, int]:
+def delivered(run: LocalRun) -> dict[str, float]:
     """Groups that the coordinator took from each generator, as the generators' own metrics have it."""
-    taken = {}
-    for actor in run.find("scalerl_generator.actor"):
-        address = re.search(r"--listen (\S+)", actor.command)
-        assert address is not None, actor.command
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
-                text = answer.read().decode()
-        except OSError:
-            continue  # it is starting
-        accepted = re.search(r'^scalerl_actor_groups_total\{result="accepted"\} (\S+)$', text, re.MULTILINE)
-        taken[actor.name] = int(float(accepted[1])) if accepted else 0
-    return taken
+    return run.actor_values('scalerl_actor_groups_total{result="accepted"}')
 
 
 def grown(run: LocalRun) -> list[Line]:

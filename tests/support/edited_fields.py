@@ -228,18 +228,64 @@ _OF_MIXED_TASK: Final[dict[str, Object]] = {
 }
 
 
+_OF_HELD_OUT_SET: Final[dict[str, Object]] = {
+    "everySteps": {"everySteps": 3},
+    "samplesPerPrompt": {"samplesPerPrompt": 3},
+    "k": {"k": 1},
+    "task": {"task": {"opGraph": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}},
+}
+
+_OF_SET: Final[dict[str, Object]] = {
+    "name": {"name": "other"},
+    "everySteps": {"everySteps": 1},
+    "samplesPerPrompt": {"samplesPerPrompt": 5},
+    "k": {"k": 2},
+    "task.opGraph": {"task": {"opGraph": _OP_GRAPH | {"distractors": 0}}},
+    "task.jsonl": {"task": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.reasoningGym": {"task": {"opGraph": None, "reasoningGym": {"name": "chain_sum"}}},
+    "task.prompt": {"task": {"prompt": {"template": "{prompt} ="}}},
+    "task.size": {"task": {"size": 4}},
+    "task.seed": {"task": {"seed": 1}},
+    "task.verifier.name": {"task": {"verifier": {"name": "number"}}},
+    "task.verifier.timeoutSeconds": {"task": {"verifier": {"timeoutSeconds": 5}}},
+    "task.verifier.memory": {"task": {"verifier": {"memory": "2Gi"}}},
+    "task.verifier.workers": {"task": {"verifier": {"workers": 2}}},
+}
+
+
 def mix_base() -> Object:
-    """A run with a mix of two tasks."""
-    return merged(BASE, {"spec": {"task": _MIX}})
+    """A run with a mix of two tasks, whose first has an evaluation set."""
+    sets = [{"name": "sums", "heldOutOf": "a"}]
+    return merged(
+        BASE, {"metadata": {"name": "edited-mix"}, "spec": {"task": _MIX, "evaluation": {"sets": sets}}}
+    )
 
 
-def mix_edits(*, refused: bool) -> list[Edited]:
-    """Of each field of the second task of :func:`mix_base`; a path has its index."""
-    found = []
-    before = mix_base()
-    for name, patch in _OF_MIXED_TASK.items():
-        manifest = copy.deepcopy(before)
-        manifest["spec"]["task"]["mix"][1] = merged(manifest["spec"]["task"]["mix"][1], patch)
-        path = f"task.mix.1.{name}"
-        found.append(Edited(path, edit_of(path), manifest, before))
+def sets_base() -> Object:
+    """A run with two evaluation sets, the second with a task of its own."""
+    task = {"opGraph": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}
+    sets = [
+        {"name": "held-out"},
+        {"name": "hard", "everySteps": 4, "samplesPerPrompt": 4, "k": 4, "task": task},
+    ]
+    return merged(BASE, {"metadata": {"name": "edited-sets"}, "spec": {"evaluation": {"sets": sets}}})
+
+
+def entry_edits(*, refused: bool) -> list[Edited]:
+    """Of each field of the entries of lists in :func:`mix_base` and :func:`sets_base`; a path has the entry's index."""
+    found = [
+        *_of_entry(mix_base(), "task.mix.1", _OF_MIXED_TASK),
+        *_of_entry(mix_base(), "evaluation.sets.0", {"heldOutOf": {"heldOutOf": "b"}}),
+        *_of_entry(sets_base(), "evaluation.sets.0", _OF_HELD_OUT_SET),
+        *_of_entry(sets_base(), "evaluation.sets.1", _OF_SET),
+    ]
     return [edited for edited in found if (edited.edit.effect == "Refused") is refused]
+
+
+def _of_entry(before: Object, path: str, patches: dict[str, Object]) -> Iterator[Edited]:
+    *_, index = path.split(".")
+    for name, patch in patches.items():
+        manifest = copy.deepcopy(before)
+        entries = value_at(manifest, path.removesuffix(f".{index}"))
+        entries[int(index)] = merged(entries[int(index)], patch)
+        yield Edited(f"{path}.{name}", edit_of(f"{path}.{name}"), manifest, before)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from edited_fields import BASE, Edited, base, edits, mix_edits
+from edited_fields import BASE, Edited, base, edits, entry_edits
 from free_port import free_port
 from spec_reads import reads
 
@@ -18,7 +18,7 @@ from scalerl_trainer.spec_settings import engine_settings
 
 pytestmark = pytest.mark.slow
 
-TAKEN = [*edits(refused=False), *mix_edits(refused=False)]
+TAKEN = [*edits(refused=False), *entry_edits(refused=False)]
 READ = [edited for edited in TAKEN if "trainer" in edited.edit.effect.roles]
 
 

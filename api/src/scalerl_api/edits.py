@@ -82,6 +82,10 @@ _NEXT_STEP = Edit(
     "now part of: those count as stale, and their prompts are reissued.",
 )
 _NEXT_EVALUATION = Edit(Effect.COORDINATOR, "Applies from the next evaluation.")
+_EVALUATION_PROMPTS_ISSUED_THEN = Edit(
+    Effect.COORDINATOR,
+    "Applies to prompts issued afterwards, including those of an evaluation in progress.",
+)
 _GRADED_FROM_THEN = Edit(Effect.GENERATOR, "Applies to completions graded afterwards.")
 _NEW_SET = "Points before and after belong to two curves: the forecast restarts."
 _COMPLETIONS_STARTED_THEN = Edit(
@@ -172,18 +176,26 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trace": Edit(Effect.COORDINATOR, "An existing trace is continued."),
     "weightSync": Edit(Effect.ALL),
     "evaluation.everySteps": _NEXT_EVALUATION,
-    "evaluation.samplesPerPrompt": Edit(
-        Effect.COORDINATOR,
-        "Applies to prompts issued afterwards, including those of an evaluation in progress.",
-    ),
+    "evaluation.samplesPerPrompt": _EVALUATION_PROMPTS_ISSUED_THEN,
     "evaluation.temperature": Edit(
         Effect.COORDINATOR, f"Applies immediately; an evaluation in progress restarts. {_NEW_SET}"
     ),
     "evaluation.holdSeconds": _NEXT_EVALUATION,
     "evaluation.sets": Edit(
         Effect.REFUSED,
-        "the evaluation sets cannot change: the training prompts exclude theirs, and each has a curve. Create another run",
+        "the evaluation sets and their order cannot change: training prompts, curves and the default of forecastSet depend on "
+        "them. Create another run",
     ),
+    "evaluation.sets.everySteps": _NEXT_EVALUATION,
+    "evaluation.sets.samplesPerPrompt": _EVALUATION_PROMPTS_ISSUED_THEN,
+    "evaluation.sets.k": Edit(
+        Effect.COORDINATOR,
+        "Applies to points completed afterwards; earlier ones keep their columns of pass@k.",
+    ),
+    "evaluation.sets.task.verifier.name": _of_the_run("the verifier"),
+    "evaluation.sets.task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
+    "evaluation.sets.task.verifier.memory": _GRADED_FROM_THEN,
+    "evaluation.sets.task.verifier.workers": _GRADED_FROM_THEN,
     "evaluation.forecastSet": Edit(
         Effect.COORDINATOR,
         "Applies immediately: curve.csv has the other set's points. The forecast restarts.",

@@ -81,13 +81,6 @@ class EvaluationSpec(Model):
             ),
         ),
         Rule(
-            # A list with keys is equal to one in another order.
-            "!has(self.sets) || !has(oldSelf.sets) || self.sets.map(s, s.name) == oldSelf.sets.map(s, s.name)",
-            "the order of the evaluation sets cannot change: the training prompts and the default of forecastSet depend on it",
-            "sets",
-            changes=True,
-        ),
-        Rule(
             "!has(self.sets) || self.sets.all(s, !has(s.k) || s.k <= (has(s.samplesPerPrompt) ? s.samplesPerPrompt : "
             "self.samplesPerPrompt))",
             "k of each of sets must be at most its samplesPerPrompt, or evaluation.samplesPerPrompt without it: pass@k needs "

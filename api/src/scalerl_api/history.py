@@ -31,3 +31,8 @@ class HistoryLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Tokens that the generator drafted from history; None where it did not report them."""
     accepted_tokens: int | None = None
     """Those that the model accepted."""
+    drafted_by_position: list[int] = []
+    """Drafted tokens by position in their draft."""
+    accepted_by_position: list[int] = []
+    difficulty: float | None = None
+    """Of the prompt, where its source has one."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import Matches, MemoryQuantity, Model, PositiveQuantity, PositiveUnitDecimal, Rule
 from scalerl_api.pods import PodTemplate
-from scalerl_api.speculation import SPECULATION_OPTIONS, SpeculationSpec, is_speculation_option
+from scalerl_api.speculation import (
+    PIPELINE_PARALLELISM,
+    SPECULATION_OPTIONS,
+    SpeculationSpec,
+    is_speculation_option,
+)
 
 MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
 
@@ -85,6 +91,18 @@ class GeneratorSpec(Model):
             "extraArgs",
             lambda generator: (
                 generator.speculation is None or not any(map(is_speculation_option, generator.extra_args))
+            ),
+        ),
+        Rule(
+            "!has(self.speculation) || !has(self.speculation.history) || !has(self.extraArgs) || "
+            f"!self.extraArgs.join('\\n').matches(r'{PIPELINE_PARALLELISM}')",
+            "generator.speculation.history does not support the pipeline parallelism of generator.extraArgs: "
+            "leave --pipeline-parallel-size out",
+            "extraArgs",
+            lambda generator: (
+                generator.speculation is None
+                or generator.speculation.history is None
+                or re.search(PIPELINE_PARALLELISM, "\n".join(generator.extra_args)) is None
             ),
         ),
     )

@@ -10,7 +10,7 @@ class ByLengthSpec(Model):
 
 
 class ScheduleSpec(Model):
-    """The order of leasing; default: in slot order, and whoever asks first gets as many as it has room for. No order changes the
+    """The order of leasing; default: in slot order, each group to the generator with the fewest groups. No order changes the
     step of a group or its staleness bound."""
 
     by_length: ByLengthSpec | None = None

@@ -15,7 +15,8 @@ SPECULATION_OPTIONS: Final = (
     "--additional-config",
 )
 """vLLM's own options of speculative decoding, and one by which it is configured."""
-
+PIPELINE_PARALLELISM: Final = r"(^|\n)(-pp|--pi[a-z_-]*)[=\n]([^1]|1[^\n])"
+"""Found in the lines of vLLM's arguments where they set a pipeline size other than 1. vLLM takes abbreviations."""
 
 MEMORY_BYTES_PER_TOKEN: Final = 56
 """Of a past response in a generator: the token, and where text like it was said before."""

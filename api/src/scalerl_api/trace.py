@@ -31,6 +31,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     concurrency: int
     """Completions that one generator samples at once."""
     schedule: str = ""
+    """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to whoever asks first."""
 
 
 class GeneratorLine(Line, frozen=True, kw_only=True, tag="generator"):
@@ -64,6 +65,10 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     finish_reasons: list[Literal["stop", "length"]] = []
     version_tokens: dict[int, int] = {}
     """Completion tokens by the version of the weights that sampled them; -1: masked."""
+    drafted_tokens: int | None = None
+    """Tokens that were verified instead of sampled one by one; None without speculation, or where it is not reported."""
+    accepted_tokens: int | None = None
+    """Those of them that the policy sampled too."""
     refilled: bool = False
     """Dropped for equal rewards; the slot is issued again with another prompt."""
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from dataclasses import replace
 
 from scipy.stats import ks_2samp
 
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
-from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import RunTrace, TraceProblem, read_trace
 from scalerl_cli.simulation.workload import (
     Cluster,
     DecodeSpeed,
+    Drafts,
     Outcome,
     Workload,
     from_history,
@@ -23,7 +26,7 @@ from scalerl_cli.simulation.workload import (
     lower_bound,
 )
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -35,7 +38,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         say(f"{path}: {problem}", error=True)
         return BAD_INPUT
     fixed, per_token = arguments.train or fit_trainer(run)
-    decode = DecodeSpeed(*arguments.decode) if arguments.decode else fit_decode(run)
+    decode = fit_decode(run)
+    if arguments.decode:
+        base, per_sequence = arguments.decode
+        decode = DecodeSpeed(base, per_sequence, per_draft=per_sequence)
+    if arguments.verify:
+        decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
     if decode.seconds(1) <= 0:
         say(f"{path}: it says nothing of the speed of generation; give --decode", error=True)
         return BAD_INPUT
@@ -47,19 +55,25 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         fixed,
         per_token / trainers,
         publish_seconds(run) if arguments.publish is None else arguments.publish,
+        arguments.max_draft_tokens,
     )
     scheme = _scheme(run, arguments.max_staleness_steps)
     names = arguments.policy or [run.settings.schedule or "slotOrder"]
     work = run.work
-    outcomes = {name: _simulated(name, work, cluster, scheme) for name in names}
+    drafted = {_name(drafts): _with_drafts(work, drafts) for drafts in arguments.drafts or ["traced"]}
+    outcomes = {
+        f"{name}, {drafts}" if len(drafted) > 1 else name: _simulated(name, of, cluster, scheme)
+        for name, (drafts, of) in itertools.product(names, drafted.items())
+    }
     figures = {name: _figures(outcome, work) for name, outcome in outcomes.items()}
-    bound = lower_bound(work, cluster, scheme)
+    bound = min(lower_bound(of, cluster, scheme) for of in drafted.values())
     if arguments.json:
         say(
             json.dumps(
                 {
                     "traced": {"makespan": run.makespan, "steps": work.steps, "refilled": run.refilled},
                     "decode": [decode.base, decode.per_sequence],
+                    "verify": [decode.per_draft, decode.free_rows],
                     "train": [fixed, per_token],
                     "publish": cluster.publish_seconds,
                     "lower_bound": bound,
@@ -75,18 +89,40 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     )
     if run.refilled:
         say(f"{run.refilled} refilled groups are left out")
+    free = f" beyond {decode.free_rows:g} in a step" if decode.free_rows else ""
     say(
-        f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence; training step "
-        f"{fixed:.3g} s + {1e3 * per_token / trainers:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
+        f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence + "
+        f"{1e3 * decode.per_draft:.3g} ms a drafted token{free}; training step {fixed:.3g} s + "
+        f"{1e3 * per_token / trainers:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
     )
-    say(f"{'':13}{'makespan s':>11}{'s a step':>9}{'tokens/s':>10}{'idle':>6}{'staleness':>14}{'KS p':>7}")
+    wide = max(map(len, ["lower bound", *figures])) + 1
+    say(
+        f"{'':{wide}}{'makespan s':>11}{'s a step':>9}{'tokens/s':>10}{'idle':>6}{'batch':>6}{'staleness':>14}{'KS p':>7}"
+    )
     for name, one in figures.items():
         say(
-            f"{name:13}{one['makespan']:11.1f}{one['makespan'] / work.steps:9.2f}{one['tokens_per_second']:10.0f}"
-            f"{one['generator_idle']:6.2f}{one['mean_staleness']:9.2f} ≤{one['max_staleness']:3.0f}{one['ks_p']:7.2g}"
+            f"{name:{wide}}{one['makespan']:11.1f}{one['makespan'] / work.steps:9.2f}{one['tokens_per_second']:10.0f}"
+            f"{one['generator_idle']:6.2f}{one['running_sequences']:6.1f}{one['mean_staleness']:9.2f} ≤{one['max_staleness']:3.0f}{one['ks_p']:7.2g}"
         )
-    say(f"{'lower bound':13}{bound:11.1f}")
+    say(f"{'lower bound':{wide}}{bound:11.1f}")
     return DONE
+
+
+def _name(drafts: str | tuple[float, float]) -> str:
+    return drafts if isinstance(drafts, str) else f"{drafts[0]:g}:{drafts[1]:g}"
+
+
+def _with_drafts(work: Workload, drafts: str | tuple[float, float]) -> Workload:
+    """The work under one value of ``--drafts``."""
+    if drafts == "traced":
+        return work
+    of = Drafts() if isinstance(drafts, str) else Drafts.measured(*drafts)
+    seen: set[tuple[int, int]] = set()
+    groups = []
+    for group in work.groups:
+        groups.append(replace(group, drafts=of if group.prompt in seen else Drafts()))
+        seen.add(group.prompt)
+    return Workload(groups, work.prompts_per_step)
 
 
 def _scheme(run: RunTrace, max_staleness_steps: int | None) -> OffPolicy:

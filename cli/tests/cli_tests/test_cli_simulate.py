@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
-from scalerl_cli.simulation.rivals import april, tail_batching
+from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import read_trace
 from scalerl_cli.simulation.workload import (
     Cluster,
     DecodeSpeed,
+    Drafts,
     Group,
     Workload,
     from_history,
@@ -27,7 +28,8 @@ from scalerl_cli.simulation.workload import (
     lower_bound,
 )
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy, RoundRobin, SlotOrder
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
+from scalerl_generator.draft_threshold import DraftThreshold
 
 SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)
 POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
@@ -37,8 +39,10 @@ POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
 def workloads(draw: st.DrawFn) -> Workload:
     size, steps, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     lengths = st.tuples(*[st.integers(1, 60)] * per_group)
+    drafts = st.sampled_from([Drafts(), Drafts(0.5), Drafts(0.9), Drafts(0.7, 4.5)])
     groups = [
-        Group((0, draw(st.integers(0, 5))), draw(lengths, label="lengths")) for _ in range(size * steps)
+        Group((0, draw(st.integers(0, 5))), draw(lengths, label="lengths"), draw(drafts))
+        for _ in range(size * steps)
     ]
     return Workload(groups, size)
 
@@ -104,11 +108,93 @@ def test_longest_first_ends_sooner_and_history_is_enough() -> None:
     assert (second - first, by_length[1] - by_length[0]) == (120, 100)
 
 
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def test_a_run_with_drafts_by_hand() -> None:
+    """Drafts of two tokens, whether they pay or not, yield 1 + 1/2 + 1/4; beside a sequence without, each step verifies two tokens
+    more."""
+    cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25, 0.5), 0.0, 0.0, 0.0)
+    work = Workload([Group((0, 0), (35,), Drafts.measured(1.75, 2, fixed=True)), Group((0, 1), (30,))], 2)
+    out = simulate(work, cluster, SlotOrder(), from_history(work), PipelineRL(0))
+    assert out.makespan == pytest.approx(20 * (1.5 + 1.0) + 10 * 1.25)
+
+
+@pytest.mark.parametrize(
+    ("running", "acceptance", "per_draft"),
+    [(1, 0.9, 1e-4), (8, 0.9, 1e-4), (64, 0.9, 1e-4), (256, 0.9, 1e-4), (64, 0.6, 1e-4), (256, 0.6, 3e-4)],
+)
+def test_drafts_are_as_long_as_a_server_learns(running: int, acceptance: float, per_draft: float) -> None:
+    """As fast within 8 % as with the threshold that the server learns of its own steps."""
+    speed, longest = DecodeSpeed(8e-3, 1e-4, per_draft), 16
+    threshold, rates = DraftThreshold(), []
+    for step in range(600):
+        least = threshold.value(running)
+        # The batch varies by a tenth, and so do drafts.
+        rows = max(1, running - step % max(running // 10, 1))
+        length = max(0, sum(acceptance**at >= least for at in range(1, longest + 1)) - step % 2)
+        tokens = rows * sum(acceptance**at for at in range(length + 1))
+        seconds = speed.seconds(rows, rows * length)
+        threshold.observe(seconds=seconds, rows=rows, drafted=rows * length, sampled=round(tokens))
+        rates.append(tokens / seconds)
+    seconds, (tokens,) = speed.step([(Drafts(acceptance), running)], longest)
+    assert sum(rates[300:]) / 300 == pytest.approx(running * tokens / seconds, rel=0.08)
+
+
+def test_tokens_are_free_while_a_step_waits_for_memory() -> None:
+    """Of 120 free tokens 8 sequences use 8; a full batch pays for each one."""
+    speed = DecodeSpeed(8e-3, 1e-4, 1e-3, free_rows=120)
+    assert speed.step([(Drafts(0.9), 8)], 14)[0] == speed.seconds(8)
+    assert speed.step([(Drafts(0.9), 256)], 14) == (speed.seconds(256), [1.0])
+
+
+def test_drafts_of_a_trace_are_fitted_and_its_makespan_is_found(tmp_path: Path) -> None:
+    run = read_trace(write_trace(tmp_path / "trace.jsonl", drafts=True))
+    decode = fit_decode(run)
+    assert (decode.seconds(4), decode.per_draft) == (pytest.approx(0.014), pytest.approx(0.0007))
+    assert [group.drafts.acceptance for group in run.work.groups[1:3]] == [pytest.approx(0.618, abs=1e-3), 0]
+    cluster = Cluster(1, 8, decode, *fit_trainer(run), 0.5)
+    out = simulate(run.work, cluster, SlotOrder(), from_history(run.work), PipelineRL(0))
+    assert out.makespan == pytest.approx(run.makespan)
+
+
+def test_command_says_what_drafts_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "trace.jsonl")
+    options = "--json --drafts none --drafts traced --drafts 5:12 --decode .01 .001 --verify .0001 0"
+    assert main(["simulate", str(tmp_path), *options.split()]) == DONE
+    found = json.loads(capsys.readouterr().out)
+    none, traced, given = (found["policies"][f"slotOrder, {name}"] for name in ("none", "traced", "5:12"))
+    assert none == traced
+    assert given["makespan"] < none["makespan"]
+    assert found["trained_at"]["slotOrder, 5:12"][0] == found["trained_at"]["slotOrder, none"][0], (
+        "no history"
+    )
+    assert found["lower_bound"] <= given["makespan"]
+
+
+@pytest.mark.parametrize("text", ["many", "5", "0.5:2", "4:3", "inf:inf", "nan:2"])
+def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "trace.jsonl", "--drafts", text])
+    assert "is not none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--verify -1 0", "--verify 0 nan", "--decode inf 0", "--train -1 0", "--publish nan"]
+)
+def test_times_that_are_none_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "trace.jsonl", *option.split()])
+    printed = capsys.readouterr().err
+    assert "is below 0" in printed or "is not finite" in printed
+
+
 # --- traces ---------------------------------------------------------------------------------------
 
 
-def write_trace(path: Path, steps: int = 6, *more: str) -> Path:
-    """One generator, a decoding step of 10 ms and 1 ms a sequence; steps of 2 s and 10 ms a token; a publish of .5 s."""
+def write_trace(path: Path, steps: int = 6, *more: str, drafts: bool = False) -> Path:
+    """One generator, a decoding step of 10 ms and 1 ms a sequence; steps of 2 s and 10 ms a token; a publish of .5 s. drafts: in
+    every second step, two tokens for each sequence, of .7 ms, of which one is accepted."""
     lines: list[trace.AnyLine] = [
         trace.RunLine(
             t=0.0,
@@ -124,6 +210,8 @@ def write_trace(path: Path, steps: int = 6, *more: str) -> Path:
     for step in range(steps):
         lengths = [[100 * (1 + step % 3)] * 2] * 2 if step % 2 else [[200, 200], [200, 200]]
         seconds = lengths[0][0] * (0.010 + 0.001 * 4)
+        if drafts and step % 2 == 0:
+            seconds = lengths[0][0] / 2 * (0.010 + 0.001 * 4 + 0.0007 * 8)
         lines += [
             trace.GroupLine(
                 t=now + seconds,
@@ -136,6 +224,8 @@ def write_trace(path: Path, steps: int = 6, *more: str) -> Path:
                 seconds=seconds,
                 prompt_tokens=3,
                 lengths=of,
+                drafted_tokens=sum(of) * (step % 2 == 0) if drafts else None,
+                accepted_tokens=sum(of) // 2 * (step % 2 == 0) if drafts else None,
             )
             for n, of in enumerate(lengths)
         ]
@@ -165,6 +255,22 @@ def test_speeds_are_fitted_and_the_makespan_is_that_of_the_trace(tmp_path: Path)
     assert out.makespan == pytest.approx(run.makespan)
 
 
+def test_trace_continues_the_file_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step whose groups are in both files is complete."""
+    path = write_trace(tmp_path / "trace.jsonl")
+    whole = read_trace(path)
+    lines = path.read_text().splitlines(keepends=True)
+    (tmp_path / "trace.jsonl.1").write_text("".join(lines[:10]))
+    path.write_text("".join([lines[0], *lines[10:]]))
+    assert read_trace(path) == whole
+    (tmp_path / "trace.jsonl.1").write_text("".join(lines))
+    path.unlink()
+    assert read_trace(path) == whole
+    (tmp_path / "trace.jsonl.1").write_text("nonsense\n")
+    assert main(["simulate", str(tmp_path)]) == BAD_INPUT
+    assert "trace.jsonl.1: line 1: JSON is malformed" in capsys.readouterr().err
+
+
 def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_trace(tmp_path / "trace.jsonl")
     options = "--json --policy slotOrder --policy april --policy oracle --generators 4 --trainers 2 --decode .01 .001"
@@ -176,12 +282,19 @@ def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["train"][1] == pytest.approx(0.01)
 
 
-def test_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "policy"), [("", "slotOrder"), ("leastLoaded", "leastLoaded"), ("byLength", "byLength")]
+)
+def test_command_prints_a_table_of_the_traces_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, policy: str
+) -> None:
+    """Traces of earlier releases have no name for slot order."""
     path = write_trace(tmp_path / "trace.jsonl")
+    path.write_text(path.read_text().replace('"concurrency":8', f'"concurrency":8,"schedule":"{schedule}"'))
     assert main(["simulate", str(path)]) == DONE
     printed = capsys.readouterr().out
     assert "6 steps of 2 groups" in printed
-    assert "slotOrder" in printed
+    assert policy in printed
 
 
 @pytest.mark.parametrize(

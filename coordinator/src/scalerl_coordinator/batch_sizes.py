@@ -45,7 +45,7 @@ def _end_outdated_leases(state: CoordinatorState, before: Identity, identity: Id
         if training_ended if lease.split is Split.TRAIN else lease.prompt.task in ended:
             del state.leases[lease_id]
             if lease.split is Split.TRAIN:
-                bisect.insort(state.reissue, lease.slot)
+                bisect.insort(state.open_slots, lease.slot)
     for evaluation in state.evaluations.values():
         if evaluation.task in changed:
             evaluation.results = {}
@@ -73,7 +73,7 @@ def _divide_steps(state: CoordinatorState, identity: Identity) -> None:
             counts.queued += group.rollouts
         if staleness(state.step_of(slot), group.oldest_version) > identity.max_staleness_steps:
             del state.groups[slot]
-            bisect.insort(state.reissue, slot)
+            bisect.insort(state.open_slots, slot)
             counts.acknowledged -= group.rollouts
             counts.queued -= group.rollouts
             counts.stale += group.rollouts

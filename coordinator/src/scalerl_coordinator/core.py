@@ -89,6 +89,8 @@ class Core:
     """Training slots since the process began, on any lineage: served (``""``), or given up, by cause."""
     wake: set[str] = field(default_factory=set)
     """Long polls to wake: ``WORK`` (actors that request leases), ``TRAINER``."""
+    changes: int = 0
+    """Counts what may change which slots can be leased: all records but those of leases, and rollbacks."""
     updated_since_restore: set[str] | None = None
     """Names of the members that got weights since this process restored the state from a checkpoint; None where it did not."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
@@ -136,6 +138,7 @@ class Core:
     def rebase(self, state: CoordinatorState, now: float) -> None:
         """Replace the state; keep the members, and the deadlines of leases that are still open."""
         self.state = state
+        self.changes += 1
         for member in self.membership.members.values():
             # What followed from its report may be among the records that are lost: the next report counts as the first.
             member.version_reported = False
@@ -154,6 +157,7 @@ class Core:
         before = {g.lease_id for g in state.groups.values()} if sweeping else set()
         evaluations = len(state.evaluations)
         apply(state, record)
+        self.changes += not isinstance(record, r.LeasesIssued)
         self.outbox.append((record, blob))
         if sweeping:
             self.forgotten |= before - {g.lease_id for g in state.groups.values()}
@@ -281,6 +285,10 @@ class Core:
         if meter.wall or meter.busy or meter.tokens:
             self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
             self.meter = _Meter(now)
+
+    def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
+        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
+        return not self.book.waits(key, now) and not self.others_should_try(key, member)
 
     def others_should_try(self, key: SlotKey, member: Member) -> bool:
         """Whether the slot failed with ``member``, and another member has not tried it, or serves other slots."""

@@ -16,12 +16,12 @@ from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
-from scalerl_coordinator.leases import SlotKey, slot_key
+from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
 from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.slots import staleness
-from scalerl_coordinator.training_leases import TrainingIssues, TrainingLeases
+from scalerl_coordinator.training_leases import TrainingLeases
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class GeneratorRequests:
         if request.teacher_problem and not member.teacher_problem:
             log.warning("%s: %s; its groups wait", member.name, request.teacher_problem)
         member.teacher_problem = request.teacher_problem
+        member.generated_leases = frozenset(request.generated_leases)
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)
         if not member.healthy:
@@ -121,7 +122,7 @@ class GeneratorRequests:
         member = core.membership.get(request.member_id, now)
         if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
-        self._training.begin_request(request.member_id, request.max_groups)
+        self._training.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
 
     def end_lease_request(self, member_id: str) -> None:
         """The member's lease request has its answer, or nobody waits for it any more."""
@@ -150,21 +151,21 @@ class GeneratorRequests:
         wanted = min(max_groups, _MAX_LEASES)
         issues = self._evaluation_issues(member, wanted, now, holds=True)
         others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
-        training = TrainingIssues([], [], {})
         if not core.end_reason:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            training = self._training.choose(member, wanted - len(issues), now)
-            issues += training.issues
+            slots = self._training.choose(member, wanted - len(issues), now)
+            issues += [(core.state.prompts[slot], slot, member.version) for slot in slots]
         issues += others[: wanted - len(issues)]
         if not issues:
             return None
+        self._training.end_request(member_id)
         numbered = [
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
         ]
-        core.commit(r.LeasesIssued(member.name, numbered, training.held_back, cursors=training.cursors))
+        core.commit(r.LeasesIssued(member.name, numbered))
         leases, room = [], MAX_ANSWER_BYTES
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
@@ -203,16 +204,11 @@ class GeneratorRequests:
                 ready = (
                     p
                     for p in evaluation.todo
-                    if self._may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
+                    if self._core.may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
                 )
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]
         return issues
-
-    def _may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
-        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
-        core = self._core
-        return not core.book.waits(key, now) and not core.others_should_try(key, member)
 
     def _lease(self, issue: r.Issue, holder: str, now: float) -> wire.Lease:
         core, identity = self._core, self._core.settings.identity
@@ -235,13 +231,8 @@ class GeneratorRequests:
     def receive_partials(self, request: wire.Partials, now: float) -> wire.PartialsReply:
         """Keep what leases have sampled so far, for the next lease of their slots. Raises UnknownMember."""
         core, identity = self._core, self._core.settings.identity
-        state = core.state
         member = core.membership.get(request.member_id, now)
-        wanted = {partial_key(state.prompts[slot], slot, -1) for slot in state.reissue}
-        wanted |= {
-            partial_key(lease.prompt, lease.slot, lease.policy_version) for lease in state.leases.values()
-        }
-        self._partials.retain(lambda key: key in wanted or self._waits_for_evaluation(key))
+        self._partials.retain(self._is_unserved)
         unstored: dict[str, list[str]] = {"missing": [], "full": []}
         for group in request.groups:
             key = self._key_of(group, member)
@@ -249,7 +240,7 @@ class GeneratorRequests:
                 continue
             try:
                 completions, most = identity.completions(group.prompt), identity.max_tokens(group.prompt.task)
-                check_partials(group, completions, most, state.newest)
+                check_partials(group, completions, most, core.state.newest)
             except InvalidGroup as problem:
                 log.warning(
                     "lease %s: unfinished completions of %s dropped: %s", group.lease_id, member.name, problem
@@ -260,10 +251,14 @@ class GeneratorRequests:
                 unstored[outcome].append(group.lease_id)
         return wire.PartialsReply(**unstored)
 
-    def _waits_for_evaluation(self, key: PartialKey) -> bool:
+    def _is_unserved(self, key: PartialKey) -> bool:
+        """Whether the slot is leased, or will be."""
         (task, split, slot), version = key
-        evaluation = self._core.state.evaluations.get((version, task))
-        return split is Split.HELD_OUT and evaluation is not None and slot in evaluation.todo
+        state = self._core.state
+        if split is Split.TRAIN:
+            return slot in state.prompts and slot not in state.groups
+        evaluation = state.evaluations.get((version, task))
+        return evaluation is not None and slot not in evaluation.results
 
     @property
     def partial_bytes(self) -> int:

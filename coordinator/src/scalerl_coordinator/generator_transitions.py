@@ -17,7 +17,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
     state.leased = state.leased or bool(record.issues)
     for slot, prompt in record.held_back:
         state.prompts[slot] = prompt
-        bisect.insort(state.reissue, slot)
+        bisect.insort(state.open_slots, slot)
     for issue in record.issues:
         if issue.prompt.split is Split.HELD_OUT:
             _remove(state.evaluations[issue.policy_version, issue.prompt.task].todo, issue.slot)
@@ -25,7 +25,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
             state.next_slot = issue.slot + 1
             state.prompts[issue.slot] = issue.prompt
         else:
-            _remove(state.reissue, issue.slot)
+            _remove(state.open_slots, issue.slot)
             state.expired_lease_of.pop(issue.slot, None)
         state.leases[state.lease_id(issue.number)] = OpenLease(
             issue.prompt, issue.slot, issue.policy_version, record.holder
@@ -49,7 +49,7 @@ def lease_closed(state: CoordinatorState, record: r.LeaseClosed) -> None:
         if record.reason is r.CloseReason.INVALID:
             state.counts.held_out_invalid += record.rollouts
         return
-    bisect.insort(state.reissue, lease.slot)
+    bisect.insort(state.open_slots, lease.slot)
     if record.reason in (r.CloseReason.EXPIRED, r.CloseReason.TIMED_OUT):
         state.counts.expired_leases += 1
         state.counts.timed_out_leases += record.reason is r.CloseReason.TIMED_OUT
@@ -63,7 +63,7 @@ def lease_closed(state: CoordinatorState, record: r.LeaseClosed) -> None:
 def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
     if state.leases.pop(record.lease_id, None) is None:
         del state.expired_lease_of[record.slot]
-        _remove(state.reissue, record.slot)
+        _remove(state.open_slots, record.slot)
     group = Accepted(
         lease_id=record.lease_id,
         prompt_tokens=record.prompt_tokens,
@@ -94,7 +94,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
     counts.refilled += group.rollouts
     state.tries.setdefault(record.slot, []).append(Try(state.prompts[record.slot], group))
     state.prompts[record.slot] = record.next_prompt
-    bisect.insort(state.reissue, record.slot)
+    bisect.insort(state.open_slots, record.slot)
 
 
 def given_up(state: CoordinatorState, record: r.GivenUp) -> None:
@@ -109,7 +109,7 @@ def given_up(state: CoordinatorState, record: r.GivenUp) -> None:
         )
         _finish_evaluation(state, evaluation)
         return
-    _remove(state.reissue, record.slot)
+    _remove(state.open_slots, record.slot)
     state.expired_lease_of.pop(record.slot, None)
     rollouts = state.known_identity.completions_per_prompt
     counts.given_up += rollouts

@@ -37,6 +37,8 @@ SEGMENT_BYTES = 64 * 2**20
 _HEADROOM_BYTES = 2**20
 """Bytes that must be writable before a journal that refused accepts records again."""
 _RETRY_SECONDS = 1.0
+_RESERVE_BYTES = 2**30
+"""Free space that optional files leave to the journal and the checkpoints; at most a 20th of the volume."""
 
 
 class JournalRefused(Exception):
@@ -62,6 +64,16 @@ class Disk:
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
+
+    def free(self, directory: Path) -> tuple[int, int]:
+        """Free and total bytes of the volume."""
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+    def leaves_reserve(self, directory: Path, size: int) -> bool:
+        """Whether ``size`` more bytes of an optional file leave the journal and the checkpoints their reserve."""
+        free, total = self.free(directory)
+        return free - size >= min(_RESERVE_BYTES, total // 20)
 
 
 @dataclass(slots=True)

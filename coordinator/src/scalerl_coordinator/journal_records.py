@@ -41,9 +41,9 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     holder: str
     """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
-    """Empty where a schedule only needs the prompts of ``held_back``."""
+    """Empty where the record has prompts of new slots."""
     held_back: list[tuple[int, PromptRef]] = []
-    """New slots, each with its prompt, that are not issued yet: they wait for newer weights, or a schedule puts others first."""
+    """New slots of the window, each with its prompt. In journals of earlier releases, slots of ``issues`` may be new, too."""
     cursor: int = -1
     """In journals of earlier releases, whose runs had one task: its ``cursors``. -1 without new slots, and where it is the
     newest slot's successor."""

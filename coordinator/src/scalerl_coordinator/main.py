@@ -21,6 +21,7 @@ from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.trackers import TrackersSpec
+from scalerl_api.wire import PromptRef
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.evaluation import fold_labels
 from scalerl_coordinator.files import RunFiles
@@ -35,7 +36,7 @@ from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.state_loading import load_state, new_nonce
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
-from scalerl_tasks import TaskError, open_tasks
+from scalerl_tasks import PromptSource, TaskError, open_tasks
 
 log = logging.getLogger("scalerl_coordinator")
 
@@ -118,7 +119,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     files = RunFiles(environment.paths)
     concurrency = run.spec.generator.max_concurrent_sequences
     make_trace = partial(Trace, environment.paths.trace, core, concurrency) if settings.trace else None
-    history = await asyncio.to_thread(_open_history, settings, environment.paths)
+    history = await asyncio.to_thread(_open_history, settings, environment.paths, train)
     server = Server(
         core, journal, files, environment.token, train, held_out, trackers.status, history, make_trace
     )
@@ -131,13 +132,20 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         await trackers.close()
 
 
-def _open_history(settings: Settings, paths: RunPaths) -> ResponseStore | None:
+def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSource]) -> ResponseStore | None:
     """The store of past responses, if the spec asks for it. Raises OSError where the prepared model cannot be read."""
     if settings.history is None:
         return None
     identity = history_identity(settings.identity.train_digest, paths.base_model)
     size = quantity_bytes(settings.history.store_size)
-    return ResponseStore(paths.history, identity, size, lines=paths.history_lines)
+
+    def difficulty(prompt: PromptRef) -> float | None:
+        try:
+            return train[prompt.task].difficulty(prompt.index)
+        except TaskError:
+            return None
+
+    return ResponseStore(paths.history, identity, size, lines=paths.history_lines, difficulty=difficulty)
 
 
 def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:

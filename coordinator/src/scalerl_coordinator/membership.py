@@ -34,6 +34,8 @@ class Member:
     busy_seconds: float = 0.0
     generated_tokens: int = 0
     teacher_problem: str = ""
+    generated_leases: frozenset[str] = frozenset()
+    """Leases that it holds, and no longer samples."""
     proven: bool = False
     """A group of this incarnation was accepted: a slot it fails at may itself be the cause."""
 

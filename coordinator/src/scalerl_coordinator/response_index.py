@@ -1,4 +1,4 @@
-"""Where the newest two groups of each prompt are in the response store. In memory: one integer per group."""
+"""Where the newest group of each prompt is in the response store. In memory: one integer per group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class ResponseIndex:
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
         self._max_groups = max_groups
         self._newest: dict[int, int] = {}
-        self._previous: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -44,22 +43,15 @@ class ResponseIndex:
 
     @property
     def full(self) -> bool:
-        return len(self._newest) + len(self._previous) >= self._max_groups
+        return len(self._newest) >= self._max_groups
 
     def clear(self) -> None:
         with self._lock:
             self._newest.clear()
-            self._previous.clear()
 
     def newest(self, prompt: PromptRef) -> Location | None:
         with self._lock:
             packed = self._newest.get(_key(prompt))
-        return None if packed is None else _unpack(packed)
-
-    def previous(self, prompt: PromptRef) -> Location | None:
-        """The group before the newest."""
-        with self._lock:
-            packed = self._previous.get(_key(prompt))
         return None if packed is None else _unpack(packed)
 
     def is_newest(self, head: Head, at: Location) -> bool:
@@ -68,21 +60,12 @@ class ResponseIndex:
 
     def add(self, head: Head, at: Location) -> None:
         """Make a frame the newest of its prompt."""
-        key = _key(head)
-        with self._lock:
-            if (before := self._newest.get(key)) is not None:
-                self._previous[key] = before
-            self._newest[key] = _pack(at)
-
-    def move(self, head: Head, at: Location) -> None:
-        """The newest frame of a prompt has another location."""
         with self._lock:
             self._newest[_key(head)] = _pack(at)
 
     def remove(self, prompt: PromptRef | Head, at: Location) -> None:
         """Forget a frame, if it is indexed at ``at``."""
-        key, packed = _key(prompt), _pack(at)
+        key = _key(prompt)
         with self._lock:
-            for found in (self._newest, self._previous):
-                if found.get(key) == packed:
-                    del found[key]
+            if self._newest.get(key) == _pack(at):
+                del self._newest[key]

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -27,10 +28,7 @@ log = logging.getLogger(__name__)
 _SEGMENTS: Final = 32
 """Segments of a full store, at least: eviction deletes one at a time."""
 _MAX_SEGMENT_BYTES: Final = 2**25
-_RESERVE_BYTES: Final = 2**30
-"""Free space of the volume that the store leaves to the journal and the checkpoints; at most a 20th of the volume."""
 _RETRY_SECONDS = 1.0
-_OPEN_FILES: Final = 16
 
 DROP_REASONS: Final = ("queue_full", "disk", "no_space", "too_large", "evicted", "failed")
 LOOKUP_RESULTS: Final = ("hit", "miss", "mismatch")
@@ -45,22 +43,13 @@ class HistoryCounters:
     dropped: Counter[str] = field(default_factory=Counter)
     """Responses, by :data:`DROP_REASONS`."""
     lookups: Counter[str] = field(default_factory=Counter)
-    """Prompts, by :data:`LOOKUP_RESULTS`."""
+    """By :data:`LOOKUP_RESULTS`."""
     damaged: int = 0
     """Frames and segments."""
     discarded_segments: int = 0
     """Of another task or tokenizer."""
     nbytes: int = 0
     prompts: int = 0
-
-
-class HistoryDisk(Disk):
-    """The system calls that can fail; a test's disk can be full at any byte."""
-
-    def free(self, directory: Path) -> tuple[int, int]:
-        """Free and total bytes of the volume."""
-        found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 class ResponseLog:
@@ -76,7 +65,7 @@ class ResponseLog:
         max_bytes: int,
         index: ResponseIndex,
         counters: HistoryCounters,
-        disk: HistoryDisk | None = None,
+        disk: Disk,
     ) -> None:
         self.directory = directory
         self.max_frame_bytes = max_bytes // 2 - SEGMENT_HEADER_BYTES
@@ -86,7 +75,7 @@ class ResponseLog:
         self._segment_bytes = min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS)
         self._index = index
         self._counters = counters
-        self._disk = disk or HistoryDisk()
+        self._disk = disk
         self._sizes: dict[int, int] = {}
         """Bytes of each segment by number, ascending."""
         self._fd = -1
@@ -102,18 +91,12 @@ class ResponseLog:
 
     # --- reading --------------------------------------------------------------------------------
 
-    def read(self, at: Location, files: dict[int, int]) -> tuple[Head, bytes] | None:
-        """A frame, checked; None where it is damaged, or its segment was deleted meanwhile. From any thread.
-
-        files: open segments by number, of which it opens at most ``_OPEN_FILES``; the caller closes them.
-        """
+    def read(self, at: Location) -> tuple[Head, bytes] | None:
+        """A frame, checked; None where it is damaged, or its segment was deleted meanwhile. From any thread."""
         segment, offset, length = at
         try:
-            if segment not in files:
-                if len(files) >= _OPEN_FILES:
-                    os.close(files.pop(next(iter(files))))
-                files[segment] = os.open(self._layout.path("segment", segment), os.O_RDONLY | os.O_CLOEXEC)
-            found = segments.decode_frame(_read_fully(files[segment], offset, length))
+            with self._open(segment) as fd:
+                found = segments.decode_frame(_read_fully(fd, offset, length))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -122,20 +105,16 @@ class ResponseLog:
         self._counters.damaged += found is None
         return found
 
-    def read_one(self, at: Location) -> tuple[Head, bytes] | None:
-        """As :meth:`read`, of one frame."""
-        files: dict[int, int] = {}
-        try:
-            return self.read(at, files)
-        finally:
-            for fd in files.values():
-                os.close(fd)
-
     def _heads(self, number: int, size: int) -> list[tuple[int, Head | None]]:
         """The heads of a segment, with offsets; None for each damaged stretch."""
+        with self._open(number) as fd:
+            return list(segments.scan(lambda offset, length: _read_fully(fd, offset, length), size))
+
+    @contextlib.contextmanager
+    def _open(self, number: int) -> Iterator[int]:
         fd = os.open(self._layout.path("segment", number), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return list(segments.scan(lambda offset, length: _read_fully(fd, offset, length), size))
+            yield fd
         finally:
             os.close(fd)
 
@@ -204,13 +183,11 @@ class ResponseLog:
 
     def _leave_free(self, size: int) -> bool:
         """Delete the oldest segments until the volume has the reserve and ``size`` bytes free; whether it has."""
-        while True:
-            free, total = self._disk.free(self.directory)
-            if free - size >= min(_RESERVE_BYTES, total // 20):
-                return True
+        while not self._disk.leaves_reserve(self.directory, size):
             if not self._sizes:
                 return False
             self._delete_oldest(copy=False)
+        return True
 
     def _open_segment(self) -> None:
         number = self._next_number
@@ -259,13 +236,13 @@ class ResponseLog:
         evicted = sum(head.responses for head, _ in live)
         kept = []
         if copy and 2 * sum(head.frame_bytes for head, _ in live) < size:
-            kept = [found for _, at in live if (found := self.read_one(at)) is not None]
+            kept = [found for _, at in live if (found := self.read(at)) is not None]
         for head, at in frames:
             self._index.remove(head, at)
         try:
             self._unlink(number)
             for head, blob in kept:
-                self._index.move(head, self.append(head, blob))
+                self._index.add(head, self.append(head, blob))
                 evicted -= head.responses
         finally:
             self._counters.dropped["evicted"] += evicted
@@ -306,11 +283,8 @@ class ResponseLog:
 
     def _is_own(self, number: int) -> bool:
         """Whether a segment is of this task and tokenizer, and its header undamaged."""
-        fd = os.open(self._layout.path("segment", number), os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with self._open(number) as fd:
             identity = segments.decode_segment_header(_read_fully(fd, 0, SEGMENT_HEADER_BYTES), number)
-        finally:
-            os.close(fd)
         self._counters.damaged += identity is None
         self._counters.discarded_segments += identity is not None and identity != self._identity
         return identity == self._identity

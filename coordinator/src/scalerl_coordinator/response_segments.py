@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-SEGMENT_MAGIC: Final = b"SCRLHST1"
+SEGMENT_MAGIC: Final = b"SCRLHST2"
 _SEGMENT: Final = struct.Struct("<8sQ32s")
 FRAME_MAGIC: Final = b"\xf7RS\x1b"
 _HEAD: Final = struct.Struct("<4sIIIQ8sII")

@@ -6,6 +6,7 @@ are recorded with their lengths alone.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse
+from scalerl_coordinator.journal import Disk
 
 RUN_TOKENS: Final = 8
 """Shorter runs recur by chance."""
@@ -59,9 +61,10 @@ def _hashes(responses: Sequence[bytes], separator: int) -> NDArray[np.uint64]:
 class SimilarityFile:
     """Appends lines to ``path``; of one thread. report: called with a problem of the disk; its lines are lost."""
 
-    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, report: Callable[[str], None], disk: Disk) -> None:
         self._path = path
         self._report = report
+        self._disk = disk
         self._pending: list[bytes] = []
         self._begin = time.monotonic()
         self._spent = 0.0
@@ -72,9 +75,10 @@ class SimilarityFile:
         visit: int,
         new: Sequence[PastResponse],
         old: Sequence[PastResponse],
-        drafts: tuple[int | None, int | None],
+        drafts: tuple[list[int], list[int]] | None,
+        difficulty: float | None,
     ) -> None:
-        """Compare two groups of a prompt. key: task and prompt. drafts: drafted and accepted tokens."""
+        """Compare two groups of a prompt. key: task and prompt. drafts: drafted and accepted tokens, by position in a draft."""
         compared = _first(new) if self._has_time() else []
         begin = time.thread_time()
         reused = reused_tokens(compared, [one.token_ids for one in old]) if compared else 0
@@ -91,19 +95,24 @@ class SimilarityFile:
             previous_tokens=_tokens(old),
             compared_tokens=sum(map(len, compared)) // 4,
             reused_tokens=reused,
-            drafted_tokens=drafts[0],
-            accepted_tokens=drafts[1],
+            drafted_tokens=drafts and sum(drafts[0]),
+            accepted_tokens=drafts and sum(drafts[1]),
+            drafted_by_position=drafts[0] if drafts else [],
+            accepted_by_position=drafts[1] if drafts else [],
+            difficulty=difficulty,
         )
         self._pending.append(msgspec.json.encode(line) + b"\n")
         if len(self._pending) >= _PENDING_LINES:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines so far."""
+        """Write the lines so far, if the volume's reserve stays free."""
         if not self._pending:
             return
         lines, self._pending = b"".join(self._pending), []
         try:
+            if not self._disk.leaves_reserve(self._path.parent, len(lines)):
+                raise OSError(errno.ENOSPC, "the volume is nearly full")
             with self._path.open("ab", buffering=0) as file:
                 file.write(lines)
         except OSError as error:

@@ -2,26 +2,26 @@
 
 The store is a cache, not part of the journal's promise (``docs/adr/0010-history-beside-the-journal.md``): what is missing
 costs speed alone. :meth:`ResponseStore.put` only queues; a thread of the store writes, and a group that cannot be written is
-dropped and counted. Readers get the newest groups of a prompt, whole, or nothing.
+dropped and counted. Readers get the newest group of a prompt, whole, or nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptQuery, PromptRef
-from scalerl_coordinator.response_index import MAX_GROUPS, Location, ResponseIndex
-from scalerl_coordinator.response_log import HistoryCounters, HistoryDisk, ResponseLog
+from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptRef
+from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.response_index import MAX_GROUPS, ResponseIndex
+from scalerl_coordinator.response_log import HistoryCounters, ResponseLog
 from scalerl_coordinator.response_segments import HEAD_BYTES, Head
 from scalerl_coordinator.response_similarity import SimilarityFile
 
@@ -51,9 +51,8 @@ class PastGroup(msgspec.Struct, frozen=True):
     digest: bytes
     """:func:`scalerl_api.wire.prompt_digest` of the prompt's tokens."""
     responses: list[PastResponse]
-    drafted_tokens: int | None = None
-    """As the generator reports them, of the group's speculation; None where it does not."""
-    accepted_tokens: int | None = None
+    drafts: tuple[list[int], list[int]] | None = None
+    """Drafted and accepted tokens by position in a draft; None where the generator does not report them."""
 
     @property
     def nbytes(self) -> int:
@@ -61,19 +60,9 @@ class PastGroup(msgspec.Struct, frozen=True):
         return sum(len(response.token_ids) + _RESPONSE_BYTES for response in self.responses)
 
 
-def past_responses(
-    completions: Sequence[Completion], rewards: Sequence[float], ungraded: Iterable[int]
-) -> list[PastResponse]:
-    """What the store keeps of a group's completions. rewards: of each. ungraded: indices of those without a verdict."""
-    without = set(ungraded)
-    return [
-        PastResponse(
-            max(span.version for span in completion.versions),
-            None if at in without else rewards[at],
-            completion.token_ids,
-        )
-        for at, completion in enumerate(completions)
-    ]
+def past_responses(completions: Sequence[Completion]) -> list[PastResponse]:
+    """What the store keeps of a group's completions."""
+    return [PastResponse(max(span.version for span in one.versions), one.token_ids) for one in completions]
 
 
 def history_identity(train_digest: str, base_model: Path) -> bytes:
@@ -95,7 +84,7 @@ _decode = msgspec.msgpack.Decoder(list[PastResponse]).decode
 class ResponseStore:
     """The store in ``directory``; one process has it, guarded by the journal's lock.
 
-    lines: where to record how groups differ from those before them (:mod:`.response_similarity`).
+    lines: where to record how groups differ from those before them (:mod:`.response_similarity`). difficulty: of a prompt, for them.
 
     Life cycle: construct → :meth:`start` → :meth:`put` and :meth:`lookup` from any thread → :meth:`close`. Until the thread
     has read the directory, lookups find nothing.
@@ -110,14 +99,17 @@ class ResponseStore:
         max_bytes: int,
         *,
         lines: Path | None = None,
-        disk: HistoryDisk | None = None,
+        difficulty: Callable[[PromptRef], float | None] = lambda _: None,
+        disk: Disk | None = None,
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
     ) -> None:
+        disk = disk or Disk()
         self.counters = HistoryCounters()
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
-        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report)
+        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report, disk)
+        self._difficulty = difficulty
         self._max_queue_bytes = queue_bytes
         self._wake = threading.Condition()
         """Guards the queue and the flags."""
@@ -157,51 +149,26 @@ class ResponseStore:
             self._queued_bytes += size
             self._wake.notify_all()
 
-    def lookup(
-        self, prompts: Sequence[PromptQuery], max_bytes: int = MAX_RESPONSES_BYTES
-    ) -> list[list[bytes]]:
-        """The groups of the first of ``prompts``, each an encoded list of :class:`PastResponse`, newest first.
+    def lookup(self, prompt: PromptRef, digest: bytes) -> bytes:
+        """The newest group of a prompt, an encoded list of :class:`PastResponse`; empty where there is none. Blocking I/O.
 
-        As many prompts as ``max_bytes`` hold the newest groups of, at least one; then the groups before, as far as they fit.
-        Blocking I/O.
+        digest: of the prompt's tokens; a group of other tokens is not found.
         """
-        files: dict[int, int] = {}
-        answers: list[list[bytes]] = []
-        results: list[str] = []
-        room = max_bytes
-        try:
-            for query in prompts:
-                result, blob = self._find(query, self._index.newest(query.prompt), files)
-                if len(blob) > room and answers:
-                    break
-                results.append(result)
-                answers.append([blob] if blob else [])
-                room -= len(blob)
-            for query, answer in zip(prompts, answers, strict=False):
-                at = self._index.previous(query.prompt)
-                if at is None or at[2] > room:
-                    continue
-                _, blob = self._find(query, at, files)
-                if blob:
-                    answer.append(blob)
-                    room -= len(blob)
-            return answers
-        finally:
-            for fd in files.values():
-                os.close(fd)
-            with self._wake:
-                self.counters.lookups.update(results)
+        result, blob = self._find(prompt, digest)
+        with self._wake:
+            self.counters.lookups[result] += 1
+        return blob
 
-    def _find(self, query: PromptQuery, at: Location | None, files: dict[int, int]) -> tuple[str, bytes]:
-        """The result of a lookup, and the encoded group of a hit."""
+    def _find(self, prompt: PromptRef, digest: bytes) -> tuple[str, bytes]:
+        at = self._index.newest(prompt)
         if at is None:
             return "miss", b""
-        found = self._log.read(at, files)
-        if found is None or (found[0].task, found[0].prompt) != (query.prompt.task, query.prompt.index):
-            self._index.remove(query.prompt, at)
+        found = self._log.read(at)
+        if found is None or (found[0].task, found[0].prompt) != (prompt.task, prompt.index):
+            self._index.remove(prompt, at)
             return "miss", b""
         head, blob = found
-        return ("hit", blob) if head.digest == query.digest else ("mismatch", b"")
+        return ("hit", blob) if head.digest == digest else ("mismatch", b"")
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -266,8 +233,10 @@ class ResponseStore:
         prompt = group.prompt.task, group.prompt.index
         head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
         if self._similarity is not None and before is not None:
-            drafts = group.drafted_tokens, group.accepted_tokens
-            self._similarity.add(prompt, visit, group.responses, _decode(before[1]), drafts)
+            old = _decode(before[1])
+            self._similarity.add(
+                prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
+            )
         try:
             if not self._log.make_room(size):
                 self._drop(group, "no_space")
@@ -282,7 +251,7 @@ class ResponseStore:
     def _before(self, group: PastGroup) -> tuple[Head, bytes] | None:
         """The newest group of the prompt so far, if its tokens were the same."""
         at = self._index.newest(group.prompt)
-        found = None if at is None else self._log.read_one(at)
+        found = None if at is None else self._log.read(at)
         return found if found is not None and found[0].digest == group.digest else None
 
     def _drop(self, group: PastGroup, reason: str) -> None:

@@ -37,7 +37,6 @@ from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
-from scalerl_coordinator.rewards import rewards
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state, new_member_id
 from scalerl_coordinator.trace import Trace
@@ -66,12 +65,6 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     member_id: str
     groups: list[msgspec.Raw]
-
-
-class _RawResponses(msgspec.Struct, frozen=True):
-    """A :class:`wire.Responses` whose groups stay encoded, as they are on disk."""
-
-    groups: list[list[msgspec.Raw]]
 
 
 class Server:
@@ -392,33 +385,22 @@ class Server:
         """Store the responses of an accepted training group for drafts."""
         if self._history is None:
             return
-        settings = self._core.settings
-        given = rewards(
-            group.verdicts,
-            [completion.tokens for completion in group.completions],
-            settings.length,
-            settings.identity.max_tokens(group.prompt.task),
-        )
-        responses = past_responses(group.completions, given, group.verdicts.ungraded)
+        responses = past_responses(group.completions)
         digest = wire.prompt_digest(group.prompt_token_ids)
-        self._history.put(
-            PastGroup(group.prompt, digest, responses, group.drafted_tokens, group.accepted_tokens)
-        )
+        drafted, accepted = group.drafted_tokens, group.accepted_tokens
+        drafts = None if drafted is None or accepted is None else (drafted, accepted)
+        self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
-        if len(request.prompts) > wire.MAX_RESPONSES_PROMPTS:
-            raise Refusal(
-                "bad-request",
-                f"{len(request.prompts)} prompts, at most {wire.MAX_RESPONSES_PROMPTS} a request",
-            )
-        if any(query.prompt.split is not wire.Split.TRAIN for query in request.prompts):
+        """A :class:`wire.Responses` whose responses stay encoded, as they are on disk."""
+        if request.prompt.split is not wire.Split.TRAIN:
             raise Refusal("bad-request", "responses of evaluations are not stored")
-        history = self._history
-        if history is None:
-            return msgspec.msgpack.encode(wire.Responses(groups=[[] for _ in request.prompts]))
-        return await asyncio.get_running_loop().run_in_executor(
-            self._lookups, lambda: _encode_responses(history.lookup(request.prompts))
-        )
+        blob = b""
+        if self._history is not None:
+            blob = await asyncio.get_running_loop().run_in_executor(
+                self._lookups, self._history.lookup, request.prompt, request.digest
+            )
+        return msgspec.msgpack.encode({"responses": msgspec.Raw(blob) if blob else []})
 
     # --- trainer --------------------------------------------------------------------------------
 
@@ -627,12 +609,6 @@ class Server:
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), content_type="text/plain", charset="utf-8")
-
-
-def _encode_responses(groups: list[list[bytes]]) -> bytes:
-    return msgspec.msgpack.encode(
-        _RawResponses([[msgspec.Raw(group) for group in found] for found in groups])
-    )
 
 
 _decode_group = msgspec.msgpack.Decoder(wire.Group).decode

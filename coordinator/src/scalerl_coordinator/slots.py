@@ -86,17 +86,16 @@ def lease_limit(
     return first_slot(steps if max_steps is None else min(steps, max_steps), sizes)
 
 
-def is_on_policy(slot: int, sizes: Sequence[BatchSize], max_staleness_steps: int) -> bool:
-    """Whether ``slot`` waits for the weights that will train it. Constant for a slot until settings change.
+def on_policy_slots(step: int, sizes: Sequence[BatchSize], max_staleness_steps: int) -> range:
+    """The slots of ``step`` that wait for the weights that will train them. Constant for a step until settings change.
 
-    >>> [slot for slot in range(3000) if is_on_policy(slot, [BatchSize(0, 0, 100)], 1)]
+    >>> [slot for step in range(30) for slot in on_policy_slots(step, [BatchSize(0, 0, 100)], 1)]
     [0, 1, 2, 3, 4, 2500, 2501, 2502, 2503, 2504]
     """
-    step = step_of(slot, sizes)
     if max_staleness_steps == 0 or step % (ON_POLICY_EVERY * max_staleness_steps):
-        return False
+        return range(0)
     slots = slots_of(step, sizes)
-    return slot - slots.start < max(_MIN_ON_POLICY, round(_ON_POLICY_FRACTION * len(slots)))
+    return slots[: max(_MIN_ON_POLICY, round(_ON_POLICY_FRACTION * len(slots)))]
 
 
 def staleness(step: int, version: int) -> int:

@@ -2,11 +2,11 @@
 
 Life of a training slot; in parentheses, the field of :class:`~.accounting.RolloutCounts` with its rollouts::
 
-    new ─issued─▶ leased ─group accepted─▶ waiting for its step (queued) ─step closes─┬▶ zero variance (filtered)
+   open ─issued─▶ leased ─group accepted─▶ waiting for its step (queued) ─step closes─┬▶ zero variance (filtered)
                   │    ▲                                                              ▼
       lease closed│    │issued again, same prompt                                waiting (queued)
                   ▼    │                                             step trained │    ▲ trainer returned
-                 reissue                                                          ▼    │ to a checkpoint
+                  open                                                            ▼    │ to a checkpoint
                   ▲├─failed too often, or prompt too long─▶ given up           (trained, skipped)
                   └┴─zero variance and tries left: another prompt (filtered, refilled)
 """
@@ -54,13 +54,13 @@ class CoordinatorState(msgspec.Struct):
     """A lease was issued at least once: the run's time counts."""
 
     next_slot: int = 0
-    """Slots below it were issued at least once, or held back."""
-    reissue: list[int] = []
-    """Slots to be issued again, or held back for the weights that will train them; ascending, issued before new ones."""
+    """Slots below it have a prompt: the window has reached them."""
+    open_slots: list[int] = msgspec.field(default_factory=list, name="reissue")
+    """Slots below ``next_slot`` that are to be issued, for the first time or again; ascending."""
     expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
-    """For slots in ``reissue``: the lease that expired. Its group is accepted until the slot is issued again."""
+    """For slots in ``open_slots``: the lease that expired. Its group is accepted until the slot is issued again."""
     prompts: dict[int, PromptRef] = {}
-    """Prompt of every issued slot that is kept."""
+    """Prompt of every slot below ``next_slot`` that is kept."""
     cursors: list[int] = msgspec.field(default_factory=lambda: [0])
     """Of the samplers, by task, after the newest slot."""
     histories: list[PromptHistory] = msgspec.field(default_factory=lambda: [PromptHistory()])
@@ -218,7 +218,7 @@ class CoordinatorState(msgspec.Struct):
         copy.skips, copy.tries = {}, {}
         copy.prompts = {slot: prompt for slot, prompt in self.prompts.items() if slot >= start}
         copy.prompts |= {slot: tries[0].prompt for slot, tries in self.tries.items() if slot >= start}
-        copy.reissue = sorted(copy.prompts)
+        copy.open_slots = sorted(copy.prompts)
         copy.histories = [history.before(self.version) for history in copy.histories]
         copy.first_kept_step = self.version
         copy.progress_at = {self.version: self.lineage}

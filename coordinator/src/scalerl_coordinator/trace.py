@@ -1,11 +1,13 @@
 """``trace.jsonl``, from the records of the journal (``spec.trace``).
 
 The trace is for measurements: nothing reads it back. A line may be lost with the process or to a full disk, and one of a record
-that the disk refused may be repeated. Blocking I/O is in :meth:`Trace.write` only.
+that the disk refused may be repeated. On a volume that is nearly full, the earlier file is deleted, and then lines are lost.
+Blocking I/O is in :meth:`Trace.write` only.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import deque
@@ -19,6 +21,7 @@ from scalerl_api import trace
 from scalerl_api.wire import VersionSpan
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
+from scalerl_coordinator.journal import Disk
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class _Group(msgspec.Struct):
 
     completions: list[_Completion]
     generation_seconds: float
+    drafted_tokens: list[int] | None = None
+    accepted_tokens: list[int] | None = None
 
 
 _decode_group = msgspec.msgpack.Decoder(_Group).decode
@@ -52,8 +57,17 @@ class Trace:
         on_lost: called with the number of lines that cannot be written.
     """
 
-    def __init__(self, path: Path, core: Core, concurrency: int, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        core: Core,
+        concurrency: int,
+        on_lost: Callable[[int], None],
+        disk: Disk | None = None,
+    ) -> None:
         self._path, self._core, self._on_lost = path, core, on_lost
+        self._earlier = path.with_name(f"{path.name}.1")
+        self._disk = disk or Disk()
         self._lines: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._leases: dict[str, tuple[float, str, int]] = {}
         self._generators: dict[str, str] = {}
@@ -75,7 +89,7 @@ class Trace:
             max_staleness_steps=identity.max_staleness_steps,
             steps_per_batch=identity.steps_per_batch,
             concurrency=self._concurrency,
-            schedule="byLength" if settings.by_length else "",
+            schedule="byLength" if settings.by_length else "leastLoaded",
         )
         return trace.encode(line) + b"\n"
 
@@ -140,6 +154,8 @@ class Trace:
             lengths=record.lengths,
             finish_reasons=[completion.finish_reason for completion in group.completions],
             version_tokens=tokens,
+            drafted_tokens=None if group.drafted_tokens is None else sum(group.drafted_tokens),
+            accepted_tokens=None if group.accepted_tokens is None else sum(group.accepted_tokens),
             refilled=refilled,
         )
 
@@ -166,19 +182,27 @@ class Trace:
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
+        size = sum(map(len, lines))
         try:
+            self._leave_reserve(size)
             if self._path.exists():
                 if not self._written:
                     _end_line(self._path)
-                if self._path.stat().st_size + sum(map(len, lines)) > MAX_BYTES:
+                if self._path.stat().st_size + size > MAX_BYTES:
                     self._written = False
-                    os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+                    os.replace(self._path, self._earlier)
             with self._path.open("ab") as file:
                 file.write(b"".join([b"" if self._written else self._header, *lines]))
             self._written = True
         except OSError as error:
             self._written = False
             self._lose(len(lines), f"cannot write {self._path.name}", error)
+
+    def _leave_reserve(self, size: int) -> None:
+        if not self._disk.leaves_reserve(self._path.parent, size):
+            self._earlier.unlink(missing_ok=True)
+            if not self._disk.leaves_reserve(self._path.parent, size):
+                raise OSError(errno.ENOSPC, "the volume is nearly full")
 
     def _lose(self, lines: int, what: str, error: Exception) -> None:
         self._on_lost(lines)

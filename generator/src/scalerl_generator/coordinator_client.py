@@ -32,7 +32,7 @@ from scalerl_api.wire import (
     PartialsReply,
     PastResponse,
     Problem,
-    PromptQuery,
+    PromptRef,
     Push,
     PushReply,
     Register,
@@ -141,11 +141,10 @@ class CoordinatorClient:
         message = Partials(member_id=member_id, groups=groups)
         return await self._call(endpoints.PARTIALS, message, PartialsReply, _CALL_SECONDS)
 
-    async def responses(self, query: PromptQuery) -> list[list[PastResponse]]:
-        """Past responses to a prompt, by group, the newest first."""
-        message = ResponsesRequest(prompts=[query])
-        groups = (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).groups
-        return groups[0] if groups else []
+    async def responses(self, prompt: PromptRef, digest: bytes) -> list[PastResponse]:
+        """Past responses to a prompt. digest: of its tokens."""
+        message = ResponsesRequest(prompt=prompt, digest=digest)
+        return (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).responses
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
         try:

@@ -34,6 +34,10 @@ def prompt_key_of(request: str) -> str | None:
     return named.group(1) if named else None
 
 
+DraftTally = tuple[list[int], list[int]]
+"""Drafted and accepted tokens, each by position in a draft."""
+
+
 class PastResponses(msgspec.Struct):
     """Past responses of a prompt; token ids are int32, little-endian."""
 

@@ -78,8 +78,8 @@ class Sequences(NamedTuple):
     drafted_s: Int32s
     draft_sd: Int32s
     bucket_sd: Int32s
-    tally_sk: NDArray[np.int64]
-    """Drafted and accepted tokens since they were taken (:meth:`Drafter.take_tally`), shape [s, 2]."""
+    tally_skd: NDArray[np.int64]
+    """Drafted and accepted tokens since they were taken (:meth:`Drafter.take_tally`), shape [s, 2, d]."""
 
 
 class Calibration(NamedTuple):
@@ -315,7 +315,7 @@ def _step(
         known, prompt = sequences.known_s[slot], sequences.prompt_s[slot]
         drafted = sequences.drafted_s[slot]
         verified += drafted
-        sequences.tally_sk[slot, 0] += drafted
+        sequences.tally_skd[slot, 0, :drafted] += 1
         for d in range(min(drafted, end - known)):
             bucket = sequences.bucket_sd[slot, d]
             right = text_t[known + d] == sequences.draft_sd[slot, d]
@@ -324,7 +324,7 @@ def _step(
             if not right:
                 break
             accepted += 1
-            sequences.tally_sk[slot, 1] += 1
+            sequences.tally_skd[slot, 1, d] += 1
         sequences.position_s[slot] = _write(
             memory, sequences.position_s[slot], text_t, known, end, prompt, True, True
         )
@@ -371,7 +371,8 @@ class Drafter:
         by_token = {
             name: np.zeros((sequences, max_draft_tokens), np.int32) for name in Sequences._fields[4:6]
         }
-        self._sequences = Sequences(**by_sequence, **by_token, tally_sk=np.zeros((sequences, 2), np.int64))
+        tally_skd = np.zeros((sequences, 2, max_draft_tokens), np.int64)
+        self._sequences = Sequences(**by_sequence, **by_token, tally_skd=tally_skd)
         # Before the first trials: half for matches of two tokens without agreement, nearly all where all agree.
         prior_b = np.tile(np.linspace(0.4, 0.95, SHARES), BUCKETS // SHARES)
         self._calibration = Calibration(np.full(BUCKETS, 4.0), 4.0 * prior_b)
@@ -406,7 +407,7 @@ class Drafter:
         self._sequences.prompt_s[slot] = prompt
         self._sequences.known_s[slot] = len(prompt_t)
         self._sequences.drafted_s[slot] = 0
-        self._sequences.tally_sk[slot] = 0
+        self._sequences.tally_skd[slot] = 0
         return slot
 
     def _begin(self, prompt: int, prompt_t: Int32s) -> int:
@@ -468,7 +469,7 @@ class Drafter:
         return self._sequences.draft_sd, self._sequences.drafted_s, accepted, verified
 
     def take_tally(self, slot: int) -> NDArray[np.int64]:
-        """A sequence's drafted and accepted tokens since the last call, or since it began."""
-        tally: NDArray[np.int64] = self._sequences.tally_sk[slot].copy()
-        self._sequences.tally_sk[slot] = 0
+        """A sequence's drafted and accepted tokens by position in a draft, since the last call or since it began; shape [2, d]."""
+        tally: NDArray[np.int64] = self._sequences.tally_skd[slot].copy()
+        self._sequences.tally_skd[slot] = 0
         return tally

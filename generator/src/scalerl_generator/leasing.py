@@ -320,6 +320,7 @@ class Leasing:
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
         self._registration.generated_tokens += sum(lengths)
+        self._registration.generated_leases.add(held.lease.lease_id)
         self._occupancy.observe(lengths)
         self._metrics.occupancy.set(self._occupancy.fraction)
         self._wake.set()
@@ -350,6 +351,8 @@ class Leasing:
             self._abandon([h for h in held if h.member_id != member_id], "a weight update failed")
 
     def _abandon(self, held: list[_HeldLease], reason: str) -> None:
+        # What is done is delivered, or released.
+        held = [h for h in held if h.task is None or not h.task.done()]
         for h in held:
             self._held.pop(h.lease.lease_id, None)
             if h.task is not None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from scalerl_api.wire import Lease, PastResponse, PromptQuery, Split, prompt_digest
+from scalerl_api.wire import Lease, PastResponse, Split, prompt_digest
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
-from scalerl_generator.draft_protocol import DraftReport, PastResponses
+from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
@@ -74,10 +74,9 @@ class PastResponseFeed:
                 )
 
     async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
-        groups = await self._coordinator.responses(PromptQuery(lease.prompt, prompt_digest(prompt.wire)))
+        past = await self._coordinator.responses(lease.prompt, prompt_digest(prompt.wire))
         self._follow_restart()
-        newest = groups[0] if groups else []
-        missing = [one for one in newest if _identity(prompt, one.token_ids) not in self._remembered]
+        missing = [one for one in past if _identity(prompt, one.token_ids) not in self._remembered]
         for batch in _batches(missing):
             await self._server.remember(
                 PastResponses(prompt.key, prompt.wire, [one.token_ids for one in batch])
@@ -86,10 +85,8 @@ class PastResponseFeed:
                 self._add(prompt, one.token_ids)
             self._metrics.past_responses.inc(len(batch))
 
-    async def sampled(
-        self, prompt: EncodedPrompt, completions: Iterable[Sampled]
-    ) -> tuple[int | None, int | None]:
-        """The server sampled these completions, and remembers them. Returns their drafted and accepted tokens, if it says."""
+    async def sampled(self, prompt: EncodedPrompt, completions: Iterable[Sampled]) -> DraftTally | None:
+        """The server sampled these completions, and remembers them. Returns their drafts, if it says."""
         self._follow_restart()
         for completion in completions:
             self._add(prompt, completion.token_ids.astype("<i4").tobytes())
@@ -97,7 +94,7 @@ class PastResponseFeed:
             async with asyncio.timeout(_SECONDS):
                 return await self._server.take_draft_tally(prompt.key)
         except (TimeoutError, VllmError):
-            return None, None
+            return None
 
     async def report(self) -> None:
         """Keep the metrics of drafts up to date, until cancelled."""

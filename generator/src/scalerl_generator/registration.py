@@ -161,6 +161,8 @@ class Registration:
         """Tokens generated since the process began; :class:`~.leasing.Leasing` adds to it."""
         self.held_leases: set[str] = set()
         """Leases from their arrival until their push is answered, or they are released."""
+        self.generated_leases: set[str] = set()
+        """Those whose completions are sampled; :class:`~.leasing.Leasing` adds to it."""
         self._progress: dict[str, int] = {}
 
     async def member(self) -> str:
@@ -247,6 +249,7 @@ class Registration:
 
     def _heartbeat(self, member_id: str, healthy: bool) -> Heartbeat:
         self._progress = {i: n for i, n in self._progress.items() if i in self.held_leases}
+        self.generated_leases &= self.held_leases
         return Heartbeat(
             member_id=member_id,
             weight_version=self._state.version if healthy else NO_WEIGHTS,
@@ -254,6 +257,7 @@ class Registration:
             busy_seconds=self._busy.seconds - self._busy_before,
             generated_tokens=self.generated_tokens - self._tokens_before,
             held_leases=sorted(self.held_leases),
+            generated_leases=sorted(self.generated_leases),
             teacher_problem=self._teacher_problem(),
             progress=self._progress,
         )

@@ -19,6 +19,7 @@ import numpy as np
 
 from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, Verdicts, VersionSpan
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
+from scalerl_generator.draft_protocol import DraftTally
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
@@ -207,7 +208,7 @@ class RolloutGenerator:
         lease = generated.lease
         asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
         try:  # while the teacher is asked, which may be away
-            verdicts, (drafted, accepted) = await asyncio.gather(
+            verdicts, drafts = await asyncio.gather(
                 self._verdicts(generated, on_graded), self._draft_tally(generated)
             )
             teacher_logprobs = await asked
@@ -233,13 +234,13 @@ class RolloutGenerator:
             completions=completions,
             verdicts=verdicts,
             generation_seconds=generated.seconds,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
+            drafted_tokens=drafts and drafts[0],
+            accepted_tokens=drafts and drafts[1],
         )
 
-    async def _draft_tally(self, generated: Generated) -> tuple[int | None, int | None]:
+    async def _draft_tally(self, generated: Generated) -> DraftTally | None:
         if self._past_responses is None or generated.lease.split is not Split.TRAIN:
-            return None, None
+            return None
         return await self._past_responses.sampled(generated.encoded, generated.completions)
 
     async def _teacher_logprobs(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
-from scalerl_generator.draft_protocol import DraftReport, PastResponses, request_id
+from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
     Part,
@@ -258,8 +258,8 @@ class VllmClient:
         body = {"method": "scalerl_remember", "args": [encoded]}
         await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS)
 
-    async def take_draft_tally(self, prompt_key: str) -> tuple[int, int]:
-        """Drafted and accepted tokens for a prompt's requests since the last call."""
+    async def take_draft_tally(self, prompt_key: str) -> DraftTally:
+        """Of a prompt's requests since the last call."""
         body = {"method": "scalerl_take_draft_tally", "args": [prompt_key]}
         return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
 

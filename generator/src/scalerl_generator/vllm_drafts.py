@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_generator.draft_protocol import MEMORY_TOKENS, DraftReport, PastResponses, prompt_key_of
+from scalerl_generator.draft_protocol import (
+    MEMORY_TOKENS,
+    DraftReport,
+    DraftTally,
+    PastResponses,
+    prompt_key_of,
+)
 from scalerl_generator.draft_threshold import DraftThreshold
 from scalerl_generator.drafter import Drafter
 
@@ -40,7 +46,7 @@ class HistoryProposer:
         self._slots: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
         self._tallies: dict[str, NDArray[np.int64]] = {}
-        """By prompt: drafted and accepted tokens of sequences that ended."""
+        """By prompt: of sequences that ended, as :meth:`Drafter.take_tally`."""
         self._ended_at: float | None = None
         self.report = DraftReport()
 
@@ -129,13 +135,13 @@ class HistoryProposer:
         report.draft_seconds += self._ended_at - started
         return drafts
 
-    def take_tally(self, prompt_key: str) -> tuple[int, int]:
-        """Drafted and accepted tokens for a prompt's requests since the last call, also of requests that were given up."""
-        tally = self._tallies.pop(prompt_key, np.zeros(2, np.int64))
+    def take_tally(self, prompt_key: str) -> DraftTally:
+        """Of a prompt's requests since the last call, also of requests that were given up."""
+        tally = self._tallies.pop(prompt_key, np.zeros((2, self._max_draft), np.int64))
         for request, slot in self._slots.items():
             if self._drafter is not None and prompt_key_of(request) == prompt_key:
                 tally = tally + self._drafter.take_tally(slot)
-        return int(tally[0]), int(tally[1])
+        return tally[0].tolist(), tally[1].tolist()
 
     def _end(self, drafter: Drafter, request: str) -> None:
         slot, key = self._slots.pop(request), prompt_key_of(request)

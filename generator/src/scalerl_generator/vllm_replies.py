@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_generator.draft_protocol import DraftReport
+from scalerl_generator.draft_protocol import DraftReport, DraftTally
 
 UNVERSIONED = -1
 """Version of the weights a server starts with, before the first update."""
@@ -180,7 +180,7 @@ class CachePressure:
 
 
 class _TallyReply(msgspec.Struct):
-    results: list[tuple[int, int]]
+    results: list[DraftTally]
 
 
 class _ErrorDetail(msgspec.Struct):
@@ -327,8 +327,8 @@ def read_cache_pressure(content: bytes) -> CachePressure:
         raise BadReply(f"vLLM's metrics lack or garble {error}: was it started with --stats?") from error
 
 
-def read_draft_tally(content: bytes) -> tuple[int, int]:
-    """Drafted and accepted tokens of the worker that drafts.
+def read_draft_tally(content: bytes) -> DraftTally:
+    """Of the worker that drafts.
 
     Raises:
         BadReply

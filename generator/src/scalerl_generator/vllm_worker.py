@@ -39,7 +39,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.draft_protocol import DraftTally, PastResponses
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
@@ -365,9 +365,9 @@ class WorkerExtension:
         past = msgspec.msgpack.decode(base64.b64decode(encoded), type=PastResponses)
         self._proposer.remember(past)
 
-    def scalerl_take_draft_tally(self, prompt_key: str) -> list[int]:
-        """Drafted and accepted tokens for a prompt's requests since the last call."""
-        return list(self._proposer.take_tally(prompt_key))
+    def scalerl_take_draft_tally(self, prompt_key: str) -> DraftTally:
+        """Of a prompt's requests since the last call."""
+        return self._proposer.take_tally(prompt_key)
 
     def scalerl_draft_report(self) -> dict[str, Any]:
         """:class:`~.draft_protocol.DraftReport` since the server's start, as a dict."""

@@ -21,7 +21,7 @@ from scalerl_operator.workloads import Container, Lifetime, Plan, Role, Workload
 QUICK = RestartPolicy(first_delay_seconds=0.05, max_delay_seconds=0.2, max_failed_starts=3, max_restarts=4)
 
 STUBBORN_FAMILY = """
-    # A child with a daemon grandchild (own session, parent gone) and a plain one; nobody minds SIGTERM.
+    # A child with a daemon grandchild (own session, parent gone) and a plain one; all ignore SIGTERM.
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -80,7 +80,7 @@ async def always(lifetime: Lifetime) -> bool:
 
 
 async def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait for what other processes do: only looking again can tell."""
+    """Wait for what other processes do: only another read shows it."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

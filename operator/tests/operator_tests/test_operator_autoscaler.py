@@ -38,7 +38,7 @@ async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_w
         assert await watched.step(curve) is None  # nothing new
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 120) == 0
-        # A new evaluation, and nobody to ask: the stop is not given again, and comes back with the sidecar.
+        # A new evaluation, and no sidecar: the stop is not given again, and comes back with the sidecar.
         longer = evaluations([p.reward for p in curve] + [0.61])
         no_stop(await watched.must(longer), State.INSUFFICIENT, "after 2 attempts")
     finally:
@@ -113,7 +113,7 @@ async def test_load_is_read_once_per_cooldown(tmp_path: Path, url: str) -> None:
 async def test_steps_longer_than_a_cooldown_are_waited_for(
     tmp_path: Path, url: str, step_seconds: int, grows_at: int
 ) -> None:
-    """Balance takes three steps to tell, and the window stays open until it has them."""
+    """Balance needs three steps, and the window stays open until it has them."""
     watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 20})
     taken: list[tuple[int, int | None]] = []
     for second in range(0, 200, 5):
@@ -144,9 +144,9 @@ async def test_what_is_outside_its_limits_waits_for_no_step(tmp_path: Path, url:
 
 
 async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
-    """With nobody to ask, the trainer is fed all the same; and what went well there asks no question less."""
-    nobody = f"http://127.0.0.1:{unused_port()}"
-    watched = Watched(tmp_path / "d", nobody, {"generators": {"max": 4}, "cooldownSeconds": 60})
+    """Without a sidecar, the trainer is fed all the same; and what went well there asks no question less."""
+    absent = f"http://127.0.0.1:{unused_port()}"
+    watched = Watched(tmp_path / "d", absent, {"generators": {"max": 4}, "cooldownSeconds": 60})
     generators, taken = Generators(wanted=1, ready=1), []
     for second in range(0, 200, 5):
         watched.clock.monotonic = second

@@ -149,8 +149,8 @@ async def test_mixed_and_non_finite_points_are_excluded(tmp_path: Path, url: str
 
 async def test_a_reward_that_is_no_number_is_an_alarm(tmp_path: Path, url: str) -> None:
     watched, curve = Watched(tmp_path / "d", url), flat_curve()
-    spoiled = [*curve[:40], replace(curve[40], reward=float("nan"))]
-    no_stop(await watched.must(spoiled), State.BROKEN, "not a finite number")
+    damaged = [*curve[:40], replace(curve[40], reward=float("nan"))]
+    no_stop(await watched.must(damaged), State.BROKEN, "not a finite number")
     no_stop(
         await watched.must([*curve[:40], replace(curve[40], truncated_fraction=float("inf"))]),
         State.BROKEN,

@@ -41,7 +41,7 @@ class Coordinator:
         self.address = next(_addresses)
         self.asked: list[Any] = []
         """The connections by which it was asked."""
-        self.told: list[str] = []
+        self.stop_reasons: list[str] = []
         self.answers, self.refuses = True, ""
         self.reason = ""
         self.slow: asyncio.Event | None = None
@@ -63,7 +63,7 @@ class Coordinator:
             return web.Response(body=msgspec.msgpack.encode(said))
 
         async def request_stop(request: web.Request) -> web.Response:
-            self.told.append(msgspec.msgpack.decode(await request.read(), type=Stop).reason)
+            self.stop_reasons.append(msgspec.msgpack.decode(await request.read(), type=Stop).reason)
             return web.Response(body=msgspec.msgpack.encode(Ack()))
 
         app = web.Application()
@@ -163,7 +163,7 @@ async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it
         assert (await coordinator_report(ours, RUN, [one], token, 2)).status is not None
         assert (len(first.asked), len(set(first.asked))) == (2, 1), "by one connection"
         assert await ours.request_stop(RUN, "interrupted")
-        assert (len(first.asked), first.told) == (3, ["interrupted"]), "what it said before is past"
+        assert (len(first.asked), first.stop_reasons) == (3, ["interrupted"]), "what it said before is past"
         pods = [a_pod(first.address, ready=False), two]
         assert (await coordinator_report(ours, RUN, pods, token, 2)).status is not None
         assert (len(first.asked), len(second.asked)) == (3, 1)
@@ -226,7 +226,7 @@ async def test_non_leader_may_read_and_reports_nothing() -> None:
         assert (await coordinator_report(ours, RUN, [pod], Tokens(), 1)).status is not None
         with pytest.raises(Fenced, match="send a stop request to the coordinator of run ns/u"):
             await ours.request_stop(RUN, "interrupted")
-        assert there.told == []
+        assert there.stop_reasons == []
 
 
 async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytest.LogCaptureFixture) -> None:

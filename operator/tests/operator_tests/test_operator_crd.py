@@ -210,7 +210,11 @@ def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
             f".spec.task.mix[].{name}"
             for name in ("reasoningGym", "jsonl", "opGraph", "weight", "prompt", "heldOut")
         ),
-        *(".spec.evaluation.sets", ".spec.evaluation.sets[].task.verifier.name"),
+        *(f".spec.evaluation.sets{name}" for name in ("", "[].task", "[].heldOutOf")),
+        *(
+            f".spec.evaluation.sets[].task.{name}"
+            for name in ("reasoningGym", "jsonl", "opGraph", "verifier.name", "prompt", "size", "seed")
+        ),
         *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode")),
     }
 

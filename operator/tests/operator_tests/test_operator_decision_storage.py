@@ -112,15 +112,15 @@ async def test_garbage_in_the_middle_is_left_alone_and_named() -> None:
         await write(record, count)
     good = service.content()
     lines = good.splitlines(keepends=True)
-    for spoiled in (
+    for damaged in (
         b"".join([*lines[:2], b"{\n", *lines[3:]]),
         b"".join([*lines[:2], *lines[3:]]),
         b"".join([*lines[:2], lines[3], *lines[3:]]),
     ):
-        service.path.write_bytes(spoiled)
+        service.path.write_bytes(damaged)
         with pytest.raises(RecordError, match=r"decisions.jsonl: line 3: .*; repair it, or move it away"):
             await opened(service)
-        assert service.content() == spoiled
+        assert service.content() == damaged
     service.path.write_bytes(good)
     assert (await opened(service)).known == record.known
     service.path.unlink()

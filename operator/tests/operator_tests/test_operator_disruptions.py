@@ -1,4 +1,4 @@
-"""A node's trouble is no failure of the run: told from the run's own by what the cluster says, and never the end of it."""
+"""A node's failure is no failure of the run: the cluster's objects distinguish the two, and the run continues."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edited_fields import Edited, edits, mix_edits
+from edited_fields import Edited, edits, entry_edits
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import spec_hash
@@ -13,8 +13,8 @@ from scalerl_operator.workloads import Role
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 
 
-TAKEN = [*edits(refused=False), *mix_edits(refused=False)]
-REFUSED = [*edits(refused=True), *mix_edits(refused=True)]
+TAKEN = [*edits(refused=False), *entry_edits(refused=False)]
+REFUSED = [*edits(refused=True), *entry_edits(refused=True)]
 
 
 def forbidden(edited: Edited) -> list[str]:

@@ -29,7 +29,7 @@ class Observer:
 
 
 class Faulty:
-    """An API server that gives the answers it was told to, in turn; the last one for ever."""
+    """An API server that gives its list of answers in turn; the last one for ever."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []

@@ -30,7 +30,7 @@ def given_up() -> dict[str, Any]:
 
 @dataclass
 class Leases:
-    """One Lease with the API server's optimistic locking, slow, failing or away as told."""
+    """One Lease with the API server's optimistic locking, slow, failing or away as the test sets it."""
 
     latency: Callable[[], tuple[float, float]] = lambda: (0.005, 0.005)
     """Seconds before the request takes effect, and from there to its answer."""
@@ -74,7 +74,7 @@ class Leases:
         result = effect()
         await asyncio.sleep(after)
         if self.failing():
-            raise errors.Unreachable("connection reset")  # it took effect, and nobody knows
+            raise errors.Unreachable("connection reset")  # it took effect, and the caller does not know
         return result
 
 
@@ -92,7 +92,7 @@ class Replica:
         self.task = asyncio.create_task(self.leader.run())
 
     async def kill(self) -> None:
-        """As kill -9: nothing is told to anybody."""
+        """As kill -9: nothing is released or reported."""
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task

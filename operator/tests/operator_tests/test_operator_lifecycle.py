@@ -113,7 +113,7 @@ def test_budget_end_is_requested_and_completed() -> None:
 
 
 def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:
-    """All ranks were told to leave, as at a node drain: exit 0, but the run is not over."""
+    """All ranks were terminated, as at a node drain: exit 0, but the run is not over."""
     left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
     silent = decide(SPEC, replace(left, status=None), FIRST)
     assert (silent.trainer, silent.memory) == (1, FIRST)
@@ -258,15 +258,15 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
         1,
         1,
     )
-    told = replace(
+    requested = replace(
         seen,
         status=reported(CoordinatorPhase.FINISHING, INTERRUPTED),
         unix_seconds=110.0,
     )
-    decision = decide(SPEC, told, decision.memory)
+    decision = decide(SPEC, requested, decision.memory)
     assert (decision.request_stop, decision.memory.drain_since) == (None, 100.0)
     left = replace(
-        told,
+        requested,
         status=reported(CoordinatorPhase.FINISHED, INTERRUPTED),
         trainer=Job(JobState.COMPLETE, 1),
     )
@@ -353,8 +353,8 @@ def test_forecast_stop_suspends_until_resumed() -> None:
         "what is held can be resumed"
     )
     # Another leader knows nothing of the decision, and holds on to it all the same.
-    told = replace(RUNNING, status=reported(CoordinatorPhase.FINISHING, FORECAST))
-    assert decide(SPEC, told, FIRST).request_stop is None
+    requested = replace(RUNNING, status=reported(CoordinatorPhase.FINISHING, FORECAST))
+    assert decide(SPEC, requested, FIRST).request_stop is None
     over = replace(
         RUNNING,
         status=reported(CoordinatorPhase.FINISHED, FORECAST),
@@ -428,7 +428,7 @@ def days(draw: st.DrawFn) -> list[str]:
                     "forecast",
                     "forget",
                     "hold",
-                    "let in",
+                    "admit",
                 ]
             ),
             max_size=60,
@@ -441,16 +441,16 @@ def works(job: Job) -> bool:
 
 
 @settings(max_examples=300 if os.environ.get("FULL") else 100, deadline=None)
-@example(["look", "let in", "pods", "look", "let in", "fail"], True)
-@example(["look", "let in", "pods", "look", "let in", "leave"], True)
-@example(["look", "let in", "pods", "look", "suspend", "look", "look", "suspend", "look"], True)
+@example(["look", "admit", "pods", "look", "admit", "fail"], True)
+@example(["look", "admit", "pods", "look", "admit", "leave"], True)
+@example(["look", "admit", "pods", "look", "suspend", "look", "look", "suspend", "look"], True)
 @given(days(), st.booleans())
 def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) -> None:
     """The world moves at random; then it is left in peace, and the run has to come to its end."""
     memory, stored, serving = Memory(), Memory(), False
     trainer, prepare, now = Job(), Job(), 0.0
     word, reason, answers, suspend, forecast = CoordinatorPhase.WAITING, "", True, False, ""
-    peace = [*["look", "tick", "let in", "pods", "look"] * 12, "finish"]
+    peace = [*["look", "tick", "admit", "pods", "look"] * 12, "finish"]
     calm = ["resume", *peace * 12]
     for event in day + calm:
         match event:
@@ -468,7 +468,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                     )
             case "hold" if queued and works(trainer):
                 trainer = replace(trainer, held=True)
-            case "let in":
+            case "admit":
                 trainer, prepare = replace(trainer, held=False), replace(prepare, held=False)
             case "fail" if works(trainer):
                 trainer = replace(trainer, state=JobState.FAILED, ends=(Ended(137),))
@@ -488,7 +488,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                 memory = stored
             case "look":
                 stored = memory
-                heard_now = reported(word, reason, 1.0) if answers and serving else None
+                status_now = reported(word, reason, 1.0) if answers and serving else None
                 decision = decide(
                     spec(trainer={"maxRestarts": 1000}),
                     LifecycleInput(
@@ -498,7 +498,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                         serving=serving,
                         prepare=prepare,
                         trainer=trainer,
-                        status=heard_now,
+                        status=status_now,
                         stop=forecast,
                     ),
                     memory,

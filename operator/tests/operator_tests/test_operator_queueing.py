@@ -128,7 +128,7 @@ def test_one_that_is_deleted_while_it_is_put_back_saves_first(ending: bool, rele
 
 
 def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> RunObservation:
-    """A trainer's Job that has been put back, or let in again, and one pod of it that is told to end, or not yet."""
+    """A trainer's Job that has been requeued, or admitted again, and one pod of it that is terminating, or not yet."""
     labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
     put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
     job: dict[str, Any] = {
@@ -147,7 +147,7 @@ def test_requeued_job_and_its_ending_pods_are_observed() -> None:
     trainer = seen(suspend=True).trainer
     assert (trainer.held, trainer.ending) == (True, True)
     assert not seen(suspend=True, over=True).trainer.ending
-    assert seen(suspend=True, leaving=False).trainer.ending, "the Job's controller is yet to tell them"
+    assert seen(suspend=True, leaving=False).trainer.ending, "the Job's controller has not deleted them yet"
     assert not seen(suspend=False, leaving=False).trainer.ending
     assert not seen(suspend=False).trainer.held
 

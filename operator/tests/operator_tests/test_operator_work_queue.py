@@ -26,7 +26,7 @@ def now() -> float:
 
 @dataclass
 class Work:
-    """A handler that takes time, fails or asks for another look as it is told, and notes its passes."""
+    """A handler that takes time, fails or asks for another pass as the test sets it, and notes its passes."""
 
     seconds: Callable[[], float] = lambda: 0.0
     outcome: Callable[[Key], float | None] = lambda key: None
@@ -304,7 +304,7 @@ def test_drain_lets_passes_finish_begins_none_and_names_those_that_were_late() -
     run(scenario())
 
 
-def test_the_observer_hears_of_every_pass_and_its_result() -> None:
+def test_observer_is_called_with_every_pass_and_its_result() -> None:
     class Observer:
         def __init__(self) -> None:
             self.coordinator_report: list[tuple[str, str]] = []

@@ -60,9 +60,7 @@ from scalerl_api.wire.control import (
 from scalerl_api.wire.prompts import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
 from scalerl_api.wire.responses import (
     MAX_RESPONSES_BYTES,
-    MAX_RESPONSES_PROMPTS,
     PastResponse,
-    PromptQuery,
     Responses,
     ResponsesRequest,
     prompt_digest,
@@ -116,7 +114,6 @@ __all__ = [
     "MAIN_TASK",
     "MASKED",
     "MAX_RESPONSES_BYTES",
-    "MAX_RESPONSES_PROMPTS",
     "MEAN_SET",
     "WIRE_HEADER",
     "WIRE_VERSION",
@@ -152,7 +149,6 @@ __all__ = [
     "Probe",
     "Probed",
     "Problem",
-    "PromptQuery",
     "PromptRef",
     "PublishBegin",
     "PublishCommit",

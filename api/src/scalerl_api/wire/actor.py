@@ -22,14 +22,14 @@ class Register(Struct, frozen=True, kw_only=True):
     task_digest: str
     """Digest of the actor's own training split; the coordinator refuses another one."""
     held_leases: list[str] = []
-    """Leases this actor still works on, when it registers again: they stay its own. Others of its name are given away."""
+    """Leases this actor still works on, when it registers again: they stay its own. Others of its name are reassigned."""
 
 
 class Registered(Struct, frozen=True, kw_only=True):
     member_id: str
     """Names this incarnation; every later call carries it."""
     heartbeat_seconds: float
-    """Send a heartbeat this often; after four missed ones the member's leases are given away."""
+    """Send a heartbeat this often; after four missed ones the member's leases are reassigned."""
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
@@ -39,12 +39,14 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     weight_version: int
     """Version the server holds; -1 before the first weights."""
     healthy: bool
-    """The vLLM server answers. An unhealthy member is not published to and its leases are given away."""
+    """The vLLM server answers. An unhealthy member is not published to and its leases are reassigned."""
     busy_seconds: float
     generated_tokens: int
     held_leases: list[str] | None = None
     """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
-    them are given away: their answer never arrived. None says nothing."""
+    them are reassigned: their answer never arrived. None says nothing."""
+    generated_leases: list[str] = []
+    """Those of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
     teacher_problem: str = ""
     """Why the member's groups wait for the teacher of ``recipe.distillation``; empty while they do not."""
     progress: dict[str, int] = {}
@@ -163,9 +165,9 @@ class Group(Struct, frozen=True, kw_only=True):
     completions: list[Completion]
     verdicts: Verdicts
     generation_seconds: float
-    drafted_tokens: int | None = None
-    """Tokens that the server verified instead of sampling one by one; None without speculative decoding."""
-    accepted_tokens: int | None = None
+    drafted_tokens: list[int] | None = None
+    """Tokens that the server verified instead of sampling one by one, by position in their draft; None without speculative decoding."""
+    accepted_tokens: list[int] | None = None
     """Those of them that the policy sampled too."""
 
     @property
@@ -185,7 +187,7 @@ class PushResult(enum.StrEnum):
     DUPLICATE = "duplicate"
     """Accepted before; nothing changed."""
     LATE = "late"
-    """The lease had expired and the work was given away; dropped and counted."""
+    """The lease had expired and the work was reassigned; dropped and counted."""
     STALE = "stale"
     """A token older than recipe.offPolicy allows at its step; dropped and counted, the slot is issued again."""
     INVALID = "invalid"

@@ -51,7 +51,7 @@ class Next(Struct, frozen=True, kw_only=True):
     measured: bool = False
     """The version that the trainer holds has an evaluation, or will have: its model is worth keeping."""
     points: int | None = None
-    """How many evaluations the status has; None from a coordinator that does not tell."""
+    """How many evaluations the status has; None from a coordinator that does not report it."""
 
 
 class ShardRequest(Struct, frozen=True, kw_only=True):

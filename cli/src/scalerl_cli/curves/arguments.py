@@ -126,10 +126,10 @@ def _add_plan(commands: Commands) -> None:
         metavar="DEVICE_HOURS",
         help="additional device-hours",
     )
-    plan.add_argument("--price", type=_not_negative, metavar="P", help="price of a device-hour")
+    plan.add_argument("--price", type=not_negative, metavar="P", help="price of a device-hour")
     plan.add_argument(
         "--value-per-point",
-        type=_not_negative,
+        type=not_negative,
         metavar="V",
         help="value of one point of reward (.01, or a hundredth of --scale), in the currency of --price",
     )
@@ -218,7 +218,8 @@ def _positive(text: str) -> float:
     return value
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
+    """The type of an argument that is a finite number from 0 on."""
     value = _number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")

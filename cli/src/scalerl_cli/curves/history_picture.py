@@ -1,17 +1,20 @@
-"""The picture of epochs in ``scalerl report``: what recurs, and how the prompts' lengths change."""
+"""The picture of epochs in ``scalerl report``: what recurs, how the prompts' lengths change, and which drafts are accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from scalerl_api.curve import label_order
 from scalerl_cli.curves import plotting
 from scalerl_cli.curves.history_report import MOVED, EpochRow
 from scalerl_cli.curves.recipes_picture import COLOURS, MARKERS
 
 
 def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
-    """Draw shares on the left and mean lengths on the right, by epoch, into ``path``.
+    """Draw shares and mean lengths by epoch, and by difficulty and position in a draft where these are known, into ``path``.
 
     Raises:
         CurveProblem: it cannot be written, or matplotlib is not installed.
@@ -21,9 +24,13 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
+        every, rows = rows, [row for row in rows if not row.difficulty]
         names = list(dict.fromkeys(row.run for row in rows))
-        figure = Figure(figsize=(10.4, 3.8 + 0.33 * len(names)), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        lines = 1 + any(row.difficulty or row.accepted_at for row in every)
+        figure = Figure(figsize=(10.4, 3.8 * lines + 0.33 * len(names)), layout="constrained")
+        (left, right), *below = figure.subplots(lines, 2, squeeze=False)
+        for by_position, by_difficulty in below:
+            _draw_parts(by_position, by_difficulty, every, names)
         for i, name in enumerate(names):
             own = [row for row in rows if row.run == name]
             epochs = [row.epoch for row in own]
@@ -49,6 +56,43 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
         right.set_ylim(0, 1.08 * max(row.mean_tokens for row in rows))
         for axes in (left, right):
             axes.set_xlabel("epoch")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         plotting.legend(figure, left)
         plotting.save(figure, path)
+
+
+def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str]) -> None:
+    """Acceptance by position, and shares by difficulty; a line an epoch, the later the darker."""
+    last = max(row.epoch for row in rows)
+    # In order even where the first epoch lacks some.
+    values = sorted({row.difficulty for row in rows if row.difficulty}, key=partial(label_order, ""))
+    for name, epoch in dict.fromkeys((row.run, row.epoch) for row in rows):
+        every, *parts = [row for row in rows if (row.run, row.epoch) == (name, epoch)]
+        look = {
+            "color": COLOURS[names.index(name) % len(COLOURS)],
+            "alpha": 0.3 + 0.7 * (epoch - 1) / (last - 1),
+            "marker": "o",
+            "ms": 3.5,
+            "lw": 1.4,
+        }
+        if every.accepted_at:
+            left.plot(range(1, 1 + len(every.accepted_at)), every.accepted_at, **look)
+        for line, of in (("-", [row.reuse for row in parts]), ("--", [row.accepted for row in parts])):
+            measured = [
+                (values.index(row.difficulty), y) for row, y in zip(parts, of, strict=True) if y is not None
+            ]
+            if measured:
+                right.plot(*zip(*measured, strict=True), **look, ls=line)
+    left.set(
+        xlabel="position in the draft (later epochs darker)",
+        ylabel="drafts accepted up to there",
+        ylim=(-0.03, 1.03),
+    )
+    right.set_xticks(range(len(values)), values, rotation=45, ha="right")
+    right.set(
+        xlabel="difficulty of the prompts (later epochs darker)",
+        ylabel="reused, accepted (dashed)",
+        ylim=(-0.03, 1.03),
+    )
+    for axes in (left, right):
+        axes.set_visible(axes.has_data())

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,22 +21,27 @@ from scalerl_api.paths import RunPaths
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
 
+POSITIONS: Final = (1, 2, 4, 8, 16, 32, 64)
+"""In a draft, of which the table has the acceptance."""
 MOVED: Final = 0.1
 """Of the ranks: RhymeRL calls a larger change of rank material."""
 
 
 @dataclass(frozen=True)
 class EpochRow:
-    """The prompts of a run that were sampled for the n-th time, n from 2 on.
+    """The prompts of a run that were sampled for the n-th time, n from 2 on; with a difficulty, those of one value of it.
 
     reuse: share of the tokens in a run of eight or more that also occurs in a response of the epoch before; None where none
         was compared. mean_tokens, previous_tokens: per response. rank_correlation: of the prompts' mean lengths in the two
         epochs (Spearman); None where all are equal. moved: share of the prompts whose rank by length changed by more than
-        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where generators reported none.
+        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where none were drafted. tokens_a_verification: tokens
+        that a decoding step yields of a response, and drafted_a_verification: those that are drafted for it, in the groups of
+        which generators reported drafts; None without any. by_position: in a draft.
     """
 
     run: str
     epoch: int
+    difficulty: str
     prompts: int
     reuse: float | None
     mean_tokens: float
@@ -43,19 +49,46 @@ class EpochRow:
     rank_correlation: float | None
     moved: float
     accepted: float | None
+    tokens_a_verification: float | None
+    drafted_a_verification: float | None
+    drafted_by_position: tuple[int, ...]
+    accepted_by_position: tuple[int, ...]
+
+    @property
+    def accepted_at(self) -> list[float]:
+        """Share of the tokens at each position that were accepted, and all before them."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted for accepted, drafted in pairs if drafted]
 
 
 def epoch_rows(runs: Sequence[tuple[str, Path]]) -> list[EpochRow]:
-    """The rows of each run with a history, by run and epoch.
+    """The rows of each run with a history, by run and epoch; after that of all prompts, those of each difficulty, if there are two.
 
     Raises:
         CurveProblem: a ``history.jsonl`` is not readable.
     """
-    return [
-        _row(name, visit + 1, lines)
-        for name, directory in runs
-        for visit, lines in sorted(_by_visit(RunPaths(directory).history_lines).items())
-    ]
+    rows = []
+    for name, directory in runs:
+        by_visit = _by_visit(RunPaths(directory).history_lines)
+        value_of = _difficulties([line for lines in by_visit.values() for line in lines])
+        for visit, lines in sorted(by_visit.items()):
+            rows.append(_row(name, visit + 1, "", lines))
+            parts: dict[str, list[HistoryLine]] = {value: [] for value in value_of.values()}
+            for line in lines:
+                if line.difficulty is not None:
+                    parts[value_of[line.difficulty]].append(line)
+            if len(parts) > 1:
+                rows += [_row(name, visit + 1, value, own) for value, own in parts.items() if own]
+    return rows
+
+
+def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
+    """What each difficulty is reported as, in order: many of them as ranges, like labels."""
+    from scalerl_coordinator.evaluation import fold_labels
+
+    known = sorted(line.difficulty for line in lines if line.difficulty is not None)
+    folded = fold_labels([{"difficulty": f"{one:g}"} for one in known])
+    return {value: one["difficulty"] for value, one in zip(known, folded, strict=True)}
 
 
 def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
@@ -77,15 +110,19 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
     return {visit: list(lines.values()) for visit, lines in found.items()}
 
 
-def _row(run: str, epoch: int, lines: list[HistoryLine]) -> EpochRow:
+def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> EpochRow:
     compared = sum(line.compared_tokens for line in lines)
-    drafted = sum(line.drafted_tokens or 0 for line in lines)
+    drafts = [line for line in lines if line.drafted_tokens is not None]
+    drafted = sum(line.drafted_tokens or 0 for line in drafts)
+    accepted = sum(line.accepted_tokens or 0 for line in lines)
+    steps = sum(line.tokens for line in drafts) - accepted
     new = _ranks([line.tokens / line.responses for line in lines])
     old = _ranks([line.previous_tokens / line.previous_responses for line in lines])
     varies = new.std() > 0 and old.std() > 0
     return EpochRow(
         run=run,
         epoch=epoch,
+        difficulty=difficulty,
         prompts=len(lines),
         reuse=sum(line.reused_tokens for line in lines) / compared if compared else None,
         mean_tokens=sum(line.tokens for line in lines) / sum(line.responses for line in lines),
@@ -93,8 +130,16 @@ def _row(run: str, epoch: int, lines: list[HistoryLine]) -> EpochRow:
         / sum(line.previous_responses for line in lines),
         rank_correlation=float(np.corrcoef(new, old)[0, 1]) if varies else None,
         moved=float(np.mean(np.abs(new - old) > MOVED * len(lines))),
-        accepted=sum(line.accepted_tokens or 0 for line in lines) / drafted if drafted else None,
+        accepted=accepted / drafted if drafted else None,
+        tokens_a_verification=(steps + accepted) / steps if steps > 0 else None,
+        drafted_a_verification=drafted / steps if steps > 0 else None,
+        drafted_by_position=_sums(line.drafted_by_position for line in lines),
+        accepted_by_position=_sums(line.accepted_by_position for line in lines),
     )
+
+
+def _sums(columns: Iterable[list[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
 
 
 def _ranks(values: list[float]) -> np.ndarray:
@@ -107,23 +152,38 @@ def _ranks(values: list[float]) -> np.ndarray:
 
 def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
     """The header and a line a row; the run, and what was not measured, are left out."""
-    runs, drafts = len({row.run for row in rows}) > 1, any(row.accepted is not None for row in rows)
-    head = [*(["run"] if runs else []), "epoch", "prompts", "tokens reused", "mean length", "before"]
-    head += ["rank correlation", f"moved > {MOVED:.0%}", *(["drafts accepted"] if drafts else [])]
+    runs = len({row.run for row in rows}) > 1
+    drafts = any(row.tokens_a_verification is not None for row in rows)
+    values = any(row.difficulty for row in rows)
+    positions = [at for at in POSITIONS if any(len(row.accepted_at) >= at for row in rows)]
+    head = [*(["run"] if runs else []), "epoch", *(["difficulty"] if values else [])]
+    head += ["prompts", "tokens reused", "mean length", "before", "rank correlation", f"moved > {MOVED:.0%}"]
+    head += ["tokens a verification", "drafted a verification", "drafts accepted"] if drafts else []
+    head += [f"at {at}" for at in positions]
     return [
         head,
         *(
             [
                 *([row.run] if runs else []),
-                *(str(row.epoch), str(row.prompts), _percent(row.reuse)),
+                *(str(row.epoch), *([row.difficulty] if values else [])),
+                *(str(row.prompts), _percent(row.reuse)),
                 *(f"{row.mean_tokens:.1f}", f"{row.previous_tokens:.1f}"),
                 "" if row.rank_correlation is None else formatting.reward(row.rank_correlation, 3),
                 _percent(row.moved),
-                *([_percent(row.accepted)] if drafts else []),
+                *([_decimals(row.tokens_a_verification)] if drafts else []),
+                *([_decimals(row.drafted_a_verification), _percent(row.accepted)] if drafts else []),
+                *(
+                    _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
+                    for at in positions
+                ),
             ]
             for row in rows
         ),
     ]
+
+
+def _decimals(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str:
@@ -131,12 +191,16 @@ def _percent(share: float | None) -> str:
 
 
 def epoch_csv(rows: Sequence[EpochRow]) -> str:
-    """The rows with all digits."""
+    """The rows with all digits; counts by position have spaces between them."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     fields = list(EpochRow.__dataclass_fields__)
     writer.writerow(fields)
-    writer.writerows(
-        ["" if (value := getattr(row, name)) is None else value for name in fields] for row in rows
-    )
+    writer.writerows([_cell(getattr(row, name)) for name in fields] for row in rows)
     return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else value

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from scalerl_cli.curves.arguments import not_negative
+
 POLICIES = {
-    "slotOrder": "the coordinator's default",
+    "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
+    "slotOrder": "to whoever asks first, as earlier releases",
     "roundRobin": "slot order, equally many to all",
-    "leastLoaded": "slot order, to the generator with the fewest groups",
     "oracle": "as byLength, with the lengths known in advance",
     "tailBatching": "RollPacker's rounds; synchronous",
     "april": "APRIL's rounds, which continue partial completions",
@@ -39,20 +41,45 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-staleness-steps", type=int, metavar="K", help="k of PipelineRL-k (default: the trace's scheme)"
     )
     command.add_argument(
+        "--drafts",
+        action="append",
+        type=_drafts,
+        metavar="DRAFTS",
+        help="speculative decoding: none, traced (that of each group in the trace), or TOKENS:DRAFTED of a verification, from the "
+        "second time on that a prompt is sampled; may be repeated (default: traced)",
+    )
+    command.add_argument(
+        "--max-draft-tokens",
+        type=_positive,
+        metavar="N",
+        default=16,
+        help="longest draft, the run's maxDraftTokens (default: 16)",
+    )
+    command.add_argument(
+        "--verify",
+        type=not_negative,
+        nargs=2,
+        metavar=("PER_DRAFT", "FREE"),
+        help="seconds that a drafted token adds to a decoding step, and the tokens, those of running sequences included, up to which "
+        "it adds none, because the step waits for memory (default: fitted to the trace; PER_SEQUENCE and 0 with --decode, or without drafts in the trace)",
+    )
+    command.add_argument(
         "--decode",
-        type=float,
+        type=not_negative,
         nargs=2,
         metavar=("BASE", "PER_SEQUENCE"),
         help="seconds of a decoding step: BASE + PER_SEQUENCE * running sequences (default: fitted to the trace)",
     )
     command.add_argument(
         "--train",
-        type=float,
+        type=not_negative,
         nargs=2,
         metavar=("BASE", "PER_TOKEN"),
         help="seconds of a step of one trainer: BASE + PER_TOKEN * completion tokens (default: fitted)",
     )
-    command.add_argument("--publish", type=float, metavar="SECONDS", help="default: the trace's median")
+    command.add_argument(
+        "--publish", type=not_negative, metavar="SECONDS", help="default: the trace's median"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -60,3 +87,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def _drafts(text: str) -> str | tuple[float, float]:
+    if text in ("none", "traced"):
+        return text
+    try:
+        tokens, drafted = map(float, text.split(":"))
+    except ValueError:
+        tokens, drafted = 0.0, 0.0
+    if not 1 <= tokens < 1 + drafted < 1000:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not none, traced, or TOKENS:DRAFTED of a verification, such as 2.9:7.3, with TOKENS from 1 to 1 + DRAFTED"
+        )
+    return tokens, drafted

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
-from scalerl_cli.simulation.workload import Cluster
+from scalerl_cli.simulation.workload import Cluster, Drafts, Workload
 
 Spans = list[tuple[int, int]]
 """Tokens of a sequence by version: (version, tokens)."""
@@ -25,20 +25,38 @@ class Finished:
 
 
 @dataclass(slots=True)
-class _Generator:
+class _Group:
+    """Running sequences of a group, which advance together."""
+
+    drafts: Drafts
+    versions: list[int]
+    since: list[float] = field(default_factory=lambda: [0.0])
+    """Clock from which on the generator holds each of ``versions``."""
     clock: float = 0.0
-    """Decoding steps so far: a running sequence gets a token in each."""
+    """Tokens so far of a sequence that has run from the beginning."""
+    speed: float = 0.0
+    """Tokens a second of each sequence."""
+    running: list[tuple[float, int, float]] = field(default_factory=list)
+    """Heap of (clock at the end, sequence, clock at the start)."""
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.running[0][0] - self.clock) / self.speed
+
+
+@dataclass(slots=True)
+class _Generator:
     at: float = 0.0
-    """Time of ``clock``."""
-    running: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """Heap of (clock at the end, group, sequence, clock at the start)."""
+    """Time of the groups' clocks."""
+    groups: dict[int, _Group] = field(default_factory=dict)
+    """Those with running sequences."""
+    running: int = 0
+    """Sequences."""
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
     """(group, sequence, tokens); first in, first out."""
     stamp: int = 0
     """Of the only valid event of this generator."""
-    versions: list[int] = field(default_factory=lambda: [0])
-    since: list[float] = field(default_factory=lambda: [0.0])
-    """Clock from which on it holds each of ``versions``."""
+    version: int = 0
     busy_seconds: float = 0.0
     sequence_seconds: float = 0.0
 
@@ -46,8 +64,8 @@ class _Generator:
 class Fleet:
     """All generators. Times that it is given never decrease."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._concurrency, self._speed = cluster.concurrency, cluster.decode
+    def __init__(self, cluster: Cluster, work: Workload) -> None:
+        self._cluster, self._work = cluster, work
         self._generators = [_Generator() for _ in range(cluster.generators)]
         self._events: list[tuple[float, int, int]] = []
         self._paused = False
@@ -72,25 +90,28 @@ class Fleet:
         time, at, _ = self._events[0]
         generator = self._generators[at]
         self._advance(generator, time)
-        end, group, sequence, start = heapq.heappop(generator.running)
-        generator.clock = max(generator.clock, end)
+        number = min(generator.groups, key=lambda number: generator.groups[number].seconds_left)
+        group = generator.groups[number]
+        end, sequence, start = heapq.heappop(group.running)
+        group.clock = max(group.clock, end)
+        generator.running -= 1
+        if not group.running:
+            del generator.groups[number]
         self.tokens += round(end - start)
         self._fill(at)
-        return Finished(time, at, group, sequence, _spans(generator, start, end))
+        return Finished(time, at, number, sequence, _spans(group, start, end))
 
     def abort(self, at: int, group: int, now: float) -> dict[int, Spans]:
         """Stop a group's sequences; returns what each has by then."""
         generator = self._generators[at]
         self._advance(generator, now)
-        stopped = {
-            sequence: _spans(generator, start, min(generator.clock, end))
-            for end, number, sequence, start in generator.running
-            if number == group
-        }
+        stopped: dict[int, Spans] = {}
+        if left := generator.groups.pop(group, None):
+            generator.running -= len(left.running)
+            for end, sequence, start in left.running:
+                stopped[sequence] = _spans(left, start, min(left.clock, end))
         stopped |= {sequence: [] for number, sequence, _ in generator.waiting if number == group}
         self.tokens += sum(tokens for spans in stopped.values() for _, tokens in spans)
-        generator.running = [entry for entry in generator.running if entry[1] != group]
-        heapq.heapify(generator.running)
         generator.waiting = deque(entry for entry in generator.waiting if entry[0] != group)
         self._fill(at)
         return stopped
@@ -106,8 +127,10 @@ class Fleet:
         self._paused = False
         for at, generator in enumerate(self._generators):
             generator.at = now
-            generator.versions.append(version)
-            generator.since.append(generator.clock)
+            generator.version = version
+            for group in generator.groups.values():
+                group.versions.append(version)
+                group.since.append(group.clock)
             self._schedule(at)
 
     def utilisation(self, seconds: float) -> tuple[float, float]:
@@ -118,38 +141,47 @@ class Fleet:
 
     def _fill(self, at: int) -> None:
         generator = self._generators[at]
-        while generator.waiting and len(generator.running) < self._concurrency:
-            group, number, tokens = generator.waiting.popleft()
-            heapq.heappush(generator.running, (generator.clock + tokens, group, number, generator.clock))
+        while generator.waiting and generator.running < self._cluster.concurrency:
+            number, sequence, tokens = generator.waiting.popleft()
+            group = generator.groups.get(number)
+            if group is None:
+                group = _Group(self._work.groups[number].drafts, [generator.version])
+                generator.groups[number] = group
+            heapq.heappush(group.running, (group.clock + tokens, sequence, group.clock))
+            generator.running += 1
         self._schedule(at)
 
     def _schedule(self, at: int) -> None:
         generator = self._generators[at]
         generator.stamp += 1
-        if generator.running:
-            left = max(0.0, generator.running[0][0] - generator.clock)
-            seconds = self._speed.seconds(len(generator.running))
-            heapq.heappush(self._events, (generator.at + left * seconds, at, generator.stamp))
+        if groups := generator.groups.values():
+            batch = [(group.drafts, len(group.running)) for group in groups]
+            seconds, tokens = self._cluster.decode.step(batch, self._cluster.longest_draft)
+            for group, of_one in zip(groups, tokens, strict=True):
+                group.speed = of_one / seconds
+            left = min(group.seconds_left for group in groups)
+            heapq.heappush(self._events, (generator.at + left, at, generator.stamp))
 
     def _advance(self, generator: _Generator, now: float) -> None:
-        running, elapsed = len(generator.running), now - generator.at
-        if running and not self._paused:
-            generator.clock += elapsed / self._speed.seconds(running)
+        elapsed = now - generator.at
+        if generator.running and not self._paused:
+            for group in generator.groups.values():
+                group.clock += elapsed * group.speed
             generator.busy_seconds += elapsed
-            generator.sequence_seconds += elapsed * running
+            generator.sequence_seconds += elapsed * generator.running
         generator.at = now
 
 
-def _spans(generator: _Generator, start: float, end: float) -> Spans:
+def _spans(group: _Group, start: float, end: float) -> Spans:
     """The tokens between two readings of the clock, by the version that sampled them."""
     spans: Spans = []
-    at = bisect_right(generator.since, start) - 1
+    at = bisect_right(group.since, start) - 1
     done, tokens = 0, round(end - start)
     while done < tokens:
-        last = at + 1 == len(generator.since)
-        until = tokens if last else min(tokens, round(generator.since[at + 1] - start))
+        last = at + 1 == len(group.since)
+        until = tokens if last else min(tokens, round(group.since[at + 1] - start))
         if until > done:
-            spans.append((generator.versions[at], until - done))
+            spans.append((group.versions[at], until - done))
             done = until
         at += 1
     return spans

@@ -1,7 +1,7 @@
-"""Published schedules that move groups between steps, so that the coordinator does not run them: rounds of generation, each followed
-by training and a publish.
+"""Schedules that the coordinator does not run.
 
-Both get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
+Two policies in slot order; and published schedules that move groups between steps: rounds of generation, each followed by training and
+a publish. Those get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
 """
 
 from __future__ import annotations
@@ -10,14 +10,31 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from scalerl_cli.simulation.fleet import Fleet, Spans
 from scalerl_cli.simulation.workload import Cluster, Outcome, Workload
+from scalerl_coordinator.scheduling import Assignment, View, spread
 
 TAIL_BATCHING_FACTOR = 1.25
 """η of RollPacker (arXiv 2509.21009 [S]): prompts launched over prompts kept, and responses over responses kept."""
 APRIL_FACTOR = 1.5
 """Prompts issued over prompts trained (arXiv 2509.18521 [S]; the factor [?])."""
+
+
+class SlotOrder:
+    """Whoever asks first gets all that it has room for: the default of earlier releases."""
+
+    def assign(self, view: View) -> Assignment:
+        places = iter(view.places)
+        return {one.name: list(islice(places, one.room)) for one in view.generators}
+
+
+class RoundRobin:
+    """Equally many places to all that ask, whatever they hold."""
+
+    def assign(self, view: View) -> Assignment:
+        return spread(view.places, view, lambda generator: 0.0, lambda place: 1.0)
 
 
 @dataclass(slots=True)
@@ -46,7 +63,7 @@ class _Launch:
 class _Rounds:
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.cluster = work, cluster
-        self.fleet, self.out, self.now = Fleet(cluster), Outcome(), 0.0
+        self.fleet, self.out, self.now = Fleet(cluster, work), Outcome(), 0.0
 
     def generate(self, launches: list[_Launch], complete: int) -> tuple[list[_Launch], list[_Launch]]:
         """Run groups, in their order, until so many are complete: those, and the others as far as they came."""

@@ -35,7 +35,7 @@ class _Run:
     ) -> None:
         self.work, self.cluster, self.policy, self.expected = work, cluster, policy, expected
         self.scheme = scheme
-        self.fleet = Fleet(cluster)
+        self.fleet = Fleet(cluster, work)
         self.out = Outcome()
         self.version, self.published, self.now = 0, 0, 0.0
         self.opened = 0
@@ -96,22 +96,18 @@ class _Run:
                 self.asking[at] = None
         given = True
         while self.open and given:
-            given = False
-            views = {at: self._generator(at) for at in self.asking}
+            generators = [self._generator(at) for at in self.asking]
+            assigned = self.policy.assign(
+                View(list(self.open.values()), generators, self.pace.tokens_per_step)
+            )
+            given = any(assigned.values())
             for at in list(self.asking):
-                if not self.open:
-                    break
-                others = [views[other] for other in self.asking if other != at]
-                view = View(list(self.open.values()), views[at], others, self.pace.tokens_per_step)
-                chosen = self.policy.choose(view)
-                for place in chosen:
+                for place in assigned[str(at)]:
                     self._start(at, place)
-                if chosen:
-                    given = True
+                if assigned[str(at)]:
                     del self.asking[at]
                     if self._room(at) > 0:
                         self.asking[at] = None
-                        views[at] = self._generator(at)
 
     def _start(self, at: int, place: Place) -> None:
         del self.open[place.slot]

@@ -8,15 +8,17 @@ import numpy as np
 from scipy.optimize import nnls
 
 from scalerl_api import trace
-from scalerl_cli.simulation.trace_file import RunTrace
+from scalerl_cli.simulation.trace_file import RunTrace, verification
 from scalerl_cli.simulation.workload import DecodeSpeed
 
 
 def fit_decode(run: RunTrace) -> DecodeSpeed:
-    """Seconds of a decoding step by running sequences, from the groups' durations by least squares; neither part is negative.
+    """Seconds of a decoding step by running sequences and drafted tokens, from the groups' durations by least squares; no part
+    is negative. In a trace without drafts, a drafted token is taken to cost as much as a sequence.
 
-    A group of which the longest completion has n tokens took n decoding steps. How many sequences ran meanwhile follows from the
-    other groups of its generator, each completion's duration being proportional to its length. 0 without measured groups.
+    A group of which the longest completion has n tokens took n decoding steps, with drafts fewer. How many sequences ran meanwhile
+    follows from the other groups of its generator, each completion's duration being proportional to its length. 0 without measured
+    groups.
     """
     groups = [
         line for line in run.groups if line.leased is not None and line.seconds > 0 and max(line.lengths)
@@ -29,16 +31,19 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
         begins = np.array([line.leased for line in own for _ in line.lengths], float)
         per_token = np.array([line.seconds / max(line.lengths) for line in own for _ in line.lengths])
         ends = begins + per_token * np.array([n for line in own for n in line.lengths], float)
+        drafted = np.array([verification(line)[1] for line in own for _ in line.lengths])
         for line in own:
             begin = line.leased or 0.0
             end = begin + line.seconds
-            running = np.clip(np.minimum(ends, end) - np.maximum(begins, begin), 0, None).sum() / line.seconds
-            longest = max(line.lengths)
-            # Weighted by tokens: a long group measures the speed more exactly, and matters more.
-            rows.append([longest, longest * min(running, run.settings.concurrency)])
+            beside = np.clip(np.minimum(ends, end) - np.maximum(begins, begin), 0, None) / line.seconds
+            beside *= min(1, run.settings.concurrency / beside.sum())
+            steps = max(line.lengths) / verification(line)[0]
+            # Weighted by steps: a long group measures the speed more exactly, and matters more.
+            rows.append([steps, steps * beside.sum(), steps * (beside @ drafted)])
             seconds.append(line.seconds)
-    base, per_sequence = nnls(np.array(rows), np.array(seconds))[0]
-    return DecodeSpeed(float(base), float(per_sequence))
+    base, per_sequence, per_draft = map(float, nnls(np.array(rows), np.array(seconds))[0])
+    drafts = any(row[2] for row in rows)
+    return DecodeSpeed(base, per_sequence, per_draft if drafts else per_sequence)
 
 
 def fit_trainer(run: RunTrace) -> tuple[float, float]:

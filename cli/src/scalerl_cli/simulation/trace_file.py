@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from scalerl_api import trace
-from scalerl_cli.simulation.workload import Group, Workload
+from scalerl_cli.simulation.workload import Drafts, Group, Workload
 
 _SHOWN = 5
+_LONGEST_DRAFT = 64
 
 
 class TraceProblem(Exception):
@@ -34,7 +36,10 @@ class RunTrace:
 
     @property
     def work(self) -> Workload:
-        groups = [Group((line.task, line.prompt), tuple(line.lengths)) for line in self.groups]
+        groups = [
+            Group((line.task, line.prompt), tuple(line.lengths), Drafts.measured(*verification(line)))
+            for line in self.groups
+        ]
         return Workload(groups, self.settings.prompts_per_step)
 
     @property
@@ -44,8 +49,16 @@ class RunTrace:
         return self.steps[-1].t - min(leased, default=0.0)
 
 
+def verification(line: trace.GroupLine) -> tuple[float, float]:
+    """Tokens of a decoding step of one of its completions, and drafted ones: 1 and 0 without speculation."""
+    tokens, accepted = sum(line.lengths), line.accepted_tokens or 0
+    # Of a group that was begun again, the trace has accepted tokens of completions that were lost.
+    steps = max(tokens - accepted, tokens / (1 + _LONGEST_DRAFT), 1)
+    return max(tokens, 1) / steps, (line.drafted_tokens or 0) / steps
+
+
 def read_trace(path: Path) -> RunTrace:
-    """Read a file that ``spec.trace`` writes.
+    """Read a file that ``spec.trace`` writes, after the one that it continues, ``trace.jsonl.1``, where there is one.
 
     Raises:
         TraceProblem: see there.
@@ -53,20 +66,27 @@ def read_trace(path: Path) -> RunTrace:
     """
     lines: list[trace.AnyLine] = []
     problems: list[str] = []
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):  # being written, or cut off by a kill
-                break
-            try:
-                lines.append(trace.decode(text))
-            except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-                problems.append(f"line {number}: {problem}")
-                continue
-            problems += [f"line {number}: {what}" for what in _faults(lines[-1])]
+    for where, text in _whole_lines(path):
+        try:
+            lines.append(trace.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            problems.append(f"{where}: {problem}")
+            continue
+        problems += [f"{where}: {what}" for what in _faults(lines[-1])]
     if problems:
         more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise TraceProblem("\n".join(problems[:_SHOWN]) + more)
     return _run_trace(lines)
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of both files, each with its place. After a crash in between, there is the earlier one alone."""
+    earlier = path.with_name(f"{path.name}.1")
+    for at in [one for one in (earlier, path) if one.exists()] or [path]:
+        with at.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.endswith(b"\n"):  # otherwise it is being written, or cut off by a kill
+                    yield f"line {number}" if at == path else f"{at.name}: line {number}", text
 
 
 def _faults(line: trace.AnyLine) -> list[str]:

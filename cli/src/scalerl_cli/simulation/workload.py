@@ -5,7 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scalerl_coordinator.off_policy import OffPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Of a prompt: every drafted token is accepted with the same probability, once all before it in its draft are."""
+
+    acceptance: float = 0.0
+    """That probability, less than 1; 0: nothing is drafted."""
+    length: float | None = None
+    """Tokens of each draft, in batches of any size; None: as many as pay."""
+
+    @classmethod
+    def measured(cls, tokens: float, drafted: float, *, fixed: bool = False) -> Drafts:
+        """Those of which a verification yields ``tokens`` for ``drafted`` tokens, in the mean. fixed: in batches of any size.
+
+        >>> round(Drafts.measured(1.75, 2).acceptance, 6)  # 1 + 1/2 + 1/4
+        0.5
+        """
+        low, high = 0.0, 0.999
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _yield(middle, drafted) < tokens else (low, middle)
+        return cls(low, drafted if fixed else None) if min(drafted, tokens - 1) > 0 else cls()
+
+
+def _yield(acceptance: float, length: float) -> float:
+    """Tokens of a verification of so many drafted ones: 1 + p + p² + …"""
+    return float((1 - acceptance ** (length + 1)) / (1 - acceptance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +46,7 @@ class Group:
     """Task and index."""
     lengths: tuple[int, ...]
     """Tokens of each completion."""
+    drafts: Drafts = Drafts()
 
     @property
     def tokens(self) -> int:
@@ -43,13 +74,41 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Seconds of a decoding step, which samples a token of every running sequence: ``base + per_sequence · running``."""
+    """Seconds of a decoding step, which samples a token of every running sequence, and verifies drafted ones:
+    ``base + per_sequence · running + per_draft · drafted``."""
 
     base: float
     per_sequence: float
+    per_draft: float = 0.0
+    free_rows: float = 0.0
+    """Tokens that are computed while the step waits for memory: as many, less the running sequences, are verified for nothing."""
 
-    def seconds(self, running: int) -> float:
-        return self.base + self.per_sequence * running
+    def seconds(self, running: int, drafted: float = 0.0) -> float:
+        costly = max(0.0, drafted - max(0.0, self.free_rows - running))
+        return self.base + self.per_sequence * running + self.per_draft * costly
+
+    def step(self, batch: Sequence[tuple[Drafts, int]], longest: int) -> tuple[float, list[float]]:
+        """A step of sequences with drafts of at most ``longest`` tokens: its seconds, and the tokens of a sequence of each kind.
+
+        A draft ends where its next token is accepted, with all before it, less probably than a threshold. A server learns the one
+        at which no longer draft pays (:mod:`scalerl_generator.draft_threshold`); here it is the best of a grid.
+        """
+        running = sum(count for _, count in batch)
+        if not any(drafts.acceptance for drafts, _ in batch):
+            return self.seconds(running), [1.0] * len(batch)
+        count_k = np.array([count for _, count in batch])
+        acceptance_k = np.array([drafts.acceptance for drafts, _ in batch]).clip(1e-9)
+        fixed_k = np.array([np.nan if drafts.length is None else drafts.length for drafts, _ in batch])
+        pays_tk = (_LOG_THRESHOLDS[:, None] / np.log(acceptance_k)).clip(0, longest) // 1
+        length_tk = np.where(np.isnan(fixed_k), pays_tk, fixed_k)
+        tokens_tk = (1 - acceptance_k ** (length_tk + 1)) / (1 - acceptance_k)
+        seconds_t = [self.seconds(running, drafted) for drafted in (length_tk * count_k).sum(1)]
+        best = int(np.argmax((tokens_tk * count_k).sum(1) / seconds_t))
+        return seconds_t[best], list(tokens_tk[best])
+
+
+_LOG_THRESHOLDS = np.linspace(0, np.log(0.05), 31)
+"""From 1, at which nothing is drafted, down to the least threshold of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +124,8 @@ class Cluster:
     train_seconds_per_token: float
     publish_seconds: float
     """Generators pause that long for new weights."""
+    longest_draft: int = 16
+    """Tokens."""
 
     def train(self, tokens: int) -> float:
         """Seconds of a step."""
@@ -123,20 +184,27 @@ def known(work: Workload) -> Expected:
 
 
 def lower_bound(work: Workload, cluster: Cluster, scheme: OffPolicy) -> float:
-    """Seconds that no schedule can beat: every token at full batches, and a chain of steps.
+    """Seconds that no schedule can beat: every token at the fastest batches, with the best drafts, and a chain of steps.
 
     A step cannot end before its longest completion, alone on a generator, has started after the weights that open the step.
     """
-    full = cluster.decode.seconds(cluster.concurrency) / cluster.concurrency / cluster.generators
-    all_tokens = sum(group.tokens for group in work.groups) * full
+    most = max((group.drafts for group in work.groups), key=lambda drafts: drafts.acceptance)
+    least = min(_per_token(cluster, most, running) / running for running in range(1, cluster.concurrency + 1))
+    all_tokens = sum(group.tokens for group in work.groups) * least / cluster.generators
     published = [0.0]
     opened_by = 0
     end = 0.0
     for step in range(work.steps):
         while scheme.may_lease(opened_by) <= step:
             opened_by += 1
-        longest = max(max(group.lengths) for group in work.step(step))
-        ready = published[opened_by] + longest * cluster.decode.seconds(1)
+        alone = max(max(group.lengths) * _per_token(cluster, group.drafts, 1) for group in work.step(step))
+        ready = published[opened_by] + alone
         end = max(published[-1], ready) + cluster.train(work.tokens(step))
         published.append(end + (cluster.publish_seconds if scheme.publishes(step + 1) else 0.0))
     return max(all_tokens, end)
+
+
+def _per_token(cluster: Cluster, drafts: Drafts, running: int) -> float:
+    """Seconds between two tokens of a sequence, in a batch of equal ones."""
+    seconds, (tokens,) = cluster.decode.step([(drafts, running)], cluster.longest_draft)
+    return seconds / tokens

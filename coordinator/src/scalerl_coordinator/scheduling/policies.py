@@ -3,8 +3,6 @@
 ======================  ==========================================  ==================================================
 policy                  order                                       generator
 ======================  ==========================================  ==================================================
-:class:`SlotOrder`      slots                                       whoever asks first gets all that it asks for
-:class:`RoundRobin`     slots                                       all that ask get equally many
 :class:`LeastLoaded`    slots                                       each place to the generator with the fewest groups
 :class:`ByLength`       latest start: step less expected duration   each place to the generator with the fewest tokens
 ======================  ==========================================  ==================================================
@@ -13,31 +11,16 @@ policy                  order                                       generator
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
-from scalerl_coordinator.scheduling.view import Generator, Place, View
-
-
-class SlotOrder:
-    """The default."""
-
-    def choose(self, view: View) -> list[Place]:
-        return list(view.places[: view.asking.room])
-
-
-class RoundRobin:
-    """Equal parts, whatever the generators hold."""
-
-    def choose(self, view: View) -> list[Place]:
-        part = -(-len(view.places) // (1 + len(view.others)))
-        return list(view.places[: min(view.asking.room, part)])
+from scalerl_coordinator.scheduling.view import Assignment, Generator, Place, View
 
 
 class LeastLoaded:
-    """By number of groups."""
+    """The default. A decoding step takes longer the more sequences run, so groups are spread over all that ask."""
 
-    def choose(self, view: View) -> list[Place]:
-        return _spread(view.places, view, lambda generator: generator.groups, lambda place: 1.0)
+    def assign(self, view: View) -> Assignment:
+        return spread(view.places, view, lambda generator: generator.groups, lambda place: 1.0)
 
 
 class ByLength:
@@ -49,35 +32,33 @@ class ByLength:
     decoding step takes longer the more sequences run, so a generator that holds few others finishes a long group sooner.
     """
 
-    def choose(self, view: View) -> list[Place]:
+    def assign(self, view: View) -> Assignment:
         def due(place: Place) -> tuple[float, float]:
             """When it has to start at the latest, in steps; then the longer one."""
             return place.step - place.tokens / view.tokens_per_step, -place.tokens
 
         ordered = sorted(view.places, key=due)
-        return _spread(ordered, view, lambda generator: generator.tokens, lambda place: place.tokens)
+        return spread(ordered, view, lambda generator: generator.tokens, lambda place: place.tokens)
 
 
-def _spread(
-    places: Sequence[Place],
+def spread(
+    places: Iterable[Place],
     view: View,
     load: Callable[[Generator], float],
     weight: Callable[[Place], float],
-) -> list[Place]:
-    """Those of ``places`` that fall to the asking generator if each in turn goes to the generator with the least load."""
-    room = {one.name: one.room for one in (view.asking, *view.others)}
-    heap = [(load(one), one.name) for one in (view.asking, *view.others) if one.room > 0]
+) -> Assignment:
+    """Each of ``places`` in turn to the generator with the least load that has room; of equal ones, to the one that asked first."""
+    assigned: Assignment = {one.name: [] for one in view.generators}
+    heap = [(load(one), at) for at, one in enumerate(view.generators) if one.room > 0]
     heapq.heapify(heap)
-    mine: list[Place] = []
     for place in places:
-        if len(mine) == view.asking.room or not heap:
+        if not heap:
             break
-        loaded, name = heap[0]
-        if name == view.asking.name:
-            mine.append(place)
-        room[name] -= 1
-        if room[name]:
-            heapq.heapreplace(heap, (loaded + weight(place), name))
+        loaded, at = heap[0]
+        generator = view.generators[at]
+        assigned[generator.name].append(place)
+        if len(assigned[generator.name]) < generator.room:
+            heapq.heapreplace(heap, (loaded + weight(place), at))
         else:
             heapq.heappop(heap)
-    return mine
+    return assigned

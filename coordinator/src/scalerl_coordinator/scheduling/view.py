@@ -34,18 +34,21 @@ class Generator:
     groups: int = 0
     """Groups that it holds."""
     tokens: float = 0.0
-    """The same in tokens: :func:`expected_load`."""
+    """Tokens that they are expected to need: :func:`expected_load`."""
+
+
+Assignment = dict[str, list[Place]]
+"""The places of each generator, by its name, in the order in which they are to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a choice rests on."""
+    """What an assignment rests on."""
 
     places: Sequence[Place]
     """In slot order."""
-    asking: Generator
-    others: Sequence[Generator] = ()
-    """Further generators that these places could be leased to now."""
+    generators: Sequence[Generator]
+    """In the order in which they asked."""
     tokens_per_step: float = math.inf
     """Expected tokens (:attr:`Place.tokens`) of a group that takes as long to generate as the run takes for a step; infinite until
     both were measured."""
@@ -92,12 +95,12 @@ def _mean(before: float | None, value: float, smoothing: float) -> float:
 
 
 class Policy(Protocol):
-    """The choice."""
+    """Assigns places to generators."""
 
-    def choose(self, view: View) -> list[Place]:
-        """Places of ``view`` for ``view.asking``, at most as many as it has room for, in the order in which they are to start.
+    def assign(self, view: View) -> Assignment:
+        """Places for all generators of ``view``, for each at most as many as it has room for.
 
-        Without others, ``asking`` gets all that it has room for: no place waits for a generator that does not ask.
+        All places are assigned, or no generator has room left: no place waits for a generator that does not ask.
         """
         ...
 

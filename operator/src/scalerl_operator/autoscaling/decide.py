@@ -1,12 +1,12 @@
-"""Stops a run that no longer pays, scales one that time would cut short, and reports when the curve does not tell. Pure.
+"""Stops a run that no longer pays, scales one that time would cut short, and reports when the curve does not decide. Pure.
 
 The same spec, observation and history give the same decision, bit for bit: replay rests on that.
 
 | state | when |
 |---|---|
-| BROKEN | an alarm stands (:mod:`.alarm`); ``stopAfter`` new evaluations in a row of it hold the run |
+| BROKEN | an alarm is raised (:mod:`.alarm`); ``stopAfter`` consecutive new evaluations with it hold the run |
 | INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
-| STOP | ``stopAfter`` new evaluations in a row voted for it (:mod:`.vote`), by the fit or because nothing happens, and none has voted against it since |
+| STOP | ``stopAfter`` consecutive new evaluations voted for it (:mod:`.vote`), by the fit or because nothing happens, and none has voted against it since |
 | GROW | the vote is to continue, budget or deadline end before it has paid off, and more generators help |
 | CONTINUE | otherwise |
 """

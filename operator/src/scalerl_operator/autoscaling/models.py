@@ -201,7 +201,7 @@ class History(Recorded, frozen=True, kw_only=True):
     """What one decision hands to the next.
 
     rules: the fields of the spec that the streak was counted under. version: newest evaluation that
-    had a vote. streak: evaluations in a row that voted for a stop, or, while BROKEN, that found the run so.
+    had a vote. streak: consecutive evaluations that voted for a stop, or, while BROKEN, that found the run so.
     forgiven: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
     was_healthy: few completions were cut off once since then. generators: wanted at the last observation.
     settled: since when all of them have been ready; None while they are not. elasticity: as last measured. reversals: changes against the direction of the one before. unix_seconds: of the last observation.

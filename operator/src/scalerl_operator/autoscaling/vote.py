@@ -151,7 +151,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
 
 
 def if_wrong(answer: ForecastAnswer) -> list[str]:
-    """What a stop gives away where it is wrong; nothing where the answer does not say (method 1)."""
+    """What a wrong stop loses; nothing where the answer does not say (method 1)."""
     outlook = answer.outlook
     if outlook is None or outlook.p_late_rise is msgspec.UNSET:
         return []

@@ -356,7 +356,7 @@ def _role_problem(context: RunContext) -> Problem | None:
         return Problem(Reason.GENERATORS_FAILING, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
         problem = context.observed.problem(role)
-        # To wait in a queue is no fault; Admitted tells of it.
+        # Waiting in a queue is no fault; Admitted reports it.
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
             return replace(problem, message=f"{role}: {problem.message}")
     return None

@@ -25,7 +25,7 @@ _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
 _ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
 _KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
-"""What tells the entries of a list apart; those of other lists are compared whole."""
+"""The field that identifies an entry of a list; entries of other lists are compared whole."""
 _VALUES: Final = (
     # Of some lists the API server does not say which entry it means.
     *_KEYS,

@@ -114,14 +114,17 @@ def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type
         same = f"{has}self.{last} == oldSelf.{last})"
         return {(model, name): Rule(same, edit.note, field=last, changes=True)}
     rules: dict[tuple[type[BaseModel], str], Rule] = {}
-    entries = inner is entry_model(
-        field.annotation
-    )  # an API server compares each with the one of the same name
+    # An API server compares each entry with the one of the same name.
+    entries = inner is entry_model(field.annotation)
     for name_below, below in inner.model_fields.items():
         if edit_of(f"{path}.{below.alias}") == edit and not (entries and name_below == "name"):
             rules |= _unchanged(inner, f"{path}.{below.alias}", edit)
     if entries:
         same = f"{has}self.{last}.map(e, e.name) == oldSelf.{last}.map(e, e.name))"
+        rules[model, name] = Rule(same, edit.note, field=last, changes=True)
+    elif field.default is None:
+        # Where it comes or goes, an API server does not evaluate the rules of its fields.
+        same = f"has(self.{last}) == has(oldSelf.{last})"
         rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     return rules
 
@@ -287,7 +290,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
-    parameter_value: (),  # a value of any type: only the operator can look at it
+    parameter_value: (),  # a value of any type: only the operator can check it
     timestamp_input: (),
     on_the_calendar: (
         Rule(

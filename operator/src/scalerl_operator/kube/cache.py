@@ -102,7 +102,7 @@ class Cache:
     def owned(self, namespace: str, run: str) -> dict[tuple[str, str], Object]:
         """Everything that carries this run's label (its pods too), by (kind, name); the copies are the caller's.
 
-        What an earlier run of the same name left is among it: ``scalerl.dev/run-uid`` tells them apart.
+        What an earlier run of the same name left is among it: ``scalerl.dev/run-uid`` distinguishes them.
         """
         group = self._groups.get((namespace, names.label_value(run)), {})
         return {at: msgspec.json.decode(entry.data) for at, entry in group.items()}
@@ -192,7 +192,7 @@ class Cache:
             return False
         if (metadata.labels or {}).get(names.COMPONENT) == names.DECISIONS:
             item.data = msgspec.UNSET
-        if item.kind == "Pod":  # applied by others: nobody asks who wrote it
+        if item.kind == "Pod":  # applied by others: its writers are not read
             metadata.managedFields = None
         entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))
         if known is not None and known.group != entry.group:

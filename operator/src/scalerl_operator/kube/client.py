@@ -208,6 +208,9 @@ class KubeApi:
                         raise errors.from_status(code, status, what=call.what, retry_after=None)
                     yield event
         finally:
+            # close() alone begins a TLS shutdown, for whose answer a silent server keeps the socket open for 30 s.
+            if response.connection is not None and response.connection.transport is not None:
+                response.connection.transport.abort()
             response.close()
 
     async def apply(self, obj: Object, *, uid: str | None = None) -> Object:

@@ -23,7 +23,7 @@ class NoCluster(Exception):
 
 
 async def load(kubeconfig: str | None = None, environ: Mapping[str, str] = os.environ) -> Configuration:
-    """The connection's configuration; :class:`NoCluster` says what was looked for.
+    """The connection's configuration; :class:`NoCluster` says where it was searched.
 
     A service account's token is read again every minute (it is rotated by the kubelet).
     """

@@ -4,7 +4,7 @@
 
     ApiError                 anything the API server or the way to it answers instead of a result
     ├── NotFound             404: the object, its namespace or its kind is not there
-    ├── Conflict             409: somebody else wrote first
+    ├── Conflict             409: another writer was first
     ├── AlreadyExists        409 on create
     ├── Invalid              400/413/422: the server will never take this; the message names the fields
     ├── Forbidden            403: RBAC, admission
@@ -69,7 +69,7 @@ class NotFound(ApiError):
 
 
 class Conflict(ApiError):
-    """Somebody else wrote first (version or uid precondition)."""
+    """Another writer was first (version or uid precondition)."""
 
 
 class AlreadyExists(ApiError):
@@ -125,7 +125,7 @@ def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after:
 
 def _kind_of_error(code: int, reason: str, message: str) -> type[ApiError]:
     if code == 403:
-        # Quota comes as a plain Forbidden; only the text tells it.
+        # Quota comes as a plain Forbidden; only the text distinguishes it.
         return QuotaExceeded if "exceeded quota" in message or "failed quota" in message else Forbidden
     if code == 409:
         return AlreadyExists if reason == "AlreadyExists" else Conflict

@@ -1,13 +1,13 @@
 """Leadership: of all replicas of the operator exactly one writes, the one that holds a Lease.
 
-As client-go does it: nobody's clock is compared with anybody else's. A replica that does not lead watches the Lease's
+As in client-go, clocks of different replicas are not compared. A replica that does not lead watches the Lease's
 ``renewTime`` change and counts, on its own monotonic clock, how long it has not; after the Lease's duration without a
 change the holder is taken for dead. The holder counts from the moment it *sent* its last successful renewal, and
 stops a margin before the others could begin: so two never lead at once, however their wall clocks differ and however
 late an answer comes.
 
-Where there is no Lease, somebody may have deleted one whose holder still leads. So whoever does not lead makes one that
-nobody holds, with the duration of any other: only who leads takes it at once, all others when it has run out. That
+Where there is no Lease, one may have been deleted whose holder still leads. So a replica that does not lead creates one
+without a holder, with the usual duration: only the leader takes it at once, all others when it has expired. That
 makes the very first start of an operator in a cluster take that long; the Lease stays when the operator goes.
 """
 
@@ -43,8 +43,8 @@ class Leader:
     """Holds the Lease ``name`` in ``namespace`` as ``identity``, or waits for it.
 
     ``duration``: whole seconds after which a holder that has not renewed is taken for dead. ``renew``: between two
-    renewals. ``retry``: between two looks of one who waits. A holder whose last renewal is older than four fifths of
-    ``duration`` leads no more.
+    renewals. ``retry``: between two reads by a replica that waits. A holder whose last renewal is older than four fifths of
+    ``duration`` no longer leads.
 
     ``run()`` is the one task of it; :meth:`is_leader` is true or false at any moment, also when that task was kept
     from running (it is what fences writes).
@@ -89,7 +89,7 @@ class Leader:
 
     @property
     def holder(self) -> str:
-        """Who held the Lease when it was last looked at; empty when nobody did."""
+        """The holder of the Lease when it was last read; empty without one."""
         return self._holder
 
     async def wait_until_leader(self) -> None:
@@ -207,5 +207,5 @@ class Leader:
 
 
 def _now() -> str:
-    """Wall time, for people; nobody decides by it but by whether it changed."""
+    """Wall time, for people; decisions depend only on whether it changed."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

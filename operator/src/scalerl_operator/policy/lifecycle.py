@@ -16,8 +16,8 @@ Completed      what is kept, and Jobs that have ended                 never
 Failed         the same                                               never
 =============  =====================================================  ==============================================
 
-A queue (Kueue) lets in Job by Job. All else waits for the trainer: it is made when the trainer is let in, and goes when
-the trainer has been put back for a while, so that a run that waits holds no devices and its clock stands still.
+A queue (Kueue) admits Job by Job. All else waits for the trainer: it is created when the trainer is admitted, and deleted when
+the trainer has been requeued for a while, so that a run that waits holds no devices and its clock does not advance.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
     if trainer.held and not trainer.ending:
         since = _since(memory.held_since, observed.unix_seconds)
         return not observed.serving or observed.unix_seconds - since >= HELD_SECONDS
-    # One that failed as soon as it was let in: its next attempt waits in the queue again.
+    # One that failed as soon as it was admitted: its next attempt waits in the queue again.
     gone = trainer.state in (JobState.ABSENT, JobState.FAILED, JobState.LEAVING)
     return observed.queued and gone and not observed.serving
 
@@ -353,7 +353,7 @@ def _attempt(observed: LifecycleInput, memory: Memory, *, finished: bool) -> tup
     if state is not JobState.ABSENT:
         return memory, None, ASK_AGAIN_SECONDS  # first it goes, with all its pods
     if memory.attempt > memory.last_recorded_attempt:
-        # Recorded, but not observed yet, or deleted by somebody: the same attempt again.
+        # Recorded, but not observed yet, or deleted: the same attempt again.
         return replace(memory, ready_since=None), memory.attempt, POLL_SECONDS
     return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
 

@@ -17,11 +17,11 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The n-th restart in a row waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``; after an end before it was
+    """The n-th consecutive restart waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``; after an end before it was
     ready, of a unit that has been ready once, at most ``max_start_delay``.
 
     reset_after_seconds: after so long without a failure the count starts over.
-    max_failed_starts: ends in a row of a unit that was never ready.
+    max_failed_starts: consecutive ends of a unit that was never ready.
     max_restarts: restarts since the count last started over.
     """
 
@@ -72,10 +72,10 @@ class End:
 class Record:
     """What failures are remembered between restarts.
 
-    diverged: steps in a row were skipped since the count last started over. A crash in between changes nothing
+    diverged: consecutive steps were skipped since the count last started over. A crash in between changes nothing
         about that: the trainer goes through the same batches from the same checkpoint again.
     has_been_ready: once, on this spec.
-    disruptions: in a row; they count against nothing, and only make the next wait longer.
+    disruptions: consecutive ones; they count against nothing, and only make the next wait longer.
     """
 
     consecutive_failures: int = 0
@@ -133,8 +133,7 @@ def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
 
 
 def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Restart:
-    """What to do about an end that the unit is not to blame for: its machine, or who shares it out, took its place away or
-    did not let it begin.
+    """What to do about an end that the unit did not cause: its machine or the scheduler ended it, or did not start it.
 
     >>> disrupted(RestartPolicy(), Record(consecutive_failures=20), ready_seconds=5.0).delay_seconds
     1.0
@@ -156,7 +155,7 @@ def _after(policy: RestartPolicy, record: Record, ready_seconds: float | None) -
 
 
 def _delay(policy: RestartPolicy, count: int, *, patient: bool) -> float:
-    """Before the restart after the ``count``-th such end in a row."""
+    """Before the restart after the ``count``-th consecutive end of this kind."""
     longest = policy.max_delay_seconds
     if patient:
         longest = max(longest, policy.max_start_delay_seconds)
