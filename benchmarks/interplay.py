@@ -31,13 +31,14 @@ from scalerl_cli.main import main as scalerl
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/opgraph/run.yaml"
-SEEN, EDGE, BEYOND = (2, 4), (5, 6), (9, 10)
-"""Operations: of the warm start; the first that it has not seen; far from them. The paper's are 2 to 10, 11 to 14, 17 to 20 [P]."""
+SEEN, WITHIN, EDGE, BEYOND = (2, 4), (2, 2), (3, 3), (5, 6)
+"""Operations: of the warm start; of these, what it solves, and what it hardly does; far from them. The paper's are 2 to 10, 7 to 10,
+11 to 14, 17 to 20 [P]: a model of two million parameters cannot yet do all that it was shown."""
 MEASURED = "measured"
 """Evaluation set of all runs of an experiment. A solution counts if its answer and all of its steps are right [P]."""
 EXPOSURES = {"0 %": 0.0, "0.1 %": 0.001, "1 %": 0.01, "10 %": 0.1}
 BETAS = ("0.2", "0.5", "0.8")
-EXAMPLES = 20_000
+EXAMPLES = 60_000
 """Lines of a file of worked solutions; a warm start passes over it about twice."""
 MIDDLE_SHARE = 0.2
 """Of mid-training: problems like those of the warm start; the rest is of RL's range [P]."""
@@ -58,17 +59,18 @@ class Experiment:
 class Size:
     """Of the runs. measured_prompts, samples: of the set that all models are measured on."""
 
-    warm_start_steps: int = 2400
+    warm_start_steps: int = 1500
+    context_steps: int = 400
     steps: int = 100
-    budget_tokens: int = 1_500_000
-    prompts: int = 16
+    budget_tokens: int = 500_000
+    prompts: int = 8
     completions: int = 8
-    measured_prompts: int = 270
+    measured_prompts: int = 80
     samples: int = 16
     examples: int = EXAMPLES
 
 
-QUICK = Size(20, 2, 12_000, 4, 2, 18, 2, 400)
+QUICK = Size(20, 20, 2, 12_000, 4, 2, 18, 2, 400)
 
 
 def problems(operations: tuple[int, int], seed: int = 7, **contexts: str) -> dict[str, Any]:
@@ -77,14 +79,15 @@ def problems(operations: tuple[int, int], seed: int = 7, **contexts: str) -> dic
         "operations": list(operations),
         "contexts": contexts or {"zoo": "1"},
         "modes": ["forward"],
-        "distractors": 1,
+        "distractors": 0,
         "seed": seed,
     }
 
 
-def base(operations: tuple[int, int], size: Size, verifier: str = "opgraph-outcome") -> dict[str, Any]:
+def base(operations: tuple[int, int], size: Size, verifier: str = "opgraph-blend") -> dict[str, Any]:
     """RL on such problems, from ``model``."""
     run: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    run["metadata"]["name"] = f"op-{operations[0]}-{operations[1]}-{verifier.removeprefix('opgraph-')}"
     spec = run["spec"]
     del spec["warmStart"]
     spec["model"] = {"path": "model", "dtype": "float32", "contextTokens": 640}
@@ -96,7 +99,6 @@ def base(operations: tuple[int, int], size: Size, verifier: str = "opgraph-outco
     spec["recipe"] |= {
         "promptsPerStep": size.prompts,
         "completionsPerPrompt": size.completions,
-        "maxCompletionTokens": 320,
         "curriculum": {"uniform": {}},
         "length": {"none": {}},
     }
@@ -107,7 +109,7 @@ def base(operations: tuple[int, int], size: Size, verifier: str = "opgraph-outco
     spec["evaluation"] = {
         "everySteps": 20,
         "samplesPerPrompt": 2,
-        "sets": [{"name": "held-out"}, measured(problems((2, 10), 13), size)],
+        "sets": [{"name": "held-out"}, measured(problems((2, 6), 13), size)],
     }
     spec["checkpoint"] = {"everySteps": 10, "keep": 1}
     spec["budget"] = {"maxSteps": size.steps}
@@ -136,9 +138,9 @@ def see_through(run: dict[str, Any], folder: Path, name: str) -> Path:
     directory = folder / name
     if stop_reason(directory) in ENDS:
         return directory
-    run["metadata"]["name"] = name.replace(".", "-").replace("/", "-")
+    run["metadata"]["name"] = name
     # Paths in a spec are relative to its file.
-    file = folder / f"{name.replace('/', '-')}.yaml"
+    file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(run))
     resumed = ["--resume"] if RunPaths(directory).run_file.exists() else []
     check(scalerl(["run", str(file), "--dir", str(directory), *resumed]))
@@ -166,26 +168,32 @@ def warm_start(folder: Path, size: Size) -> Path:
 
     Batches are small: at a given number of tokens more updates teach a model of this size more.
     """
-    run = base(SEEN, size)
+    run = unchanged(size)
     spec = run["spec"]
     spec["model"] = scratch()
-    spec["warmStart"] = supervised(size)
-    spec["recipe"]["optimizer"] = {"learningRate": "1e-12"}
+    spec["warmStart"] = supervised(size.warm_start_steps)
     spec["checkpoint"]["everySteps"] = 100
-    spec["budget"] = {"maxComputeTokens": 10**12, "maxSteps": 1}
     directory = see_through(run, folder, "supervised")
     if not (folder / "model").exists():
         check(scalerl(["export", str(directory), "--to", str(folder / "model")]))
     return directory
 
 
+def unchanged(size: Size) -> dict[str, Any]:
+    """One step of RL that changes nothing: the model is evaluated."""
+    run = base(SEEN, size)
+    run["spec"]["recipe"]["optimizer"] = {"learningRate": "1e-12"}
+    run["spec"]["budget"] = {"maxSteps": 1}
+    return run
+
+
 def scratch() -> dict[str, Any]:
     model: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())["spec"]["model"]
-    return model | {"contextTokens": 640}
+    return model
 
 
-def supervised(size: Size) -> dict[str, Any]:
-    return {"steps": size.warm_start_steps, "batchSize": 16, "learningRate": "3e-3", "stopAtPassRate": "0.3"}
+def supervised(steps: int) -> dict[str, Any]:
+    return {"steps": steps, "batchSize": 32, "learningRate": "3e-3"}
 
 
 def write_examples(path: Path, count: int, shares: Iterable[tuple[dict[str, Any], float]]) -> None:
@@ -217,7 +225,7 @@ def write_examples(path: Path, count: int, shares: Iterable[tuple[dict[str, Any]
 
 
 def extrapolation(folder: Path, size: Size) -> Experiment:
-    ranges = {"within": SEEN, "edge": EDGE, "beyond": BEYOND}
+    ranges = {"within": WITHIN, "edge": EDGE, "beyond": BEYOND}
     arms = {f"{name}, op {low}-{high}": base((low, high), size) for name, (low, high) in ranges.items()}
     return Experiment(arms, "operations")
 
@@ -227,14 +235,15 @@ def context(folder: Path, size: Size) -> Experiment:
     arms = {}
     for name, share in EXPOSURES.items():
         file = folder / f"exposure-{share:g}.jsonl"
-        own, other = problems(SEEN, 11), problems(SEEN, 11, school="1")
+        own, other = problems(WITHIN, 11), problems(WITHIN, 11, school="1")
         write_examples(file, size.examples, ((own, 1 - share), (other, share)))
-        run = base(SEEN, size)
+        run = base(WITHIN, size)
+        run["metadata"]["name"] = f"exposure-{str(share).replace('.', '-')}"
         spec = run["spec"]
         spec["model"] = scratch()
-        spec["warmStart"] = supervised(size) | {"jsonl": {"path": file.name}}
-        spec["task"]["opGraph"] = problems(SEEN, zoo="0.5", school="0.5")
-        spec["evaluation"]["sets"][1] = measured(problems(SEEN, 13, zoo="0.5", school="0.5"), size)
+        spec["warmStart"] = supervised(size.context_steps) | {"jsonl": {"path": file.name}}
+        spec["task"]["opGraph"] = problems(WITHIN, zoo="0.5", school="0.5")
+        spec["evaluation"]["sets"][1] = measured(problems(WITHIN, 13, zoo="0.5", school="0.5"), size)
         arms[f"exposure {name}"] = run
     return Experiment(arms, "context", has_base=False)
 
@@ -254,6 +263,7 @@ def split(folder: Path, size: Size) -> Experiment:
                 "learningRate": "1e-3",
                 "jsonl": {"path": file.name},
             }
+        run["metadata"]["name"] = "rl-alone" if beta is None else f"beta-{beta.replace('.', '-')}"
         run["spec"]["budget"] = budget
         arms["RL alone" if beta is None else f"beta {beta}"] = run
     return Experiment(arms, "operations")
@@ -270,12 +280,15 @@ EXPERIMENTS = {"extrapolation": extrapolation, "context": context, "split": spli
 def experiment(folder: Path, name: str, size: Size, seeds: int) -> dict[str, float]:
     """Make what is missing, and the report; the figures."""
     made = EXPERIMENTS[name](folder, size)
-    reported = [("base model", warm_start(folder, size))] if made.has_base else []
+    reported = []
+    if made.has_base:
+        warm_start(folder, size)
+        reported.append(("base model", see_through(unchanged(size), folder, "base")))
     for arm, run in islice(made.arms.items(), 2 if size is QUICK else None):
+        kind = run["metadata"]["name"]
         for seed in range(seeds):
             run["spec"]["seed"] = seed
-            short = "".join(c if c.isalnum() else "-" for c in arm.lower().replace(" %", "-percent"))
-            reported.append((arm, see_through(run, folder, f"{name}-{short}-seed-{seed}")))
+            reported.append((arm, see_through(run, folder, f"{kind}-seed-{seed}")))
     words = [f"{arm}={directory}" for arm, directory in reported]
     check(scalerl(["report", *words, "--set", MEASURED, "--label", made.label, "--to", str(folder / name)]))
     figures: dict[str, list[float]] = {}
