@@ -60,7 +60,7 @@ class Size:
     """Of the runs. measured_prompts, samples: of the set that all models are measured on."""
 
     warm_start_steps: int = 1500
-    context_steps: int = 400
+    context_steps: int = 1000
     steps: int = 100
     budget_tokens: int = 500_000
     prompts: int = 8
