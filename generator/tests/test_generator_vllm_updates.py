@@ -158,7 +158,7 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
     metrics = ActorMetrics(state, BusyClock())
 
     class Breaking(VllmClient):
-        """A request's third part is lost with its connection, unless it is the last of its completion.
+        """A request's second part is lost with its connection, unless it is the last of its completion.
 
         By request, as one that breaks before it brings a token counts towards the attempts after which a lease fails.
         """
@@ -169,7 +169,7 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
             def passed_on(index: int, part: Part) -> None:
                 nonlocal parts, breaks
                 parts += 1
-                if parts >= 3 and not isinstance(part, Sampled):
+                if parts >= 2 and not isinstance(part, Sampled):
                     breaks += 1
                     raise ServerDown("the connection breaks here")
                 on_part(index, part)
@@ -195,7 +195,8 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
             on_tokens=lambda _: None,
         )
         await sample_plain(streams)
-    assert metrics.registry.get_sample_value("scalerl_actor_resubmitted_requests_total") == breaks > 2
+    # Not more: a busy machine has few, long parts.
+    assert metrics.registry.get_sample_value("scalerl_actor_resubmitted_requests_total") == breaks > 1
     for completion in streams.completions:
         sampled = completion.sampled()
         tokens = sampled.token_ids.tolist()
