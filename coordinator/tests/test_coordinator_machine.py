@@ -189,8 +189,11 @@ class Coordinator(RuleBasedStateMachine):
     def lease_at_once(self, order: list[str], groups: list[int]) -> None:
         """All requests are open before the first is answered; who has no answer after a second would have none alone."""
         wanted = dict(zip(order, groups, strict=True))
-        ask = lambda i, v, n: self.world.ask(i, v, n) is None  # noqa: E731
-        open_requests = [n for n in order if self._as_member(n, lambda i, v, n=n: ask(i, v, wanted[n]))]
+        open_requests = [
+            name
+            for name in order
+            if self._as_member(name, lambda i, v, n=wanted[name]: self.world.ask(i, v, n) is None)
+        ]
         for seconds in (0.0, PATIENCE_SECONDS):
             self.world.now += seconds
             open_requests = [
