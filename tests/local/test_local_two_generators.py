@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from runs import START_SECONDS, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
-STEPS, PROMPTS, TRAIN, STALENESS = 10, 8, 16, 2
+PROMPTS, TRAIN, STALENESS = 8, 16, 2
 
 pytestmark = pytest.mark.timeout(900)
 
 
 def test_two_generators_share_past_responses(tmp_path: Path) -> None:
-    """Five epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other."""
+    """Epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other.
+
+    The run goes on until both were given some: the second generator may be ready many steps after the first.
+    """
     sums = [{"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}"} for a in range(10, 10 + TRAIN + 8)]
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in sums))
@@ -29,10 +33,11 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         generator__speculation={"history": {}},
         trainer__replicas=1,
         weightSync={"probeSequences": 0},
-        evaluation__everySteps=STEPS,
+        evaluation__everySteps=10_000,
+        checkpoint__everySteps=1000,
         schedule={"byLength": {}},
         trace=True,
-        budget__maxSteps=STEPS,
+        budget__maxSteps=10_000,
     )
     with start_run(tmp_path, spec) as run:
 
@@ -42,13 +47,16 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
 
         run.until(lambda: run.step() >= 1, START_SECONDS, "the first step")
         run.until(both_were_given_responses, 120, "both generators were given past responses")
-        assert run.finish(300) == 0, run.tail()
+        run.process.send_signal(signal.SIGINT)
+        assert run.finish(120) == 130, run.tail()
         summary = run.summary()
         trace = [json.loads(line) for line in (run.directory / "trace.jsonl").read_text().splitlines()]
     assert_nothing_left(run.directory)
-    assert_counts_add_up(summary, spec)
+    assert_counts_add_up(summary, spec, complete=False)
     assert summary["max_staleness_steps"] <= STALENESS
     groups = [one for one in trace if one["kind"] == "group"]
-    assert sorted(one["slot"] for one in groups) == list(range(STEPS * PROMPTS))
+    slots = [one["slot"] for one in groups]
+    assert len(slots) == len(set(slots))
+    assert set(slots) >= set(range(summary["steps"] * PROMPTS))
     assert len({one["generator"] for one in groups}) == 2
     assert {one["prompt"] for one in groups} == set(range(TRAIN))
