@@ -38,10 +38,11 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         say(f"{path}: {problem}", error=True)
         return BAD_INPUT
     fixed, per_token = arguments.train or fit_trainer(run)
-    decode = fit_decode(run)
     if arguments.decode:
         base, per_sequence = arguments.decode
         decode = DecodeSpeed(base, per_sequence, per_draft=per_sequence)
+    else:
+        decode = fit_decode(run)
     if arguments.verify:
         decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
     if decode.seconds(1) <= 0:

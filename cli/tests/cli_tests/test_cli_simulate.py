@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from scalerl_cli.main import main
 from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
-from scalerl_cli.simulation.trace_file import read_trace
+from scalerl_cli.simulation.trace_file import RunTrace, read_trace
 from scalerl_cli.simulation.workload import (
     Cluster,
     DecodeSpeed,
@@ -253,6 +254,69 @@ def test_speeds_are_fitted_and_the_makespan_is_that_of_the_trace(tmp_path: Path)
         PipelineRL(0),
     )
     assert out.makespan == pytest.approx(run.makespan)
+
+
+def token_by_token(
+    groups: list[tuple[float, list[int]]], concurrency: int, base: float, per_sequence: float
+) -> list[float]:
+    """Ends of groups that one server gets at these times: of each decoding step, every running sequence gets a token."""
+    arrivals = [(at, group, n) for group, (at, lengths) in enumerate(groups) for n in lengths]
+    running: list[list[int]] = []
+    ends, now = [0.0] * len(groups), 0.0
+    while arrivals or running:
+        while arrivals and arrivals[0][0] <= now and len(running) < concurrency:
+            _, group, tokens = arrivals.pop(0)
+            running.append([group, tokens])
+        if not running:
+            now = arrivals[0][0]
+            continue
+        now += base + per_sequence * len(running)
+        for one in running:
+            one[1] -= 1
+            if not one[1]:
+                ends[one[0]] = now
+        running = [one for one in running if one[1]]
+    return ends
+
+
+@pytest.mark.parametrize(("base", "per_sequence"), [(8e-3, 1e-4), (2e-3, 1e-3)])
+def test_speeds_are_found_where_sequences_queue(base: float, per_sequence: float) -> None:
+    """Groups of 4 on a server of 8, and now and then two groups more than it holds."""
+    rng = random.Random(5)
+    groups, now = [], 0.0
+    for number in range(60):
+        groups.append((now, [rng.randint(1, 150) for _ in range(4)]))
+        now += (base + 6 * per_sequence) * (250 if number % 4 == 3 else 10)
+    ends = token_by_token(groups, 8, base, per_sequence)
+    settings = trace.RunLine(
+        t=0.0,
+        format=1,
+        prompts_per_step=60,
+        completions_per_prompt=4,
+        max_completion_tokens=150,
+        max_staleness_steps=0,
+        concurrency=8,
+    )
+    lines = [
+        trace.GroupLine(
+            t=end,
+            slot=slot,
+            step=0,
+            prompt=slot,
+            generator="g",
+            leased=at,
+            seconds=end - at,
+            prompt_tokens=3,
+            lengths=of,
+        )
+        for slot, ((at, of), end) in enumerate(zip(groups, ends, strict=True))
+    ]
+    found = fit_decode(RunTrace(settings, lines, [], [], 1, 0))
+    assert (found.base, found.per_sequence) == (
+        pytest.approx(base, rel=0.05),
+        pytest.approx(per_sequence, rel=0.1),
+    )
+    assert found.seconds(8) == pytest.approx(base + 8 * per_sequence, rel=0.01)
 
 
 def test_trace_continues_the_file_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,47 +3,142 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
+from numpy.typing import NDArray
+from scipy.optimize import least_squares, nnls
 
 from scalerl_api import trace
+from scalerl_cli.simulation.fleet import Fleet
 from scalerl_cli.simulation.trace_file import RunTrace, verification
-from scalerl_cli.simulation.workload import DecodeSpeed
+from scalerl_cli.simulation.workload import Cluster, DecodeSpeed, Drafts, Group, Workload
+
+_SEQUENCES = 4000
+"""Of a trace are enough for a fit, which simulates them about a hundred times in some seconds."""
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """A measured group that is generated again, or what was left of it when its sample begins."""
+
+    line: trace.GroupLine
+    time: float
+    lengths: list[int]
+    timed: bool
+    """All that ran beside the group is in the sample."""
 
 
 def fit_decode(run: RunTrace) -> DecodeSpeed:
-    """Seconds of a decoding step by running sequences and drafted tokens, from the groups' durations by least squares; no part
-    is negative. In a trace without drafts, a drafted token is taken to cost as much as a sequence.
+    """Seconds of a decoding step by running sequences and drafted tokens; 0 without measured groups.
 
-    A group of which the longest completion has n tokens took n decoding steps, with drafts fewer. How many sequences ran meanwhile
-    follows from the other groups of its generator, each completion's duration being proportional to its length. 0 without measured
-    groups.
+    With these speeds, simulated generators that are given groups of the trace at the times of their leases take as long for each as
+    the trace says, by least squares (soft L1). In a trace without drafts, a drafted token is taken to cost as much as a sequence.
     """
-    groups = [
-        line for line in run.groups if line.leased is not None and line.seconds > 0 and max(line.lengths)
-    ]
-    if not groups:
+    samples = _samples(run)
+    leases = [lease for sample in samples for lease in sample]
+    if not leases:
         return DecodeSpeed(0.0, 0.0)
-    rows, seconds = [], []
-    for name in {line.generator for line in groups}:
-        own = [line for line in groups if line.generator == name]
-        begins = np.array([line.leased for line in own for _ in line.lengths], float)
-        per_token = np.array([line.seconds / max(line.lengths) for line in own for _ in line.lengths])
-        ends = begins + per_token * np.array([n for line in own for n in line.lengths], float)
-        drafted = np.array([verification(line)[1] for line in own for _ in line.lengths])
-        for line in own:
-            begin = line.leased or 0.0
-            end = begin + line.seconds
-            beside = np.clip(np.minimum(ends, end) - np.maximum(begins, begin), 0, None) / line.seconds
-            beside *= min(1, run.settings.concurrency / beside.sum())
-            steps = max(line.lengths) / verification(line)[0]
-            # Weighted by steps: a long group measures the speed more exactly, and matters more.
-            rows.append([steps, steps * beside.sum(), steps * (beside @ drafted)])
-            seconds.append(line.seconds)
-    base, per_sequence, per_draft = map(float, nnls(np.array(rows), np.array(seconds))[0])
-    drafts = any(row[2] for row in rows)
-    return DecodeSpeed(base, per_sequence, per_draft if drafts else per_sequence)
+    generators = _Generators(run, samples)
+    lines = [lease.line for lease in leases]
+    timed_n = [lease.timed for lease in leases]
+    seconds_n = np.array([line.seconds for line in lines])
+    per_token_n = seconds_n / [max(line.lengths) for line in lines]
+    sequence_seconds = per_token_n @ [sum(line.lengths) for line in lines]
+    spans = [max(one.line.t for one in sample) - min(one.time for one in sample) for sample in samples]
+    running = sequence_seconds / sum(spans)
+    drafts = any(line.drafted_tokens for line in lines)
+    # Half for the step, half for its sequences, and as much for a drafted token as for a sequence.
+    guess = np.array([1.0, 1 / running, 1 / running])[: 2 + drafts] * np.median(per_token_n) / 2
+
+    def errors(multiples: NDArray[np.float64]) -> NDArray[np.float64]:
+        error_n: NDArray[np.float64] = generators.durations(DecodeSpeed(*(guess * multiples))) - seconds_n
+        return error_n[timed_n]
+
+    found = least_squares(
+        errors,
+        np.ones(len(guess)),
+        bounds=(0, np.inf),
+        diff_step=1e-3,  # the next sequence that starts depends on the speeds: smaller differences meet kinks
+        loss="soft_l1",
+        f_scale=0.1 * float(np.median(seconds_n)),
+        max_nfev=30,
+    )
+    base, per_sequence, *per_draft = map(float, guess * found.x)
+    return DecodeSpeed(base, per_sequence, per_draft[0] if drafts else per_sequence)
+
+
+def _samples(run: RunTrace) -> list[list[_Lease]]:
+    """Enough of the measured groups: of one generator after the other all, or the first and the last ones."""
+    by_generator: dict[str, list[trace.GroupLine]] = {}
+    for line in run.groups:
+        if line.leased is not None and line.seconds > 0 and max(line.lengths):
+            by_generator.setdefault(line.generator, []).append(line)
+    most = max(1, max(_SEQUENCES, 16 * run.settings.concurrency) // run.settings.completions_per_prompt)
+    found: list[list[_Lease]] = []
+    for own in by_generator.values():
+        own.sort(key=lambda line: line.leased or 0.0)
+        if len(own) <= most:
+            found.append(_sample(own, 0, len(own)))
+        else:
+            found += [_sample(own, 0, most // 2), _sample(own, len(own) - most // 2, len(own))]
+        if sum(map(len, found)) >= most:
+            break
+    return found
+
+
+def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Lease]:
+    """A generator's groups from ``first`` to before ``last``, after what ran when they begin."""
+    begin = own[first].leased or 0.0
+    end = own[last].leased or 0.0 if last < len(own) else np.inf
+    sample = []
+    for line in own[:last]:
+        leased = line.leased or 0.0
+        done = int(max(0.0, begin - leased) / line.seconds * max(line.lengths))
+        if lengths := [tokens - done for tokens in line.lengths if tokens > done]:
+            sample.append(_Lease(line, max(leased, begin), lengths, leased >= begin and line.t <= end))
+    return sample
+
+
+class _Generators:
+    """They generate samples again, each one."""
+
+    def __init__(self, run: RunTrace, samples: Sequence[Sequence[_Lease]]) -> None:
+        self._leases = [(at, lease) for at, sample in enumerate(samples) for lease in sample]
+        groups = [
+            Group((0, n), tuple(lease.lengths), Drafts.measured(*verification(lease.line), fixed=True))
+            for n, (_, lease) in enumerate(self._leases)
+        ]
+        self._work = Workload(groups, 1)
+        self._count, self._concurrency = len(samples), run.settings.concurrency
+        events = [(lease.time, "lease", n) for n, (_, lease) in enumerate(self._leases)]
+        for begin, end in _pauses(run):
+            events += [(begin, "pause", 0), (end, "resume", 0)]
+        self._events = sorted(events, key=lambda event: event[0])
+
+    def durations(self, decode: DecodeSpeed) -> NDArray[np.float64]:
+        """Seconds from the lease of each group to its end."""
+        fleet = Fleet(Cluster(self._count, self._concurrency, decode, 0.0, 0.0, 0.0), self._work)
+        unfinished = [len(group.lengths) for group in self._work.groups]
+        seconds = np.zeros(len(unfinished))
+        events = self._events[::-1]
+        while events or fleet.next_time() < np.inf:
+            if events and events[-1][0] <= fleet.next_time():
+                now, event, n = events.pop()
+                if event == "lease":
+                    at, lease = self._leases[n]
+                    fleet.start(at, n, list(enumerate(lease.lengths)), now)
+                elif event == "pause":
+                    fleet.pause(now)
+                else:
+                    fleet.resume(0, now)
+            else:
+                ended = fleet.finish()
+                unfinished[ended.group] -= 1
+                if not unfinished[ended.group]:
+                    seconds[ended.group] = ended.time - self._leases[ended.group][1].time
+        return seconds
 
 
 def fit_trainer(run: RunTrace) -> tuple[float, float]:
@@ -68,10 +163,11 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
 
 def publish_seconds(run: RunTrace) -> float:
     """Median of the seconds between a step's report and the publish of its weights."""
-    published: dict[int, trace.PublishLine] = {line.version: line for line in run.publishes}
-    waits = [
-        published[step.step + 1].t - step.t
-        for step in run.steps
-        if step.step + 1 in published and published[step.step + 1].t >= step.t
-    ]
-    return statistics.median(waits) if waits else 0.0
+    return statistics.median([end - begin for begin, end in _pauses(run)] or [0.0])
+
+
+def _pauses(run: RunTrace) -> list[tuple[float, float]]:
+    """From each step's report to the publish of its weights."""
+    published = {line.version: line.t for line in run.publishes}
+    spans = [(step.t, published.get(step.step + 1, -1.0)) for step in run.steps]
+    return [(begin, end) for begin, end in spans if end >= begin]
