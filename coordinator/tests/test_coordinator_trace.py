@@ -11,10 +11,13 @@ from coordinator_client import make_group
 from coordinator_world import World, make_settings, ready
 
 from scalerl_api import trace as lines
+from scalerl_api.roles import GeneratorSpec
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import trace
 from scalerl_coordinator.journal import Disk
 from scalerl_coordinator.trace import Trace
+
+GENERATOR = GeneratorSpec.model_validate({"speculation": {"history": {"maxDraftTokens": 8}}})
 
 
 class Traced:
@@ -22,7 +25,7 @@ class Traced:
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.world, self.path, self.lost = World(make_settings()), path, 0
-        self.trace = Trace(path, self.world.core, 256, self._lose, disk)
+        self.trace = Trace(path, self.world.core, GENERATOR, self._lose, disk)
         self.note()
 
     def _lose(self, lines: int) -> None:
@@ -60,7 +63,8 @@ def test_trace_of_a_step(tmp_path: Path) -> None:
     traced.run_a_step()
     header, *rest = traced.read()
     assert isinstance(header, lines.RunLine)
-    assert (header.prompts_per_step, header.max_staleness_steps, header.concurrency) == (3, 1, 256)
+    assert (header.prompts_per_step, header.max_staleness_steps) == (3, 1)
+    assert (header.concurrency, header.max_draft_tokens) == (256, 8)
     assert lines.GeneratorLine(t=0.0, name="g", event="registered") in rest
     groups = [line for line in rest if isinstance(line, lines.GroupLine)]
     assert [(group.slot, group.step, group.lengths) for group in groups] == [

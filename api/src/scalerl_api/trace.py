@@ -30,6 +30,8 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     """k of PPO-off-policy-k; 0: PipelineRL."""
     concurrency: int
     """Completions that one generator samples at once."""
+    max_draft_tokens: int = 0
+    """Longest draft of the speculative decoding; 0 without."""
     schedule: str = ""
     """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to whoever asks first."""
 

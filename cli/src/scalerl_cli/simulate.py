@@ -56,7 +56,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         fixed,
         per_token / trainers,
         publish_seconds(run) if arguments.publish is None else arguments.publish,
-        arguments.max_draft_tokens,
+        arguments.max_draft_tokens or run.settings.max_draft_tokens or 16,
     )
     scheme = _scheme(run, arguments.max_staleness_steps)
     names = arguments.policy or [run.settings.schedule or "slotOrder"]

@@ -173,6 +173,17 @@ def test_command_says_what_drafts_save(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["lower_bound"] <= given["makespan"]
 
 
+def test_drafts_are_at_most_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "trace.jsonl", drafts=True)
+    given = "--json --drafts 5:12 --decode .01 .001 --verify .0001 0"
+    makespans = []
+    for longest in ("", " --max-draft-tokens 2", " --max-draft-tokens 16"):
+        assert main(["simulate", str(tmp_path), *(given + longest).split()]) == DONE
+        [figures] = json.loads(capsys.readouterr().out)["policies"].values()
+        makespans.append(figures["makespan"])
+    assert makespans[0] == makespans[1] > makespans[2]
+
+
 @pytest.mark.parametrize("text", ["many", "5", "0.5:2", "4:3", "inf:inf", "nan:2"])
 def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -205,6 +216,7 @@ def write_trace(path: Path, steps: int = 6, *more: str, drafts: bool = False) ->
             max_completion_tokens=900,
             max_staleness_steps=0,
             concurrency=8,
+            max_draft_tokens=2 if drafts else 0,
         )
     ]
     now = 0.0

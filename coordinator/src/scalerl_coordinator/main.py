@@ -117,8 +117,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)
-    concurrency = run.spec.generator.max_concurrent_sequences
-    make_trace = partial(Trace, environment.paths.trace, core, concurrency) if settings.trace else None
+    make_trace = partial(Trace, environment.paths.trace, core, run.spec.generator) if settings.trace else None
     history = await asyncio.to_thread(_open_history, settings, environment.paths, train)
     server = Server(
         core, journal, files, environment.token, train, held_out, trackers.status, history, make_trace

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from scalerl_api import trace
+from scalerl_api.roles import GeneratorSpec
 from scalerl_api.wire import VersionSpan
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
@@ -53,7 +54,7 @@ class Trace:
     """Writes the trace of one run.
 
     Args:
-        concurrency: ``generator.maxConcurrentSequences``.
+        generator: of the run's spec.
         on_lost: called with the number of lines that cannot be written.
     """
 
@@ -61,7 +62,7 @@ class Trace:
         self,
         path: Path,
         core: Core,
-        concurrency: int,
+        generator: GeneratorSpec,
         on_lost: Callable[[int], None],
         disk: Disk | None = None,
     ) -> None:
@@ -71,7 +72,7 @@ class Trace:
         self._lines: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._leases: dict[str, tuple[float, str, int]] = {}
         self._generators: dict[str, str] = {}
-        self._concurrency = concurrency
+        self._generator = generator
         self._failed = False
         self._written = False
         """The file has this start's header, and ends with a whole line."""
@@ -80,6 +81,8 @@ class Trace:
     def _make_header(self) -> bytes:
         settings = self._core.settings
         identity = settings.identity
+        speculation = self._generator.speculation
+        history = speculation.history if speculation else None
         line = trace.RunLine(
             t=self._core.run_seconds(self._core.meter.last),
             format=trace.FORMAT,
@@ -88,7 +91,8 @@ class Trace:
             max_completion_tokens=identity.max_completion_tokens,
             max_staleness_steps=identity.max_staleness_steps,
             steps_per_batch=identity.steps_per_batch,
-            concurrency=self._concurrency,
+            concurrency=self._generator.max_concurrent_sequences,
+            max_draft_tokens=history.max_draft_tokens if history else 0,
             schedule="byLength" if settings.by_length else "leastLoaded",
         )
         return trace.encode(line) + b"\n"

@@ -52,8 +52,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-draft-tokens",
         type=_positive,
         metavar="N",
-        default=16,
-        help="longest draft, the run's maxDraftTokens (default: 16)",
+        help="longest draft (default: the run's maxDraftTokens; 16 without speculation)",
     )
     command.add_argument(
         "--verify",
