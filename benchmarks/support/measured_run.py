@@ -21,7 +21,7 @@ _DRAIN_SECONDS = 30.0
 
 
 def manifest(
-    name: str, model: Path, prompts: Path, context: int, **sections: dict[str, Any]
+    name: str, model: Path, prompts: Path, context: int, **sections: Any
 ) -> dict[str, Any]:
     """A run of the length model: no evaluation and no checkpoint but the last, a rate that changes nothing."""
     recipe = {"zeroVarianceFilter": False, "optimizer": {"learningRate": "1e-7"}} | sections.pop("recipe")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
-STEPS, PROMPTS, TRAIN = 12, 8, 16
+STEPS, PROMPTS, TRAIN = 20, 8, 16
 
 pytestmark = pytest.mark.timeout(1200)
 
