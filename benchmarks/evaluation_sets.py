@@ -1,6 +1,7 @@
 """What more evaluation sets cost the trainer: a run with one set, and the same with four, generator and trainer on one core each.
 
-Seconds of a step that the trainer works, publishes and waits; evaluations are generated beside training, with the generator's time.
+Seconds of a step in which the trainer works, publishes and waits. Evaluations are generated beside training, in the generator's time: a
+run whose trainer waits for rollouts anyway waits longer.
 
     python benchmarks/evaluation_sets.py [--quick]
 """
@@ -34,8 +35,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_length_model(work / "model", 60, CONTEXT)
-        for name, count in (("prompts", 4000), *((f"set-{n}", 48) for n in range(3))):
-            write_prompts(work / f"{name}.jsonl", count)
+        write_prompts(work / "prompts.jsonl", 4000)
+        lines = (work / "prompts.jsonl").read_text().splitlines(keepends=True)
+        for n in range(3):
+            (work / f"set-{n}.jsonl").write_text("".join(lines[-48 * (n + 1) :][:48]))
         # Alternated: the machine may become slower or faster meanwhile.
         runs: dict[int, list[dict[str, Any]]] = {1: [], 4: []}
         for number, sets in enumerate((1, 4) if arguments.quick else (1, 4, 1, 4)):

@@ -73,13 +73,14 @@ def main() -> None:
             )
             measured_run(run, work / name, PINS)
             traces[name] = read_trace(work / name / "run" / "trace.jsonl")
+    clusters = {name: cluster_of(trace) for name, trace in traces.items()}
     figures: dict[str, dict[str, float]] = {}
     print(f"{'makespan s':22}{'measured':>9}" + "".join(f"{name:>22}" for name in traces))
     for name, trace in traces.items():
         k, concurrency = RUNS[name]
         figures[name] = {"measured": trace.makespan}
-        for other, speeds in traces.items():
-            cluster = replace(cluster_of(speeds), concurrency=concurrency)
+        for other, speeds in clusters.items():
+            cluster = replace(speeds, concurrency=concurrency)
             out = simulate(trace.work, cluster, LeastLoaded(), from_history(trace.work), PipelineRL(k))
             figures[name][f"speeds of {other}"] = out.makespan / trace.makespan - 1
         errors = list(figures[name].values())[1:]

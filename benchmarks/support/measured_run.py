@@ -20,9 +20,7 @@ PYTHON = [sys.executable, "-m", "scalerl_cli.main"]
 _DRAIN_SECONDS = 30.0
 
 
-def manifest(
-    name: str, model: Path, prompts: Path, context: int, **sections: Any
-) -> dict[str, Any]:
+def manifest(name: str, model: Path, prompts: Path, context: int, **sections: Any) -> dict[str, Any]:
     """A run of the length model: no evaluation and no checkpoint but the last, a rate that changes nothing."""
     recipe = {"zeroVarianceFilter": False, "optimizer": {"learningRate": "1e-7"}} | sections.pop("recipe")
     return {

@@ -26,7 +26,7 @@ def fed_responses(run: LocalRun) -> float:
 
 
 def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> None:
-    """Six epochs of 16 prompts."""
+    """Ten epochs of 16 prompts."""
     sums = [
         {"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}", "difficulty": a % 2}
         for a in range(10, 10 + TRAIN + 8)

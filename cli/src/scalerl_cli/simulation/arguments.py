@@ -52,7 +52,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-draft-tokens",
         type=_positive,
         metavar="N",
-        help="longest draft (default: the run's maxDraftTokens; 16 without speculation)",
+        help="longest draft (default: the run's maxDraftTokens, or 16 if the trace does not say)",
     )
     command.add_argument(
         "--verify",

@@ -124,9 +124,10 @@ class Fleet:
 
     def resume(self, version: int, now: float) -> None:
         """Continue all with the weights of ``version``."""
+        for generator in self._generators:
+            self._advance(generator, now)
         self._paused = False
         for at, generator in enumerate(self._generators):
-            generator.at = now
             generator.version = version
             for group in generator.groups.values():
                 group.versions.append(version)

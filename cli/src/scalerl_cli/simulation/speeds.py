@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,25 +17,26 @@ from scalerl_cli.simulation.trace_file import RunTrace, verification
 from scalerl_cli.simulation.workload import Cluster, DecodeSpeed, Drafts, Group, Workload
 
 _SEQUENCES = 4000
-"""Of a trace are enough for a fit, which simulates them about a hundred times in some seconds."""
+"""So many are enough for a fit, which simulates them about a hundred times."""
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """A measured group that is generated again, or what was left of it when its sample begins."""
+    """A measured group that is simulated, or what is left of it when its sample begins."""
 
     line: trace.GroupLine
     time: float
     lengths: list[int]
     timed: bool
-    """All that ran beside the group is in the sample."""
+    """All measured groups that ran beside it are in the sample, from their beginning to their end."""
 
 
 def fit_decode(run: RunTrace) -> DecodeSpeed:
     """Seconds of a decoding step by running sequences and drafted tokens; 0 without measured groups.
 
     With these speeds, simulated generators that are given groups of the trace at the times of their leases take as long for each as
-    the trace says, by least squares (soft L1). In a trace without drafts, a drafted token is taken to cost as much as a sequence.
+    the trace says, by least squares (soft L1). Of a long trace, groups of few generators count. Without drafts in the trace, a drafted
+    token is taken to cost as much as a sequence.
     """
     samples = _samples(run)
     leases = [lease for sample in samples for lease in sample]
@@ -47,7 +49,7 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
     per_token_n = seconds_n / [max(line.lengths) for line in lines]
     sequence_seconds = per_token_n @ [sum(line.lengths) for line in lines]
     spans = [max(one.line.t for one in sample) - min(one.time for one in sample) for sample in samples]
-    running = sequence_seconds / sum(spans)
+    running = min(max(sequence_seconds / max(sum(spans), 1e-6), 1.0), run.settings.concurrency)
     drafts = any(line.drafted_tokens for line in lines)
     # Half for the step, half for its sequences, and as much for a drafted token as for a sequence.
     guess = np.array([1.0, 1 / running, 1 / running])[: 2 + drafts] * np.median(per_token_n) / 2
@@ -70,26 +72,27 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
 
 
 def _samples(run: RunTrace) -> list[list[_Lease]]:
-    """Enough of the measured groups: of one generator after the other all, or the first and the last ones."""
+    """Measured groups, enough for a fit: of some generators the first ones, of others the last ones."""
     by_generator: dict[str, list[trace.GroupLine]] = {}
-    for line in run.groups:
-        if line.leased is not None and line.seconds > 0 and max(line.lengths):
+    for line in run.generated:
+        # A group that took no time was measured by a clock that was set back.
+        if line.leased is not None and line.seconds > 1e-6 and max(line.lengths):
             by_generator.setdefault(line.generator, []).append(line)
-    most = max(1, max(_SEQUENCES, 16 * run.settings.concurrency) // run.settings.completions_per_prompt)
+    most = max(_SEQUENCES, 16 * run.settings.concurrency) // run.settings.completions_per_prompt
+    half = max(1, most // 2)
+    each = list(by_generator.values())
     found: list[list[_Lease]] = []
-    for own in by_generator.values():
+    for number, own in enumerate(each * 2 if len(each) == 1 and len(each[0]) > half else each):
         own.sort(key=lambda line: line.leased or 0.0)
-        if len(own) <= most:
-            found.append(_sample(own, 0, len(own)))
-        else:
-            found += [_sample(own, 0, most // 2), _sample(own, len(own) - most // 2, len(own))]
+        first = max(0, len(own) - half) if number % 2 else 0
+        found.append(_sample(own, first, min(first + half, len(own))))
         if sum(map(len, found)) >= most:
             break
     return found
 
 
 def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Lease]:
-    """A generator's groups from ``first`` to before ``last``, after what ran when they begin."""
+    """A generator's groups from ``first`` to before ``last``, and what is left of those that run when these begin."""
     begin = own[first].leased or 0.0
     end = own[last].leased or 0.0 if last < len(own) else np.inf
     sample = []
@@ -102,7 +105,7 @@ def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Leas
 
 
 class _Generators:
-    """They generate samples again, each one."""
+    """Simulates each sample on a generator of its own."""
 
     def __init__(self, run: RunTrace, samples: Sequence[Sequence[_Lease]]) -> None:
         self._leases = [(at, lease) for at, sample in enumerate(samples) for lease in sample]
@@ -163,11 +166,21 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
 
 def publish_seconds(run: RunTrace) -> float:
     """Median of the seconds between a step's report and the publish of its weights."""
-    return statistics.median([end - begin for begin, end in _pauses(run)] or [0.0])
+    return statistics.median([end - begin for begin, end in _publishes(run)] or [0.0])
 
 
 def _pauses(run: RunTrace) -> list[tuple[float, float]]:
-    """From each step's report to the publish of its weights."""
-    published = {line.version: line.t for line in run.publishes}
-    spans = [(step.t, published.get(step.step + 1, -1.0)) for step in run.steps]
-    return [(begin, end) for begin, end in spans if end >= begin]
+    """When generators are taken to pause for new weights. A publish that was held, for an evaluation, does not pause them longer."""
+    longest = publish_seconds(run)
+    return [(max(begin, end - longest), end) for begin, end in _publishes(run)]
+
+
+def _publishes(run: RunTrace) -> list[tuple[float, float]]:
+    """From each step's report to the first publish of its weights: a member that joins later gets them again."""
+    found = []
+    published = sorted((line.version, line.t) for line in run.publishes)
+    for step in run.steps:
+        at = bisect_left(published, (step.step + 1, step.t))
+        if at < len(published) and published[at][0] == step.step + 1:
+            found.append((step.t, published[at][1]))
+    return found

@@ -27,6 +27,8 @@ class RunTrace:
     """The last of them."""
     groups: list[trace.GroupLine]
     """Of the complete steps, by slot."""
+    generated: list[trace.GroupLine]
+    """Those, groups that were dropped for equal rewards, and of incomplete steps."""
     steps: list[trace.StepLine]
     publishes: list[trace.PublishLine]
     generators: int
@@ -99,10 +101,16 @@ def _faults(line: trace.AnyLine) -> list[str]:
             found.append(f"format {line.format}, this release reads {trace.FORMAT}")
         if min(line.prompts_per_step, line.completions_per_prompt, line.concurrency) < 1:
             found.append("prompts_per_step, completions_per_prompt and concurrency must be at least 1")
+        if not 0 <= line.max_draft_tokens <= _LONGEST_DRAFT:
+            found.append(f"max_draft_tokens must be from 0 to {_LONGEST_DRAFT}")
     if isinstance(line, trace.GroupLine) and (not line.lengths or min(line.lengths) < 0):
         found.append("lengths must be numbers of tokens, one or more")
     if isinstance(line, trace.GroupLine) and min(line.slot, line.step) < 0:
         found.append("slot and step must not be negative")
+    if isinstance(line, trace.GroupLine) and not (
+        0 <= line.seconds < float("inf") and 0 <= (line.leased or 0) <= line.t
+    ):
+        found.append("seconds and leased must not be negative, nor leased later than t")
     return found
 
 
@@ -111,7 +119,9 @@ def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
     if not settings:
         raise TraceProblem('it has no line of kind "run"')
     # A later line of a slot or step replaces an earlier one: the trainer may have returned to a checkpoint.
-    groups = {line.slot: line for line in lines if isinstance(line, trace.GroupLine) and not line.refilled}
+    # One with the same lease too was written twice.
+    generated = {(line.slot, line.leased): line for line in lines if isinstance(line, trace.GroupLine)}
+    groups = {line.slot: line for line in generated.values() if not line.refilled}
     steps = {line.step: line for line in lines if isinstance(line, trace.StepLine)}
     size = settings[-1].prompts_per_step
     by_step: dict[int, list[trace.GroupLine]] = {}
@@ -126,8 +136,9 @@ def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
     return RunTrace(
         settings[-1],
         kept,
+        list(generated.values()),
         [steps[step] for step in complete],
         [line for line in lines if isinstance(line, trace.PublishLine)],
         max(1, len({line.generator for line in kept if line.generator})),
-        sum(isinstance(line, trace.GroupLine) and line.refilled for line in lines),
+        sum(line.refilled for line in generated.values()),
     )

@@ -30,7 +30,9 @@ class Drafts:
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if _yield(middle, drafted) < tokens else (low, middle)
-        return cls(low, drafted if fixed else None) if min(drafted, tokens - 1) > 0 else cls()
+        if fixed:
+            return cls(max(low, 1e-9) if drafted else 0.0, drafted)
+        return cls(low) if min(drafted, tokens - 1) > 0 else cls()
 
 
 def _yield(acceptance: float, length: float) -> float:
@@ -99,7 +101,8 @@ class DecodeSpeed:
         count_k = np.array([count for _, count in batch])
         acceptance_k = np.array([drafts.acceptance for drafts, _ in batch]).clip(1e-9)
         fixed_k = np.array([np.nan if drafts.length is None else drafts.length for drafts, _ in batch])
-        pays_tk = (_LOG_THRESHOLDS[:, None] / np.log(acceptance_k)).clip(0, longest) // 1
+        thresholds_t = _LOG_THRESHOLDS if np.isnan(fixed_k).any() else _LOG_THRESHOLDS[:1]
+        pays_tk = (thresholds_t[:, None] / np.log(acceptance_k)).clip(0, longest) // 1
         length_tk = np.where(np.isnan(fixed_k), pays_tk, fixed_k)
         tokens_tk = (1 - acceptance_k ** (length_tk + 1)) / (1 - acceptance_k)
         seconds_t = [self.seconds(running, drafted) for drafted in (length_tk * count_k).sum(1)]
