@@ -11,7 +11,7 @@ from runs import START_SECONDS, assert_counts_add_up, assert_nothing_left, small
 
 PROMPTS, TRAIN, STALENESS = 8, 16, 2
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_two_generators_share_past_responses(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
             return len(given) == 2 and min(given.values()) > 0
 
         run.until(lambda: run.step() >= 1, START_SECONDS, "the first step")
-        run.until(both_were_given_responses, 120, "both generators were given past responses")
+        run.until(both_were_given_responses, START_SECONDS, "both generators were given past responses")
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130, run.tail()
         summary = run.summary()
