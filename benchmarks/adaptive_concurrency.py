@@ -23,7 +23,7 @@ from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8
-MEAN_TOKENS, MAX_TOKENS, PROMPT = 300, 900, list(range(3, 19))
+MEAN_TOKENS, MAX_TOKENS, PROMPT = 300, 900, list(range(3, 13))
 CACHE_BYTES = 32 << 20
 """8,192 tokens of this model: 27 completions of mean length."""
 ARMS = {"adaptive": None, "always 256": 256, "always 64": 64, "always 32": 32, "always 16": 16}

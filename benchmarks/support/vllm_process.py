@@ -31,6 +31,8 @@ class VllmProcess:
     """The server that a generator has, with ``arguments`` of :mod:`scalerl_generator.vllm_server`."""
 
     def __init__(self, model: Path, *arguments: str, python_path: Path | None = None) -> None:
+        # A benchmark that is ended runs its `finally` too, which ends the server.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         port, self.token = free_port(), secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.NamedTemporaryFile(suffix=".vllm.log")  # noqa: SIM115  # closed with the server

@@ -49,7 +49,7 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
     per_token_n = seconds_n / [max(line.lengths) for line in lines]
     sequence_seconds = per_token_n @ [sum(line.lengths) for line in lines]
     spans = [max(one.line.t for one in sample) - min(one.time for one in sample) for sample in samples]
-    running = min(max(sequence_seconds / max(sum(spans), 1e-6), 1.0), run.settings.concurrency)
+    running = float(np.clip(sequence_seconds / max(sum(spans), 1e-6), 1, run.settings.concurrency))
     drafts = any(line.drafted_tokens for line in lines)
     # Half for the step, half for its sequences, and as much for a drafted token as for a sequence.
     guess = np.array([1.0, 1 / running, 1 / running])[: 2 + drafts] * np.median(per_token_n) / 2
