@@ -81,8 +81,7 @@ async def at_work(api: KubeApi, served: Cluster, namespace: str) -> AsyncIterato
 
 async def has_stopped(operator: main.Operator, work: Work) -> None:
     """No look is under way or begun, nothing is written, and nothing of the time before is remembered."""
-    await until(lambda: work.stopped, 120)
-    assert "long" in work.stopped
+    await until(lambda: "long" in work.stopped, 120)
     await until(lambda: work.forgotten == 1, 120)
     work.looks.clear()
     assert operator.queue.in_work() == 0
