@@ -22,6 +22,8 @@ PINS = {"generator": 0, "trainer": 1, "coordinator": 1}
 LEAD = 4
 """Steps that are left out: the generator gets ahead in them."""
 CONTEXT, COMPLETION = 160, 128
+PROMPTS = 48
+"""Of each set."""
 
 
 def main() -> None:
@@ -35,10 +37,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         make_length_model(work / "model", 60, CONTEXT)
-        write_prompts(work / "prompts.jsonl", 4000)
-        lines = (work / "prompts.jsonl").read_text().splitlines(keepends=True)
+        write_prompts(work / "all.jsonl", 4000)
+        lines = (work / "all.jsonl").read_text().splitlines(keepends=True)
         for n in range(3):
-            (work / f"set-{n}.jsonl").write_text("".join(lines[-48 * (n + 1) :][:48]))
+            (work / f"set-{n}.jsonl").write_text("".join(lines[PROMPTS * n : PROMPTS * (n + 1)]))
+        (work / "prompts.jsonl").write_text("".join(lines[3 * PROMPTS :]))
         # Alternated: the machine may become slower or faster meanwhile.
         runs: dict[int, list[dict[str, Any]]] = {1: [], 4: []}
         for number, sets in enumerate((1, 4) if arguments.quick else (1, 4, 1, 4)):
@@ -77,13 +80,13 @@ def _run(work: Path, sets: int, steps: int) -> dict[str, Any]:
             "name": f"set-{n}",
             "task": {
                 "jsonl": {"path": str(work / f"set-{n}.jsonl")},
-                "size": 48,
+                "size": PROMPTS,
                 "verifier": {"name": "number"},
             },
         }
         for n in range(sets - 1)
     ]
-    run["spec"]["task"]["heldOut"]["size"] = 48
+    run["spec"]["task"]["heldOut"]["size"] = PROMPTS
     run["spec"]["evaluation"] = {
         "everySteps": 4,
         "samplesPerPrompt": 1,
