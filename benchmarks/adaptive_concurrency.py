@@ -1,7 +1,7 @@
 """``generator.adaptiveConcurrency`` against fixed limits, on a vLLM server whose KV cache holds few of the sequences that it may run.
 
-Completions are sampled in groups of eight, with so many at the server at once: always 256, fewer, or as the actor's limit follows
-the cache from 256 on. Tokens a second, preemptions, and the limit at the end.
+Completions are sampled in groups of eight, as the actor does for a limit: always 256, fewer, or as its limit follows the cache from
+256 on. Tokens a second, preemptions, and the limit at the end.
 
     python benchmarks/adaptive_concurrency.py [--quick]
 """
@@ -20,6 +20,7 @@ from support.length_model import make_length_model
 from support.vllm_process import VllmProcess
 
 from scalerl_generator.concurrency import Concurrency
+from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8
@@ -36,28 +37,34 @@ async def follow(concurrency: Concurrency, client: VllmClient) -> None:
         concurrency.follow(await client.cache_pressure())
 
 
-async def group(client: VllmClient, number: int) -> int:
-    """Tokens of a group."""
+async def group(client: VllmClient, number: int) -> list[int]:
+    """Lengths of a group's completions."""
     prompt = [3 + number % 10, *PROMPT]
     completions = await client.generate(prompt, n=COMPLETIONS, max_tokens=MAX_TOKENS)
-    return sum(len(one.token_ids) for one in completions)
+    return [len(one.token_ids) for one in completions]
 
 
 async def sample(server: VllmProcess, fixed: int | None, groups: int) -> dict[str, float]:
     """Figures of one arm; fixed: completions at once, or None."""
     concurrency = Concurrency(most=fixed or MOST, least=COMPLETIONS)
-    running: set[asyncio.Task[int]] = set()
-    tokens = 0
+    running: set[asyncio.Task[list[int]]] = set()
+    tokens, occupancy = 0, Occupancy()
     await server.ready()
     async with server.client() as client:
         following = asyncio.create_task(follow(concurrency, client)) if fixed is None else None
         begun = time.monotonic()
         while groups or running:
-            while groups and (len(running) + 1) * COMPLETIONS <= concurrency.limit:
+            held = len(running)
+            wanted = groups_wanted(
+                concurrency.limit, COMPLETIONS, occupancy.fraction, held * COMPLETIONS, held
+            )
+            for _ in range(min(wanted, groups)):
                 running.add(asyncio.create_task(group(client, groups)))
                 groups -= 1
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            tokens += sum(task.result() for task in done)
+            for task in done:
+                occupancy.observe(task.result())
+                tokens += sum(task.result())
         seconds = time.monotonic() - begun
         if following is not None:
             following.cancel()
@@ -73,7 +80,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="two arms, few groups")
     arguments = parser.parse_args()
-    groups, arms = (16, list(ARMS)[:2]) if arguments.quick else (128, list(ARMS))
+    groups, arms = (16, list(ARMS)[:2]) if arguments.quick else (48, list(ARMS))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"

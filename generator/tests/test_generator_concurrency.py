@@ -38,6 +38,19 @@ def test_concurrency_settles_where_the_cache_is_used_and_not_full(room: int) -> 
     assert 0.5 * room < min(limits) <= max(limits) < 0.95 * room
 
 
+def test_concurrency_is_not_cut_again_before_the_sequences_of_the_cut_have_ended() -> None:
+    """256 are at a server whose cache holds 60, and one in 30 ends between two measurements."""
+    concurrency = Concurrency(most=256, least=8)
+    sent, preemptions, limits = 256, 0, []
+    for _ in range(200):
+        running = min(sent, 60)
+        preemptions += sent > 60
+        concurrency.follow(CachePressure(running / 60, preemptions, running))
+        limits.append(concurrency.limit)
+        sent = max(sent - -(-running // 30), concurrency.limit)
+    assert 30 < min(limits) <= limits[-1] < 57
+
+
 def test_concurrency_is_not_lowered_by_a_new_server() -> None:
     concurrency = Concurrency(most=64, least=8)
     concurrency.follow(CachePressure(0.9, 10, 64))

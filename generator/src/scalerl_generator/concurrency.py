@@ -4,7 +4,8 @@ A server whose cache is full preempts sequences and computes their tokens again,
 needs depends on its length, which is not known in advance and changes as the policy learns. So the actor measures how full the
 cache is every two seconds, and changes the limit by::
 
-    preemptions since the last measurement     a quarter fewer
+    more run than the limit allows             nothing: those that are there have to end first
+    preemptions since the last measurement     a quarter fewer than run, at most than the limit
     more than .8 in use                        an eighth fewer
     less than .6 in use, and the limit binds   an eighth more, at most maxConcurrentSequences
 """
@@ -42,20 +43,24 @@ class Concurrency:
         """Adapt the limit.
 
         >>> concurrency = Concurrency(most=256, least=16)
-        >>> concurrency.follow(CachePressure(used=0.9, preemptions=3, running=250)); concurrency.limit
+        >>> concurrency.follow(CachePressure(used=0.9, preemptions=3, running=256)); concurrency.limit
         192
-        >>> concurrency.follow(CachePressure(used=0.85, preemptions=3, running=190)); concurrency.limit
+        >>> concurrency.follow(CachePressure(used=0.9, preemptions=4, running=240)); concurrency.limit
+        192
+        >>> concurrency.follow(CachePressure(used=0.85, preemptions=4, running=190)); concurrency.limit
         168
-        >>> concurrency.follow(CachePressure(used=0.7, preemptions=3, running=168)); concurrency.limit
+        >>> concurrency.follow(CachePressure(used=0.7, preemptions=4, running=168)); concurrency.limit
         168
-        >>> concurrency.follow(CachePressure(used=0.5, preemptions=3, running=160)); concurrency.limit
+        >>> concurrency.follow(CachePressure(used=0.5, preemptions=4, running=160)); concurrency.limit
         189
         """
         preempted = pressure.preemptions > self._preemptions  # fewer than before: the server is a new one
         self._preemptions = pressure.preemptions
         limit = self.limit
+        if pressure.running > limit + max(limit // 8, self._least):  # the actor sends so many more
+            return
         if preempted:
-            limit = 3 * limit // 4
+            limit = 3 * min(limit, pressure.running) // 4
         elif pressure.used > _HIGH:
             limit -= limit // 8
         elif pressure.used < _LOW and pressure.running >= 7 * limit // 8:
