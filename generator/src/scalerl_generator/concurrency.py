@@ -1,6 +1,6 @@
 """How many sequences the server samples at once: as many as its KV cache holds.
 
-A server whose cache is full preempts sequences and computes their tokens again, which costs more than it gains. What a sequence
+A server whose cache is full preempts sequences and computes their tokens again: time, the more the longer they are. What a sequence
 needs depends on its length, which is not known in advance and changes as the policy learns. So the actor measures how full the
 cache is every two seconds, and changes the limit by::
 
