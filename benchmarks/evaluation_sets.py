@@ -55,7 +55,7 @@ def main() -> None:
         }
         print(f"{sets} sets: " + ", ".join(f"{k} {v:.3f}" for k, v in figures[f"{sets} sets"].items()))
     ratio = figures["4 sets"]["busy_seconds"] / figures["1 sets"]["busy_seconds"]
-    print(f"trainer time of a step with four sets over that with one: {ratio:.3f}")
+    print(f"seconds of a step that the trainer works, with four sets over one: {ratio:.3f}")
     print(json.dumps({"benchmark": "evaluation_sets", "figures": figures | {"ratio": ratio}}))
 
 

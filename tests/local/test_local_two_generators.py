@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(1200)
 def test_two_generators_share_past_responses(tmp_path: Path) -> None:
     """Epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other.
 
-    The run goes on until both were given some: the second generator may be ready many steps after the first.
+    The run continues until both were given some: the second generator may be ready many steps after the first.
     """
     sums = [{"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}"} for a in range(10, 10 + TRAIN + 8)]
     data = tmp_path / "sums.jsonl"

@@ -1,11 +1,11 @@
 """How many sequences the server samples at once: as many as its KV cache holds.
 
-A server whose cache is full preempts sequences and computes their tokens again: time, the more the longer they are. What a sequence
+A server whose cache is full preempts sequences and computes their tokens again, which costs more the longer they are. What a sequence
 needs depends on its length, which is not known in advance and changes as the policy learns. So the actor measures how full the
 cache is every two seconds, and changes the limit by::
 
-    more run than the limit allows             nothing: those that are there have to end first
-    preemptions since the last measurement     a quarter fewer than run, at most than the limit
+    more run than the actor sends for it       no change: an earlier cut has not taken effect yet
+    preemptions since the last measurement     a quarter fewer, or than run if these are fewer
     more than .8 in use                        an eighth fewer
     less than .6 in use, and the limit binds   an eighth more, at most maxConcurrentSequences
 """
@@ -57,7 +57,7 @@ class Concurrency:
         preempted = pressure.preemptions > self._preemptions  # fewer than before: the server is a new one
         self._preemptions = pressure.preemptions
         limit = self.limit
-        if pressure.running > limit + max(limit // 8, self._least):  # the actor sends so many more
+        if pressure.running > limit + max(limit // 8, self._least):  # the actor's surplus
             return
         if preempted:
             limit = 3 * min(limit, pressure.running) // 4

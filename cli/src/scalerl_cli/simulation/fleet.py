@@ -124,15 +124,14 @@ class Fleet:
 
     def resume(self, version: int, now: float) -> None:
         """Continue all with the weights of ``version``."""
-        for generator in self._generators:
-            self._advance(generator, now)
-        self._paused = False
         for at, generator in enumerate(self._generators):
+            self._advance(generator, now)
             generator.version = version
             for group in generator.groups.values():
                 group.versions.append(version)
                 group.since.append(group.clock)
             self._schedule(at)
+        self._paused = False
 
     def utilisation(self, seconds: float) -> tuple[float, float]:
         """Mean part of the time in which a generator ran nothing, and mean number of its running sequences."""

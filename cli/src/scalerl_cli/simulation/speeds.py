@@ -22,7 +22,7 @@ _SEQUENCES = 4000
 
 @dataclass(frozen=True)
 class _Lease:
-    """A measured group that is simulated, or what is left of it when its sample begins."""
+    """A measured group that is simulated, or the rest of it when its sample begins."""
 
     line: trace.GroupLine
     time: float
@@ -35,8 +35,8 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
     """Seconds of a decoding step by running sequences and drafted tokens; 0 without measured groups.
 
     With these speeds, simulated generators that are given groups of the trace at the times of their leases take as long for each as
-    the trace says, by least squares (soft L1). Of a long trace, groups of few generators count. Without drafts in the trace, a drafted
-    token is taken to cost as much as a sequence.
+    the trace says, by least squares (soft L1). Of a long trace, groups of a few generators are enough. Without drafts in the trace, a
+    drafted token is taken to cost as much as a sequence.
     """
     samples = _samples(run)
     leases = [lease for sample in samples for lease in sample]
@@ -75,8 +75,8 @@ def _samples(run: RunTrace) -> list[list[_Lease]]:
     """Measured groups, enough for a fit: of some generators the first ones, of others the last ones."""
     by_generator: dict[str, list[trace.GroupLine]] = {}
     for line in run.generated:
-        # A group that took no time was measured by a clock that was set back.
-        if line.leased is not None and line.seconds > 1e-6 and max(line.lengths):
+        # Where the coordinator lost its last records to a full disk, the run's time stepped back: t may be before leased.
+        if line.leased is not None and line.leased < line.t and line.seconds > 1e-6 and max(line.lengths):
             by_generator.setdefault(line.generator, []).append(line)
     most = max(_SEQUENCES, 16 * run.settings.concurrency) // run.settings.completions_per_prompt
     half = max(1, most // 2)
@@ -92,7 +92,7 @@ def _samples(run: RunTrace) -> list[list[_Lease]]:
 
 
 def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Lease]:
-    """A generator's groups from ``first`` to before ``last``, and what is left of those that run when these begin."""
+    """A generator's groups from ``first`` to before ``last``, and the rest of those that run when these begin."""
     begin = own[first].leased or 0.0
     end = own[last].leased or 0.0 if last < len(own) else np.inf
     sample = []
@@ -149,7 +149,7 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
 
     A step begins with its last group or with the publish before it, and ends with the trainer's report.
     """
-    published = {line.version: line.t for line in run.publishes}
+    publishes = _publishes(run)
     tokens: dict[int, int] = {}
     last_group: dict[int, float] = {}
     for line in run.groups:
@@ -157,7 +157,8 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
         last_group[line.step] = max(line.t, last_group.get(line.step, 0.0))
     rows, seconds = [], []
     for step in run.steps:
-        begin = max(last_group[step.step], published.get(step.step, 0.0))
+        _, published = publishes.get(step.step, (0.0, 0.0))
+        begin = max(last_group[step.step], published)
         rows.append([1.0, tokens[step.step]])
         seconds.append(max(step.busy_seconds, step.t - begin))
     fixed, per_token = nnls(np.array(rows), np.array(seconds))[0]
@@ -166,21 +167,21 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
 
 def publish_seconds(run: RunTrace) -> float:
     """Median of the seconds between a step's report and the publish of its weights."""
-    return statistics.median([end - begin for begin, end in _publishes(run)] or [0.0])
+    return statistics.median([end - begin for begin, end in _publishes(run).values()] or [0.0])
 
 
 def _pauses(run: RunTrace) -> list[tuple[float, float]]:
     """When generators are taken to pause for new weights. A publish that was held, for an evaluation, does not pause them longer."""
     longest = publish_seconds(run)
-    return [(max(begin, end - longest), end) for begin, end in _publishes(run)]
+    return [(max(begin, end - longest), end) for begin, end in _publishes(run).values()]
 
 
-def _publishes(run: RunTrace) -> list[tuple[float, float]]:
-    """From each step's report to the first publish of its weights: a member that joins later gets them again."""
-    found = []
+def _publishes(run: RunTrace) -> dict[int, tuple[float, float]]:
+    """By version: the report of its step, and its first publish; a member that joins later gets it again."""
+    found = {}
     published = sorted((line.version, line.t) for line in run.publishes)
     for step in run.steps:
         at = bisect_left(published, (step.step + 1, step.t))
         if at < len(published) and published[at][0] == step.step + 1:
-            found.append((step.t, published[at][1]))
+            found[step.step + 1] = step.t, published[at][1]
     return found

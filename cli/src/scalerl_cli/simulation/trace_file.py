@@ -107,10 +107,8 @@ def _faults(line: trace.AnyLine) -> list[str]:
         found.append("lengths must be numbers of tokens, one or more")
     if isinstance(line, trace.GroupLine) and min(line.slot, line.step) < 0:
         found.append("slot and step must not be negative")
-    if isinstance(line, trace.GroupLine) and not (
-        0 <= line.seconds < float("inf") and 0 <= (line.leased or 0) <= line.t
-    ):
-        found.append("seconds and leased must not be negative, nor leased later than t")
+    if isinstance(line, trace.GroupLine) and not 0 <= min(line.seconds, line.leased or 0.0) < float("inf"):
+        found.append("seconds and leased must not be negative")
     return found
 
 
@@ -119,7 +117,7 @@ def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
     if not settings:
         raise TraceProblem('it has no line of kind "run"')
     # A later line of a slot or step replaces an earlier one: the trainer may have returned to a checkpoint.
-    # One with the same lease too was written twice.
+    # A line of the same slot and lease was written twice.
     generated = {(line.slot, line.leased): line for line in lines if isinstance(line, trace.GroupLine)}
     groups = {line.slot: line for line in generated.values() if not line.refilled}
     steps = {line.step: line for line in lines if isinstance(line, trace.StepLine)}
