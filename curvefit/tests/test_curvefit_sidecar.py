@@ -369,7 +369,8 @@ async def test_runner_does_not_decompress_bodies(start) -> None:
 
 async def test_forecast_hundred_thousand_points(start) -> None:
     curve = simulated(n=100_000, reach=4)
-    sidecar = client(await start(Sidecar().application()), timeout_seconds=20)
+    limits = Limits(read_seconds=120.0, compute_seconds=120.0)
+    sidecar = client(await start(Sidecar(limits).application()), timeout_seconds=120)
     answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
     assert abs(answer.fit.A.median - 0.61) < 0.01
 

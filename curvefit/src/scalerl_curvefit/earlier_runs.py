@@ -105,7 +105,7 @@ class RunSummary:
     late: tuple[int, int]
     fell: float | None = None
 
-    def level(self, doubling: Sequence[float]) -> FloatArray:
+    def level(self, doubling: FloatArray) -> FloatArray:
         """The level at log2 compute."""
         return np.asarray(np.interp(doubling, self.doubling_k, self.level_k))
 
@@ -180,7 +180,7 @@ class EarlierRunsPrior:
                 continue
             after = summary.level_k[~until & (summary.doubling_k <= summary.end)]
             flat += weight
-            rose += weight * (after.max(initial=0.0) - summary.level([self.now])[0] >= rise)
+            rose += weight * (after.max(initial=0.0) - float(summary.level(np.array(self.now))) >= rise)
         return float((PUBLIC_FLAT_RUNS * public + rose) / (PUBLIC_FLAT_RUNS + flat))
 
 
@@ -226,8 +226,10 @@ def earlier_runs_prior(
     at = curve.first_trained
     back = max(now - 1.0, float(np.log2(curve.compute[at])))
     own_back = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], np.array([back]), WINDOW)
-    back_i, level_i, *ahead_i = np.array([c.level([back, now, *(now + AHEAD)]) for c in summaries]).T
-    covered = np.array([np.clip(c.end - now, 0.0, 1.0) * (now >= c.doubling_k[0]) for c in summaries])
+    at_k = np.concatenate([[back, now], now + AHEAD])
+    back_i, level_i, *ahead_i = np.array([c.level(at_k) for c in summaries]).T
+    begin, end = np.array([(c.doubling_k[0], c.end) for c in summaries]).T
+    covered = np.clip(end - now, 0.0, 1.0) * (now >= begin)
     own_gain = local.level - float(own_back[0])
     similarity, reasons = _similarity(level_i, level_i - back_i, local.level, own_gain, covered > 0)
     weight = similarity * covered
