@@ -317,9 +317,8 @@ def sampled_by(*versions: int) -> list[PartialCompletion]:
         ({"lease_id": "another"}, (4, 5), True),
         ({"policy_version": 7}, (5, MASKED, 5), True),
         ({"policy_version": 8}, (5, 7), False),  # too old a token
-        ({"policy_version": 4}, (4, 5), False),  # training went back
-        ({"policy_version": 6, "lost_version": 4}, (5, 6), True),
-        ({"policy_version": 6, "lost_version": 5}, (5, 6), False),  # there are two versions 5
+        ({"policy_version": 4}, (4, 5), True),  # training went back
+        ({"policy_version": 6, "lost_version": 5}, (5, 6), True),  # there are two versions 5
         ({"slot": 4}, (5,), False),
         ({"prompt_id": "q"}, (5,), False),
         ({"max_tokens": 65}, (5,), False),

@@ -170,20 +170,22 @@ class GeneratorRequests:
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
             key = partial_key(lease.prompt, lease.slot, lease.policy_version)
-            # An evaluation that does not hold a publish is continued with newer weights than those that it measures.
-            versions = range(self._oldest_version(lease), member.version + 1)
-            partial = self._partials.take(key, lease, versions, room)
+            partial = self._partials.take(key, lease, self._continued_versions(lease, member), room)
             if partial is not None:
                 room -= sum(2 * len(c.token_ids) for c in partial.completions)
                 lease = msgspec.structs.replace(lease, partial=partial)
             leases.append(lease)
         return wire.Leases(leases=leases)
 
-    def _oldest_version(self, lease: wire.Lease) -> int:
-        """The oldest version of a token that ``lease`` may continue."""
+    def _continued_versions(self, lease: wire.Lease, member: Member) -> range:
+        """The versions of tokens that ``lease`` may continue."""
         state, k = self._core.state, self._core.settings.identity.max_staleness_steps
-        oldest = lease.policy_version if lease.split is Split.HELD_OUT else state.step_of(lease.slot) - k
-        return max(oldest, state.lost + 1)
+        if lease.split is Split.HELD_OUT:
+            # One that does not hold a publish is continued with newer weights than those that it measures.
+            return range(max(lease.policy_version, state.lost + 1), member.version + 1)
+        # Also of newer weights, and of a lost lineage, as members that live sample them: to begin again only what did not end
+        # in time would make long completions rarer.
+        return range(state.step_of(lease.slot) - k, state.newest + 1)
 
     def _evaluation_issues(
         self, member: Member, wanted: int, now: float, *, holds: bool

@@ -105,10 +105,10 @@ class PartialStore:
         return "stored"
 
     def take(self, key: PartialKey, lease: Lease, versions: range, max_bytes: int) -> PartialGroup | None:
-        """What ``lease`` may continue: at most ``max_bytes``, of ``versions``, the last of which is that of its weights.
+        """What ``lease`` may continue: at most ``max_bytes``, of ``versions``.
 
-        It is kept, as the new lease's. What another lease may continue stays until this one reports: what is newer than its
-        weights or too large for this answer. What none may continue is dropped.
+        It is kept, as the new lease's. What another lease may continue stays until this one reports: what is newer than
+        ``versions`` or too large for this answer. What none may continue is dropped.
         """
         group = self._groups.get(key)
         if group is None:

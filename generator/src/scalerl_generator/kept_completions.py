@@ -44,12 +44,9 @@ def are_usable(completions: Sequence[PartialCompletion], lease: Lease, max_stale
     sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
     if not sampled:
         return True
-    if min(sampled) <= lease.lost_version:
-        return False
     if lease.split is Split.HELD_OUT:
-        return True
-    # A newer version than the lease's is of training that went back to a checkpoint.
-    return max(sampled) <= lease.policy_version <= min(sampled) + max_staleness_steps
+        return min(sampled) > lease.lost_version
+    return lease.policy_version <= min(sampled) + max_staleness_steps
 
 
 def _key(lease: Lease) -> _Key:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, Split
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
 from scalerl_generator.completion_streams import TOGETHER_TOKENS, CompletionStreams
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, Refused, UnknownMember
 from scalerl_generator.kept_completions import are_usable
@@ -67,10 +67,7 @@ def read_partials(
     if len(group.completions) != lease.completions:
         raise UnusablePartials("lengths")
     completions = [_read(partial, lease.max_tokens, vocabulary_size) for partial in group.completions]
-    newest = max((span.version for c in completions for span in c.weight_versions), default=MASKED)
-    # What an evaluation measures may be older than the weights of those who generate it.
-    too_new = lease.split is Split.TRAIN and newest > lease.policy_version
-    if too_new or not are_usable(completions, lease, max_staleness_steps):
+    if not are_usable(completions, lease, max_staleness_steps):
         raise UnusablePartials("versions")
     return completions
 
@@ -93,7 +90,7 @@ def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCom
         end <= start for start, end in zip(starts, ends, strict=False)
     ):
         raise UnusablePartials("versions")
-    if sampled != sorted(sampled) or min(sampled, default=0) < 0:
+    if min(sampled, default=0) < 0:
         raise UnusablePartials("versions")
     completion = PartialCompletion()
     for span, end in zip(partial.versions, ends, strict=False):

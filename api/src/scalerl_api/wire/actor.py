@@ -125,8 +125,8 @@ class Lease(Struct, frozen=True, kw_only=True):
     policy_version: int
     """Evaluation: the version being measured. Training: the version the lease was given at."""
     lost_version: int = -1
-    """Up to it, one version may name two sets of weights, since the trainer returned to a checkpoint: tokens of such a
-    version that were sampled for an earlier lease are of no use for this one."""
+    """Up to it, one version may name two sets of weights, since the trainer returned to a checkpoint: an evaluation does not
+    continue tokens of such a version that were sampled for an earlier lease."""
     partial: PartialGroup | None = None
     """Where an earlier lease of the slot ended: continue from there, or start again."""
 
