@@ -73,7 +73,6 @@ class UnitStatus:
     restarts: int = 0
     since: float = field(default_factory=time.monotonic)
     first_ready: float | None = None
-    last_end: str = ""
 
 
 class Unit:
@@ -125,7 +124,6 @@ class Unit:
             if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
                 break
             outcome = restarts.decide(self._policy, self._record, end)
-            self.status.last_end = end.describe()
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
                 log = str(culprit.command(start).log)
