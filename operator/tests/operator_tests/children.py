@@ -103,11 +103,11 @@ class Harness:
     def log(self, name: str) -> str:
         return (self.directory.paths.logs / f"{name}.log").read_text()
 
-    async def while_running(self, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run, do ``look`` meanwhile, stop, and see that the runtime ends."""
+    async def while_running(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run, ``scenario`` meanwhile, stop, and see that the runtime ends."""
         task = asyncio.create_task(self.runtime.run())
         try:
-            await look()
+            await scenario()
         finally:
             self.runtime.stop()
             await asyncio.wait_for(task, 120)

@@ -25,7 +25,7 @@ LONGEST_BACK_OFF: Final = "back-off 5m0s"
 QUIET_SECONDS: Final = 600.0
 """Restarts that are further apart are none in a row."""
 PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
-"""For so long it is no news that a new pod waits for a node, or for its volume, which is made only now."""
+"""For so long it is no problem that a new pod waits for a node, or for its volume, which is made only now."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,

@@ -71,7 +71,7 @@ class RunState:
     token_doubted: bool = False
     """A pod did not find the Secret, which cannot be watched."""
     pod_searched: float = 0.0
-    """When the coordinator's pod was looked for by name."""
+    """When the coordinator's pod was searched by name."""
 
     settled: dict[ObjectName, Settled] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
