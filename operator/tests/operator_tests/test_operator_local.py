@@ -13,7 +13,7 @@ import pytest
 
 from operator_tests.children import Harness, eventually, script, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
-from scalerl_operator.local.unit import State
+from scalerl_operator.local.unit import UnitState
 from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload
 
 SLEEP = ("-c", "import time; time.sleep(600)")
@@ -45,7 +45,7 @@ async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> 
     )
     assert await asyncio.wait_for(harness.runtime.run(), 120) is None
     assert harness.events == []
-    assert [u.state for u in harness.runtime.statuses()] == [State.DONE] * 3
+    assert [u.state for u in harness.runtime.statuses()] == [UnitState.DONE] * 3
 
 
 async def test_crashed_service_restarts_with_back_off_on_the_same_port(tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await asyncio.sleep(0.5)
-        assert status.state is State.STARTING
+        assert status.state is UnitState.STARTING
         Path(f"{switch}-readyz").unlink()
-        await eventually(lambda: status.state is State.READY)
+        await eventually(lambda: status.state is UnitState.READY)
         Path(f"{switch}-healthz").touch()
         await eventually(lambda: status.restarts == 1)
         Path(f"{switch}-healthz").unlink()
-        await eventually(lambda: status.state is State.READY)
+        await eventually(lambda: status.state is UnitState.READY)
 
     await harness.while_running(scenario)
     assert [e.text.split(";")[0] for e in harness.events] == [

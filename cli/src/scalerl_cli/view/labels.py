@@ -5,7 +5,7 @@ from __future__ import annotations
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import State, UnitStatus
+from scalerl_operator.local.unit import UnitState, UnitStatus
 from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"
@@ -63,7 +63,7 @@ def waiting(snapshot: Snapshot) -> str:
     if snapshot.stopping and (status is None or not status.stop_reason):
         return f"stopping ({snapshot.stopping})"
     if status is None:
-        preparing = any(u.role is Role.PREPARE and u.state is not State.DONE for u in snapshot.units)
+        preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
         return "preparing the model" if preparing else "waiting for the coordinator"
     words = str(status.phase)
     if status.stop_reason:

@@ -314,7 +314,7 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
     if trainer.disrupted or trainer.state is JobState.COMPLETE:
         verdict = restarts.disrupted(policy, memory.record, ready_seconds)
     else:
-        end = restarts.End(restarts.Cause.EXIT, worst.exit_code, ready_seconds)
+        end = restarts.ProcessEnd(restarts.Cause.EXIT, worst.exit_code, ready_seconds)
         verdict = restarts.decide(policy, memory.record, end)
     if isinstance(verdict, restarts.GiveUp):
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
