@@ -21,7 +21,7 @@ _FILE_WIDTH = 140
 
 
 def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
-    """What the run came to. Without a coordinator's word there is nothing to say: give one.
+    """What the run came to. Without a status of the coordinator there is nothing to report: give one.
 
     Times and restarts under ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command;
     all else counts over all incarnations of the run.

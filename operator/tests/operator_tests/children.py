@@ -93,7 +93,7 @@ class Harness:
         self.directory = RunDirectory.create(tmp / "run", run_spec())
         self.events: list[Event] = []
         self.runtime = LocalRuntime(
-            Plan("test", workloads),
+            Plan(workloads),
             self.directory,
             settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
             may_exit=may_exit,

@@ -194,7 +194,7 @@ def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate
     )
 
 
-def samples_words(curve: Curve) -> str:
+def samples_text(curve: Curve) -> str:
     """What the error bars are, for the legend; empty where there are none."""
     if curve.samples is None or len(curve) > MOST_BARS:
         return ""
@@ -203,7 +203,7 @@ def samples_words(curve: Curve) -> str:
     return f", 90 % binomial bars ({count} samples each)"
 
 
-def burn_in_words(points: int) -> str:
+def burn_in_text(points: int) -> str:
     """What hollow points are, for the legend."""
     return f"the first {points:,}: burn-in"
 
