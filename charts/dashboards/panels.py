@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grafana_foundation_sdk.builders import common as look
+from grafana_foundation_sdk.builders import common as builders_common
 from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models import common as looks
+from grafana_foundation_sdk.models import common as models_common
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
@@ -155,13 +155,13 @@ def _lines(panel: Panel) -> timeseries.Panel:
     built = (
         built.line_width(1)
         .fill_opacity(25 if panel.kind == "stacked" else 0)
-        .show_points(looks.VisibilityMode.AUTO)
+        .show_points(models_common.VisibilityMode.AUTO)
     )
-    built = built.tooltip(look.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI))
-    legend = look.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST)
-    built = built.legend(legend.placement(looks.LegendPlacement.BOTTOM).show_legend(True).calcs([]))
+    built = built.tooltip(builders_common.VizTooltipOptions().mode(models_common.TooltipDisplayMode.MULTI))
+    legend = builders_common.VizLegendOptions().display_mode(models_common.LegendDisplayMode.LIST)
+    built = built.legend(legend.placement(models_common.LegendPlacement.BOTTOM).show_legend(True).calcs([]))
     if panel.kind == "stacked":
-        built = built.stacking(look.StackingConfig().mode(looks.StackingMode.NORMAL))
+        built = built.stacking(builders_common.StackingConfig().mode(models_common.StackingMode.NORMAL))
     if panel.minimum is not None:
         built = built.min(panel.minimum)
     return built if panel.maximum is None else built.max(panel.maximum)
@@ -170,8 +170,10 @@ def _lines(panel: Panel) -> timeseries.Panel:
 def _number(panel: Panel) -> stat.Panel:
     built = stat.Panel().title(panel.title).description(panel.description).datasource(SOURCE)
     built = built.span(panel.width).height(panel.height).unit(panel.unit).targets(_targets(panel))
-    built = built.reduce_options(look.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
-    return built.graph_mode(looks.BigValueGraphMode.NONE)
+    built = built.reduce_options(
+        builders_common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False)
+    )
+    return built.graph_mode(models_common.BigValueGraphMode.NONE)
 
 
 def _rows(panel: Panel) -> table.Panel:

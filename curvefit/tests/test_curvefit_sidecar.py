@@ -29,7 +29,7 @@ from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
 from scalerl_operator.autoscaling import forecast_client
-from scalerl_operator.autoscaling.forecast_client import SidecarRefused, SidecarUnavailable
+from scalerl_operator.autoscaling.forecast_client import SidecarError
 
 
 def client(url: str, **options: float) -> forecast_client.Sidecar:
@@ -107,9 +107,9 @@ async def test_forecast_equal_rewards_with_budget(start) -> None:
     silent = wire.Points(compute=[float(i) for i in range(1, 21)], reward=[0.0] * 20, samples=1000.0)
     sidecar = client(await start(Sidecar().application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=silent, budget=30.0))
-    with pytest.raises(SidecarRefused, match="constant_reward"):
+    with pytest.raises(SidecarError, match="constant_reward"):
         await sidecar.forecast(wire.ForecastRequest(points=silent))
-    with pytest.raises(SidecarRefused, match="budget is -1; it is the total compute that may be used"):
+    with pytest.raises(SidecarError, match="budget is -1; it is the total compute that may be used"):
         await sidecar.forecast(wire.ForecastRequest(points=silent, budget=-1.0))
     assert isinstance(answer.flat, wire.Flat)
     assert (answer.flat.share, answer.flat.gained) == (pytest.approx(2 / 3), 0.0)
@@ -402,9 +402,9 @@ async def test_client_does_not_retry_refusals(start) -> None:
     application = web.Application()
     application.router.add_post(wire.FORECAST, refuse)
     sidecar = client(await start(application), backoff_seconds=0.01)
-    with pytest.raises(SidecarRefused, match="2 points") as refused:
+    with pytest.raises(SidecarError, match="the forecast was refused: too_few_points: 2 points"):
         await sidecar.forecast(wire.ForecastRequest(points=points(simulated())))
-    assert (calls, refused.value.code, refused.value.status) == (1, "too_few_points", 422)
+    assert calls == 1
 
 
 @pytest.mark.parametrize("trouble", ["down", "slow", "error", "garbage", "nan", "half", "endless"])
@@ -431,7 +431,7 @@ async def test_client_invalid_answers_are_unavailable_after_retries(start, troub
     application.router.add_post(wire.FORECAST, answer)
     url = f"http://127.0.0.1:{unused_port()}" if trouble == "down" else await start(application)
     sidecar = client(url, timeout_seconds=0.3, attempts=2, backoff_seconds=0.01)
-    with pytest.raises(SidecarUnavailable, match="after 2 attempts"):
+    with pytest.raises(SidecarError, match="after 2 attempts"):
         await asyncio.wait_for(sidecar.forecast(wire.ForecastRequest(points=points(simulated()))), 120)
     assert calls == (0 if trouble == "down" else 2)
 

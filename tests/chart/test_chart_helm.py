@@ -31,7 +31,7 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--set", "replica=3"], "replica"),
         (["--set", "metrics.rules.enabled=true", "--set", "metrics.rules.alerts.Typo.enabled=false"], "no such alert"),
@@ -48,8 +48,8 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_helm_refuses_what_cannot_be_meant(helm, options, told):
-    with pytest.raises(HelmError, match=told):
+def test_helm_refuses_what_cannot_be_meant(helm, options, message):
+    with pytest.raises(HelmError, match=message):
         render(helm, *options)
 
 
@@ -60,7 +60,7 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"curvefit": {"port": 8080}}, "curvefit.port: 8080 is the operator's own port in the same pod; choose another"),
         ({"curvefit": {"metricsPort": 8080}}, "curvefit.metricsPort: 8080 is the operator's own port in the same pod"),
@@ -125,13 +125,13 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_helm_names_the_value_and_the_reason(helm, tmp_path, wrong, told):
+def test_helm_names_the_value_and_the_reason(helm, tmp_path, wrong, message):
     given = tmp_path / "values.yaml"
     given.write_text(yaml.safe_dump(wrong))
     with pytest.raises(HelmError) as refused:
         render(helm, "--values", str(given))
     said = str(refused.value)
-    assert told in said
+    assert message in said
     assert "failed" not in said
     assert "pattern" not in said
 
@@ -247,7 +247,7 @@ def test_a_long_release_name_is_no_clash_and_no_error(helm):
 
 
 @pytest.mark.parametrize("name", ["1st", "a.b"])
-def test_a_release_whose_name_no_service_can_have_is_told_what_to_do(helm, name):
+def test_a_release_whose_name_no_service_can_have_is_refused_with_the_remedy(helm, name):
     with pytest.raises(HelmError, match="set fullnameOverride"):
         render(helm, release=name)
     assert render(helm, "--set", "fullnameOverride=rl", release=name)

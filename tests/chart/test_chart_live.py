@@ -85,8 +85,8 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
     run = copy.deepcopy(RUN)
     run["spec"]["storage"]["storageClassName"] = "chart-live"
     control_plane.apply(run, namespace=here)
-    told = lambda: f"{there(control_plane, here)}\n{live.tail()}"  # noqa: E731
-    until(lambda: succeed(control_plane, "app.kubernetes.io/component=prepare", here), 120, told)
+    state = lambda: f"{there(control_plane, here)}\n{live.tail()}"  # noqa: E731
+    until(lambda: succeed(control_plane, "app.kubernetes.io/component=prepare", here), 120, state)
     wanted = {
         "ConfigMap",
         "Secret",
@@ -98,14 +98,16 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
         "PodDisruptionBudget",
         f"{NAME}-trainer-1",
     }
-    until(lambda: wanted <= there(control_plane, here), 120, told)
+    until(lambda: wanted <= there(control_plane, here), 120, state)
 
     control_plane.kubectl("scale", RUNS, NAME, "--replicas=3", "-n", here)
     generators = f"{NAME}-generator"
-    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 120, told)
-    # Somebody's hand is undone by what the watch brings, before all is looked through after two minutes.
+    until(
+        lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 120, state
+    )
+    # Somebody's hand is undone by what the watch brings, before the comparison after two minutes.
     control_plane.kubectl("scale", "deployment", generators, "--replicas=1", "-n", here)
-    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 90, told)
+    until(lambda: control_plane.get("deployment", generators, "-n", here)["spec"]["replicas"] == 3, 90, state)
     events = control_plane.get("events", "-n", here)["items"]
     assert NAME in {event["involvedObject"]["name"] for event in events}
     # What somebody has changed is set back, of each kind; at the second time the event is there already.
@@ -115,9 +117,9 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
         control_plane.kubectl(
             "label", kinds, "-n", here, "-l", f"scalerl.dev/run={NAME}", changed, "--overwrite"
         )
-        until(lambda: not control_plane.get(kinds, "-n", here, "-l", changed)["items"], 90, told)
+        until(lambda: not control_plane.get(kinds, "-n", here, "-l", changed)["items"], 90, state)
     control_plane.kubectl("label", "job", f"{NAME}-trainer-1", "-n", here, "scalerl.dev/run-")
-    until(lambda: f"{NAME}-trainer-1" in there(control_plane, here), 120, told)
+    until(lambda: f"{NAME}-trainer-1" in there(control_plane, here), 120, state)
     assert live.refused() == []
 
     suspend = json.dumps({"spec": {"suspend": True}})
@@ -129,13 +131,13 @@ def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_pla
         succeed(control_plane, "app.kubernetes.io/component=trainer", here)
         return not at_work & there(control_plane, here)
 
-    until(at_rest, 120, told)
+    until(at_rest, 120, state)
     assert {"ConfigMap", "Secret", "PersistentVolumeClaim", "NetworkPolicy"} <= there(control_plane, here)
 
     control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
 
-    until(lambda: not control_plane.get(RUNS, "-n", here)["items"], 120, told)
-    until(lambda: not there(control_plane, here), 120, told)
+    until(lambda: not control_plane.get(RUNS, "-n", here)["items"], 120, state)
+    until(lambda: not there(control_plane, here), 120, state)
     assert live.refused() == []
     needed = {(verb, kind) for kind, verbs in NEEDED.items() for verb in verbs}
     assert needed - ELSEWHERE <= live.used() <= needed

@@ -139,13 +139,13 @@ def scraped(
         seen = f'max(scalerl_coordinator_step{{run="{RUN}"}}) >= {STEPS} and max(scalerl_trainer_checkpoint_step{{run="{RUN}"}}) > 0'
         run.until(lambda: made.query(seen), 120, "Prometheus has seen it")
 
-        def looked() -> bool:
-            # An operator whose runs are well looks at none: somebody touches this one, so that there are looks to time.
+        def timed() -> bool:
+            # An operator whose runs are well reconciles none: somebody touches this one, so that there are reconciles to time.
             word = f"touched={time.time()}"
             control_plane.kubectl("annotate", RUNS, "--all", "-n", HERE, word, "--overwrite")
             return bool(made.query(f"sum(rate(scalerl_operator_reconcile_seconds_count[{WINDOW}])) > 0"))
 
-        run.until(looked, 120, "looks have been timed")
+        run.until(timed, 120, "reconciles have been timed")
 
         def forecast() -> bool:
             assert live_curve_fit.ask(wire.FIT, CURVE) == 200

@@ -118,7 +118,7 @@ class Run:
         return [f"{e['reason']}: {e['message']}" for e in found if e["involvedObject"]["name"] == self.name]
 
     def tell(self) -> str:
-        """What a person would look at when something is wrong."""
+        """What a person would read when something is wrong."""
         ns = ("-n", self.namespace)
         parts = [self.cluster.kubectl("get", "scalerlruns,all,pvc,events", *ns)]
         for role in ("prepare", "coordinator", "generator", "trainer"):

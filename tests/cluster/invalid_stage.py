@@ -26,18 +26,18 @@ def said(run: Object, type_: str) -> Object:
     return next((c for c in conditions if c["type"] == type_), {})
 
 
-async def is_told(cluster: Any, at: Stage, case: Case) -> Object:
+async def is_reported(cluster: Any, at: Stage, case: Case) -> Object:
     """The run, once its condition is as the table says, with an event for it."""
     if case.given:
         cluster.apply(*case.given, namespace=at.namespace)
     await at.create(copy.deepcopy(case.run))
     before = {kind: await names(at, kind) for kind in MAKING}
 
-    def told(run: Object) -> bool:
-        at.now += 1.0  # what is silent is looked into only after a while
+    def reported(run: Object) -> bool:
+        at.now += 1.0  # what is silent is diagnosed only after a while
         return said(run, case.condition).get("reason") == case.reason
 
-    run = await at.looks(told, name="invalid", times=400)
+    run = await at.reconcile_until(reported, name="invalid", times=400)
     condition = said(run, case.condition)
     assert condition["status"] == "False", condition
     assert case.says in condition["message"], condition
@@ -57,7 +57,7 @@ async def names(at: Stage, kind: str) -> set[str]:
 async def is_gone(at: Stage) -> None:
     """A run that never worked can be deleted."""
     await at.delete("ScaleRLRun", "invalid")
-    await at.looks(lambda run: not run, name="invalid")
+    await at.reconcile_until(lambda run: not run, name="invalid")
 
 
 def namespace(case: Case) -> str:

@@ -74,13 +74,13 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
         await asyncio.sleep(0.25)
 
 
-def noting(looks: list[Key]) -> main.MakeReconcile:
-    """A reconcile that only writes down what it was asked to look at."""
+def noting(reconciled: list[Key]) -> main.MakeReconcile:
+    """A reconcile that only notes the keys it is called with."""
 
     @contextlib.asynccontextmanager
     async def make(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
         async def reconcile(key: Key) -> float | None:
-            looks.append(key)
+            reconciled.append(key)
             return None
 
         yield reconcile
@@ -89,10 +89,10 @@ def noting(looks: list[Key]) -> main.MakeReconcile:
 
 
 async def an_operator(
-    served: Cluster, namespace: str, looks: list[Key], identity: str = "test"
+    served: Cluster, namespace: str, reconciled: list[Key], identity: str = "test"
 ) -> main.Operator:
     chosen = settings(served, namespace, identity)
-    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(looks))
+    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(reconciled))
 
 
 async def asked(operator: main.Operator, path: str) -> tuple[int, str]:

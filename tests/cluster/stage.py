@@ -1,6 +1,6 @@
-"""A stage for the operator's looks: a real API server with its controllers, and no kubelet: the test plays the pods.
+"""A stage for the operator's reconciles: a real API server with its controllers, and no kubelet: the test plays the pods.
 
-Here are a coordinator that says what it is told to say, and pods that begin, work and end by a word of the test.
+Here are a coordinator with the status that a test sets, and pods that begin, work and end when a test says so.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.address = next(_addresses)
-        self.phase, self.stop_reason, self.told = wire.Phase.RUNNING, "", list[str]()
+        self.phase, self.stop_reason, self.stop_requests = wire.Phase.RUNNING, "", list[str]()
         self.step, self.points = 3, list[wire.EvaluationPoint]()
         self.given_up = 0
         self.silent, self.asked, self.token = False, 0, ""
@@ -128,7 +128,7 @@ class Coordinator:
 
         async def stop(request: web.Request) -> web.Response:
             self.stop_reason = msgspec.msgpack.decode(await request.read(), type=wire.Stop).reason
-            self.told.append(self.stop_reason)
+            self.stop_requests.append(self.stop_reason)
             self.phase = wire.Phase.FINISHING if self.stop_reason else wire.Phase.RUNNING
             return web.Response(body=msgspec.msgpack.encode(wire.Ack()))
 
@@ -160,7 +160,7 @@ class Coordinator:
 
 
 class Stage:
-    """One namespace, and an operator's looks at the runs in it."""
+    """One namespace, and an operator that reconciles the runs in it."""
 
     def __init__(
         self, api: KubeApi, own: KubeApi, calls: Calls, namespace: str, kubectl: Callable[..., str]
@@ -203,10 +203,10 @@ class Stage:
     def clock(self) -> float:
         return time.time() + self.now
 
-    async def look(self, name: str = "tiny-addition") -> float | None:
-        """What the watches and the pollers would have brought, then one look."""
+    async def reconcile(self, name: str = "tiny-addition") -> float | None:
+        """What the watches and the pollers would have brought, then one reconcile."""
         await self.watch()
-        # What the pollers would have: an answer to each look that waits for one wakes the run again.
+        # What the pollers would have: an answer to each reconcile that waits for one wakes the run again.
         await self.ask_coordinators()
         wait = await self.reconciler.reconcile((self.namespace, name))
         if not all(held.known for held in self.reconciler.coordinators._pollers.values()):
@@ -234,12 +234,12 @@ class Stage:
             present = [(o["metadata"]["namespace"], o["metadata"]["name"]) for o in found]
             self.cache.forget_missing(kind, present, version)
 
-    async def looks(
+    async def reconcile_until(
         self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 600
     ) -> Object:
-        """Look until the run is as wanted."""
+        """Reconciles until the run is as wanted."""
         for _ in range(times):
-            await self.look(name)
+            await self.reconcile(name)
             run = await self._own.get("ScaleRLRun", self.namespace, name)
             if run is None or until(run):
                 return run or {}
@@ -342,13 +342,15 @@ class Stage:
     async def start(self, run: Object) -> None:
         """A run that works: prepared, all its pods ready."""
         await self.create(run)
-        await self.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+        await self.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
         await self.end("prepare")
-        await self.looks(lambda r: r["status"]["phase"] == "Running")
+        await self.reconcile_until(lambda r: r["status"]["phase"] == "Running")
         await self.begin("coordinator")
         await self.begin("generator")
         await self.begin("trainer", 2)
-        await self.looks(lambda r: condition(r, "TrainerReady") == "Ready" and r["status"].get("step") == 3)
+        await self.reconcile_until(
+            lambda r: condition(r, "TrainerReady") == "Ready" and r["status"].get("step") == 3
+        )
 
 
 def condition(run: Object, type_: str) -> str:

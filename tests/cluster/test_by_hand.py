@@ -32,7 +32,7 @@ async def strip(there: Stage, kind: str, name: str, *only: str) -> Object:
 async def test_removed_labels_are_restored(there: Stage, only: tuple[str, ...]) -> None:
     """By its owner an object is the run's still."""
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     stripped = [
         ("Deployment", f"{NAME}-generator"),
         ("StatefulSet", f"{NAME}-coordinator"),
@@ -42,14 +42,14 @@ async def test_removed_labels_are_restored(there: Stage, only: tuple[str, ...]) 
     ]
     before = [await strip(there, kind, name, *only) for kind, name in stripped]
     for _ in range(2):
-        await there.look()
+        await there.reconcile()
         there.now += 10.0
     for was in before:
         live = await there.get(was["kind"], was["metadata"]["name"])
         assert live is not None
         assert live["metadata"]["uid"] == was["metadata"]["uid"]
         assert was["metadata"]["labels"].items() <= live["metadata"]["labels"].items()
-    run = await there.looks(lambda r: True, times=1)
+    run = await there.reconcile_until(lambda r: True, times=1)
     assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "Healthy")
     assert run["status"]["trainer"]["attempt"] == 1
 
@@ -62,12 +62,12 @@ async def test_removed_labels_are_restored(there: Stage, only: tuple[str, ...]) 
 async def test_coordinator_pod_without_labels_is_recreated(there: Stage, only: tuple[str, ...]) -> None:
     await there.start(tiny())
     pod = await strip(there, "Pod", f"{NAME}-coordinator-0", *only)
-    await there.look()
+    await there.reconcile()
     there.now += SEARCH_SECONDS + 1.0
-    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Starting", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "Starting", times=1)
     assert run["status"]["phase"] == "Running"
     await there.begin("coordinator")
-    run = await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready")
+    run = await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "Ready")
     live = await there.get("Pod", f"{NAME}-coordinator-0")
     assert live is not None
     assert live["metadata"]["uid"] != pod["metadata"]["uid"]
@@ -80,11 +80,11 @@ async def test_foreign_pod_of_same_name_is_unchanged(there: Stage) -> None:
     await there.account()
     await there.create(pod | {"metadata": {"name": f"{NAME}-coordinator-0"}})
     await there.create(tiny())
-    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.end("prepare")
-    await there.looks(lambda r: r["status"]["phase"] == "Running")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
     there.now += SEARCH_SECONDS + 1.0
-    await there.look()
+    await there.reconcile()
     live = await there.get("Pod", f"{NAME}-coordinator-0")
     assert live is not None
     assert "deletionTimestamp" not in live["metadata"]
@@ -97,9 +97,9 @@ async def test_a_secret_that_is_deleted_comes_back_as_it_was_without_any_pod_tha
     before = await there.get("Secret", f"{NAME}-token")
     assert before is not None
     await there.delete("Secret", f"{NAME}-token")
-    await there.look()
+    await there.reconcile()
     there.now += CHECK_SECONDS + 1.0
-    await there.look()
+    await there.reconcile()
     live = await there.get("Secret", f"{NAME}-token")
     assert live is not None
     assert (live["data"], live["metadata"]["labels"]) == (before["data"], before["metadata"]["labels"])
@@ -109,10 +109,10 @@ async def test_a_token_that_is_refused_is_read_again(there: Stage) -> None:
     """Somebody changed the Secret, and the coordinator has started since."""
     await there.start(tiny())
     there.coordinator.token = "another"
-    await there.looks(lambda r: condition(r, "CoordinatorReady") == "CoordinatorRefused", times=2)
+    await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "CoordinatorRefused", times=2)
     token = base64.b64encode(b"another").decode()
     await there.edit("Secret", f"{NAME}-token", {"data": {"token": token}})
-    await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready", times=3)
+    await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "Ready", times=3)
 
 
 async def test_job_labels_refused_by_admission_fail_no_reconcile(there: Stage) -> None:
@@ -145,14 +145,14 @@ async def test_job_labels_refused_by_admission_fail_no_reconcile(there: Stage) -
         except errors.Invalid:
             break
         await asyncio.sleep(0.5)
-    run = await there.looks(lambda r: "cannot change" in str(r["status"]["conditions"]), times=1)
+    run = await there.reconcile_until(lambda r: "cannot change" in str(r["status"]["conditions"]), times=1)
     assert run["status"]["phase"] == "Running"
     labels = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}}}
     there.kubectl("delete", "validatingadmissionpolicybinding", policy)
     await there.edit("ScaleRLRun", NAME, labels)
     there.now += 600.0
     for _ in range(240):
-        await there.look()
+        await there.reconcile()
         job = await there.get("Job", f"{NAME}-trainer-1")
         assert job is not None
         if "app.kubernetes.io/name" in job["metadata"]["labels"]:

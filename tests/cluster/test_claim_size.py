@@ -67,27 +67,27 @@ def grown(amount: str) -> Object:
 
 async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_shrinks(there: Stage) -> None:
     await start(there, grows=True)
-    await there.look()
+    await there.reconcile()
     writes = there.calls.writes
     await there.edit(*CLAIM, grown("2Gi"))
     for _ in range(2):
-        await there.look()
+        await there.reconcile()
     assert (await size(there), there.calls.writes - writes) == ("2Gi", 0), "a larger request is wanted"
     await there.fresh_operator()
-    await there.look()
+    await there.reconcile()
     assert await size(there) == "2Gi"
     await there.edit(*THE_RUN, sized("1536Mi"))
-    await there.look()
+    await there.reconcile()
     assert await size(there) == "2Gi"
     await there.edit(*THE_RUN, sized("3Gi"))
-    await there.look()
+    await there.reconcile()
     assert await size(there) == "3Gi"
     with pytest.raises(
         errors.Invalid, match=r"storage\.size can only be raised: Kubernetes does not shrink claims"
     ):
         await there.edit(*THE_RUN, sized("2Gi"))
     await there.edit(*THE_RUN, sized("3072Mi"))
-    run = await there.looks(lambda r: True, times=1)
+    run = await there.reconcile_until(lambda r: True, times=1)
     assert (run["status"]["phase"], condition(run, "Degraded")) == ("Running", "Healthy")
     assert "RepairedDrift" not in {reason for reason, _ in await there.events()}
 
@@ -95,7 +95,7 @@ async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_s
 async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there: Stage) -> None:
     await start(there, grows=False)
     await there.edit(*THE_RUN, {"spec": {"storage": {"size": "2Gi"}, "generator": {"replicas": 2}}})
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
     said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
     assert "PersistentVolumeClaim tiny-addition-data stays at 1Gi, spec.storage.size is 2Gi: " in said
     assert "must support resize" in said
@@ -103,35 +103,35 @@ async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there:
     deployment = await there.get("Deployment", "tiny-addition-generator")
     assert deployment is not None
     assert deployment["spec"]["replicas"] == 2
-    await there.look()
+    await there.reconcile()
     writes = there.calls.writes
     for _ in range(3):
-        await there.look()
-    assert there.calls.writes == writes, "it is not asked again at each look"
+        await there.reconcile()
+    assert there.calls.writes == writes, "it is not asked again at each reconcile"
     patch = json.dumps({"allowVolumeExpansion": True})
     await asyncio.to_thread(there.kubectl, "patch", "storageclass", f"{there.namespace}-class", "-p", patch)
     for _ in range(240):  # the API server's admission learns of the class a moment later
         there.now += RETRY_SECONDS + 1.0
-        await there.look()
+        await there.reconcile()
         if await size(there) == "2Gi":
             break
         await asyncio.sleep(0.5)
     assert await size(there) == "2Gi"
-    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=2)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
 async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -> None:
     await start(there, grows=False)
     await there.edit(*THE_RUN, sized("2Gi"))
-    await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
     await there.edit(*THE_RUN, sized("1Gi"))
-    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=2)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
-async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_told(there: Stage) -> None:
+async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_reported(there: Stage) -> None:
     await start(there, grows=True)
     await there.edit(*THE_RUN, sized("2Gi"))
-    await there.look()
+    await there.reconcile()
     failed = {
         "type": "NodeResizeError",
         "status": "True",
@@ -139,6 +139,6 @@ async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_tol
         "lastTransitionTime": None,
     }
     await there.edit(*CLAIM, {"status": {"conditions": [failed]}}, "status")
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
     said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
     assert said.startswith("PersistentVolumeClaim tiny-addition-data: no room on the disk")

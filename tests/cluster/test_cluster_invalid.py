@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from invalid_runs import Case
-from invalid_stage import ROWS, is_gone, is_told, namespace
+from invalid_stage import ROWS, is_gone, is_reported, namespace
 from stage import serve_runs, stage
 from testcluster import Cluster
 
@@ -27,6 +27,6 @@ def served(cluster: Cluster) -> Iterator[Cluster]:
 async def test_what_a_node_cannot_do_is_a_condition(served: Cluster, case: Case) -> None:
     async with stage(served, namespace(case)) as at:
         try:
-            await is_told(served, at, case)
+            await is_reported(served, at, case)
         finally:
             await is_gone(at)

@@ -29,17 +29,17 @@ def counts(run: dict[str, Any]) -> tuple[int, int, int]:
 
 async def attempt(there: Stage, number: int) -> None:
     """It is there, and the one before it is not."""
-    await there.looks(lambda r: r["status"]["trainer"]["attempt"] == number, times=100)
+    await there.reconcile_until(lambda r: r["status"]["trainer"]["attempt"] == number, times=100)
 
 
-async def test_what_a_kubelet_does_not_let_begin_is_told_and_counts_against_nothing(there: Stage) -> None:
+async def test_what_a_kubelet_does_not_let_begin_is_reported_and_counts_against_nothing(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     await there.end("trainer", 0, count=2)
     for number in range(2, 5):
         await attempt(there, number)
         (first, _) = await there.pods("trainer", 2)
         await there.edit("Pod", first["metadata"]["name"], {"status": REFUSED}, "status")
-        run = await there.looks(lambda r, n=number: r["status"]["trainer"]["disruptions"] == n)
+        run = await there.reconcile_until(lambda r, n=number: r["status"]["trainer"]["disruptions"] == n)
         assert counts(run) == (0, 0, number)
         assert run["status"]["phase"] == "Running"
         assert condition(run, "TrainerReady") == "RefusedByNode"
@@ -49,7 +49,7 @@ async def test_what_a_kubelet_does_not_let_begin_is_told_and_counts_against_noth
     )
     await attempt(there, 5)
     await there.begin("trainer", 2)
-    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
+    await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
 
 
 async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Stage) -> None:
@@ -69,7 +69,7 @@ async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Sta
     ]
     lost = {"phase": "Failed", "conditions": [PREEMPTED], "containerStatuses": containers}
     await there.edit("Pod", first["metadata"]["name"], {"status": lost}, "status")
-    run = await there.looks(lambda r: r["status"]["trainer"]["lastRecordedAttempt"] == 1)
+    run = await there.reconcile_until(lambda r: r["status"]["trainer"]["lastRecordedAttempt"] == 1)
     assert counts(run) == (0, 0, 1)
     (job,) = await there.all("Job", "trainer")
     assert "PodFailurePolicy" in [c["reason"] for c in job["status"]["conditions"]], (
@@ -82,5 +82,5 @@ async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Sta
 async def test_a_rank_that_fails_by_itself_still_counts(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     await there.end("trainer", 1, "an illegal instruction")
-    run = await there.looks(lambda r: r["status"]["phase"] == "Failed")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Failed")
     assert condition(run, "Failed") == "BackoffLimitExceeded"

@@ -1,4 +1,4 @@
-"""That no look holds the operator's event loop for 100 ms: asyncio's own debug mode says so of the real process."""
+"""That no reconcile holds the operator's event loop for 100 ms: asyncio's own debug mode says so of the real process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
         async with replica(served, namespace, "only", log=log, **debug) as only:
             await leader([only])
             assert IN_DEBUG_MODE in words(log), "asyncio was not in debug mode, or its words do not get here"
-            began = len(words(log))  # what was said while it started is no look's
+            began = len(words(log))  # what was said while it started is no reconcile's
             there.coordinator.points = evaluations(40)
             there.coordinator.decisions = DecisionLog(log.with_suffix(".jsonl"))
             await there.create(tiny(autoscaling={"mode": "Advisory"}))

@@ -1,4 +1,4 @@
-"""An operator that ends in the midst of a look, after any of its writes: another one brings about what it would have.
+"""An operator that ends within a reconcile, after any of its writes: another one brings about what it would have.
 
 Each course is gone through many times side by side: once undisturbed, and for each n with an operator that is cut off
 after its n-th write in every scene, where another one takes over that knows nothing but what the cluster holds.
@@ -36,12 +36,12 @@ NAME = "tiny-addition"
 @dataclass(frozen=True)
 class Scene:
     """What there is once nothing moves any more. made: how often an object of that kind and name was, from the first
-    scene on. told: what the coordinator has been."""
+    scene on. stop_requests: those that the coordinator got."""
 
     status: Object
     objects: Names
     made: dict[tuple[str, str], int]
-    told: list[str]
+    stop_requests: list[str]
 
 
 # --- courses ------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ async def deleted_while_it_works(there: Stage) -> AsyncIterator[Reached]:
 
 
 def objects(there: Stage) -> tuple[Names, bool]:
-    """The run's objects as the last look found and left them, and whether any of them is on its way out."""
+    """The run's objects as the last reconcile found and left them, and whether any of them is on its way out."""
     found = there.cache.owned(there.namespace, NAME)
     names = frozenset((kind, name) for kind, name in found if kind != "Pod")
     return names, any("deletionTimestamp" in o["metadata"] for o in found.values())
@@ -163,14 +163,14 @@ def counted(there: Stage) -> Counter[tuple[str, str]]:
 
 
 async def settle(there: Stage, reached: Reached, cut: int | None) -> tuple[Object, Names]:
-    """Look until it is reached and a look writes nothing. cut: the first operator's last write."""
+    """Reconciles until it is reached and a reconcile writes nothing. cut: the first operator's last write."""
     there.writes_left = cut
     for n in range(100):
         writes = there.calls.writes
         try:
-            await there.look()
+            await there.reconcile()
         except (errors.Fenced, errors.Conflict, errors.AlreadyExists):
-            writes = -1  # whoever looks for runs comes back
+            writes = -1  # what lists the runs comes back
         run, (names, leave) = there.cache.run(there.namespace, NAME) or {}, objects(there)
         if there.writes_left == 0:
             there.writes_left = None
@@ -207,7 +207,7 @@ async def played(
         written.append(there.calls.writes - writes)
         # What a run that is gone has left is the garbage collector's.
         names = names if run else frozenset()
-        scenes.append(Scene(remembered(run), names, dict(made), list(there.coordinator.told)))
+        scenes.append(Scene(remembered(run), names, dict(made), list(there.coordinator.stop_requests)))
         if len(scenes) - 1 == last:
             break
     return scenes, written

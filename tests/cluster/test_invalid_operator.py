@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from invalid_runs import Case, Object, merged
-from invalid_stage import MAKING, ROWS, is_gone, is_told, names, namespace, said
+from invalid_stage import MAKING, ROWS, is_gone, is_reported, names, namespace, said
 from stage import Stage, own_control_plane, stage
 from testcluster import Cluster
 
@@ -17,10 +17,10 @@ CALM_SECONDS = 5.0
 
 
 async def is_calm(at: Stage) -> None:
-    """Further looks change nothing, say nothing again, and the next is not at once."""
+    """Further reconciles change nothing, report nothing again, and the next is not at once."""
     run, events = await at.get("ScaleRLRun", "invalid"), await at.events()
     for _ in range(3):
-        wait = await at.look("invalid")
+        wait = await at.reconcile("invalid")
         assert wait is None or wait >= CALM_SECONDS, wait
     assert await at.get("ScaleRLRun", "invalid") == run
     assert await at.events() == events
@@ -32,7 +32,7 @@ async def is_calm(at: Stage) -> None:
 async def test_what_the_server_cannot_refuse_is_a_condition(control_plane: Any, case: Case) -> None:
     async with stage(control_plane, namespace(case)) as at:
         try:
-            await is_told(control_plane, at, case)
+            await is_reported(control_plane, at, case)
             await is_calm(at)
         finally:
             await is_gone(at)
@@ -74,7 +74,7 @@ async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: C
     async with stage(without_devices, namespace(case)) as at:
         preparing = asyncio.create_task(is_prepared(at))
         try:
-            run = await is_told(without_devices, at, case)
+            run = await is_reported(without_devices, at, case)
             if case.condition == "Prepared":
                 return
             await preparing
@@ -92,7 +92,7 @@ async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None
     )
     async with stage(control_plane, "invalid-name") as at:
         await at.create(run)
-        await at.looks(lambda run: run.get("status", {}).get("phase") == "Preparing", name=name)
+        await at.reconcile_until(lambda run: run.get("status", {}).get("phase") == "Preparing", name=name)
         for kind in MAKING:
             for made in await names(at, kind):
                 assert len(made) <= 63, (kind, made)
@@ -112,7 +112,7 @@ async def test_a_storage_class_that_is_not_there_is_named_by_an_operator_of_a_fe
                 at.now += 1.0
                 return said(run, "Prepared").get("reason") == "StorageClassNotFound"
 
-            run = await at.looks(named, name="invalid", times=400)
+            run = await at.reconcile_until(named, name="invalid", times=400)
             assert 'storageclass.storage.k8s.io "none" not found' in said(run, "Prepared")["message"]
         finally:
             await is_gone(at)

@@ -150,7 +150,7 @@ class Team:
         await self._kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
 
     async def saves(self, role: str) -> None:
-        """The pods that are told to end do so, with 0."""
+        """The pods that get SIGTERM end, with 0."""
         for pod in await self.there.all("Pod", role):
             if "deletionTimestamp" in pod["metadata"]:
                 name, namespace = pod["metadata"]["name"], self.there.namespace
@@ -199,7 +199,7 @@ class Team:
         return {p["metadata"]["name"] for p in found if p["metadata"]["name"].startswith(RUN)}
 
     async def tell(self) -> str:
-        """What a person would look at."""
+        """What a person would read."""
         run = await self.run()
         text = await self._kubectl("get", "jobs,sts,deploy,pods,workloads", "-n", self.there.namespace)
         return f"{yaml.safe_dump(run.get('status'))}\n{text}\n{await self.there.events()}"
@@ -367,7 +367,7 @@ async def test_a_run_gives_way_to_a_more_urgent_one_as_a_whole(team: Team) -> No
 async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -> None:
     await team.starts(3)
     await team.edit(suspend=True)
-    await team.reaches("is told", lambda r: team.there.coordinator.told == ["interrupted"])
+    await team.reaches("is asked to stop", lambda r: team.there.coordinator.stop_requests == ["interrupted"])
     team.there.coordinator.phase = wire.Phase.FINISHED
     await team.there.end("trainer", 0, count=2)
     await team.reaches("rests", lambda r: phase(r) == "Suspended")
@@ -383,7 +383,9 @@ async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -
     await team.there.end("prepare")
     await team.works()
     await team.there.delete("ScaleRLRun", RUN)
-    await team.reaches("is told", lambda r: team.there.coordinator.told[-1] == "interrupted")
+    await team.reaches(
+        "is asked to stop", lambda r: team.there.coordinator.stop_requests[-1] == "interrupted"
+    )
     await team.there.end("trainer", 0, count=2)
     deadline = time.monotonic() + 120
     while await team.workloads() or await team.names("Job", "StatefulSet", "Deployment", "Pod"):

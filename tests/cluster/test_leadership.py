@@ -41,17 +41,17 @@ STARTING_SECONDS = 180.0
 
 
 class Work:
-    """A reconcile that looks at every run again and again; a look at the run ``long`` never ends by itself."""
+    """Reconciles every run again and again; the reconcile of the run ``long`` never ends by itself."""
 
     def __init__(self) -> None:
-        self.looks: list[str] = []
+        self.reconciled: list[str] = []
         self.stopped: list[str] = []
         self.forgotten = 0
 
     @contextlib.asynccontextmanager
     async def make(self, parts: main.Parts) -> AsyncIterator[main.Reconcile]:
         async def reconcile(key: Key) -> float | None:
-            self.looks.append(key[1])
+            self.reconciled.append(key[1])
             try:
                 await asyncio.sleep(3600 if key[1] == "long" else 0.01)
             except asyncio.CancelledError:
@@ -68,22 +68,22 @@ class Work:
 
 @pytest.fixture
 async def at_work(api: KubeApi, served: Cluster, namespace: str) -> AsyncIterator[tuple[main.Operator, Work]]:
-    """An operator that leads and has looked at its three runs."""
+    """An operator that leads and has reconciled its three runs."""
     for name in ("a", "b", "long"):
         await api.apply(a_run(namespace, name))
     work, chosen = Work(), settings(served, namespace)
     made = main.Operator(chosen, await connection.load(chosen.kubeconfig), work.make)
     async with running(made) as operator:
-        await until(lambda: {"a", "b", "long"} <= set(work.looks))
+        await until(lambda: {"a", "b", "long"} <= set(work.reconciled))
         await until(operator.watches.started.is_set)
         yield operator, work
 
 
 async def has_stopped(operator: main.Operator, work: Work) -> None:
-    """No look is under way or begun, nothing is written, and nothing of the time before is remembered."""
+    """No reconcile is under way or begun, nothing is written, and nothing of the time before is remembered."""
     await until(lambda: "long" in work.stopped, 120)
     await until(lambda: work.forgotten == 1, 120)
-    work.looks.clear()
+    work.reconciled.clear()
     assert operator.queue.in_work() == 0
     with pytest.raises(errors.Fenced):
         await operator.api.apply(config_map("default", "a"))
@@ -109,10 +109,10 @@ async def test_a_lease_that_is_taken_away_ends_all_work_until_it_is_had_again(
     await api.apply(a_run(namespace, "late"))
     await until(lambda: operator.cache.run(namespace, "late"), 120)
     await asyncio.sleep(10 * PACE_SECONDS)
-    assert work.looks == [], "it hears of runs, and looks at none"
+    assert work.reconciled == [], "it receives events, and reconciles no run"
     # Whoever that was does not renew, and is taken for dead.
     await until(operator.leader.is_leader, 120)
-    await until(lambda: {"a", "b", "late", "long"} <= set(work.looks), 120)
+    await until(lambda: {"a", "b", "late", "long"} <= set(work.reconciled), 120)
     assert (work.forgotten, await asked(operator, "/readyz")) == (1, (200, "leads\n"))
 
 
@@ -127,10 +127,10 @@ async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_t
         for name in ("a", "b"):  # a watch's late news, as far as it knows
             operator.queue.wake((namespace, name))
         await asyncio.sleep(10 * PACE_SECONDS)
-        assert work.looks == []
+        assert work.reconciled == []
         assert await asked(operator, "/readyz") == (200, "does not lead, and who does is not known\n")
     await until(operator.leader.is_leader, 120)
-    await until(lambda: {"a", "b", "long"} <= set(work.looks), 120)
+    await until(lambda: {"a", "b", "long"} <= set(work.reconciled), 120)
 
 
 async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
@@ -199,12 +199,12 @@ async def test_non_leader_sends_no_request_to_coordinator(
 
         monkeypatch.setattr(there.api, "patch", last)
         with pytest.raises(errors.Fenced, match="coordinator"):
-            await there.look()
+            await there.reconcile()
         monkeypatch.undo()
-        assert there.coordinator.told == []
+        assert there.coordinator.stop_requests == []
         there.leads = True
-        await there.look()
-        assert there.coordinator.told == ["interrupted"]
+        await there.reconcile()
+        assert there.coordinator.stop_requests == ["interrupted"]
 
 
 async def test_of_three_processes_one_leads_and_the_next_takes_over(served: Cluster, namespace: str) -> None:

@@ -192,7 +192,7 @@ async def test_an_event_is_one_and_counts(api: KubeApi, served: Cluster, namespa
     assert len(found["BackOff"]["message"].encode()) <= 1024
     assert "The trainer trains." in served.kubectl("-n", namespace, "describe", "scalerlrun", "r")
     gone = {**run, "metadata": {**run["metadata"], "namespace": "no-such-namespace"}}
-    await api.event(gone, "Normal", "Running", "Nobody is told, and nothing is raised.")
+    await api.event(gone, "Normal", "Running", "Written for nobody, and nothing is raised.")
 
 
 async def test_a_fenced_client_writes_nothing_but_leases(served: Cluster, namespace: str) -> None:
@@ -248,18 +248,18 @@ async def test_list_drops_objects_deleted_without_event(api: KubeApi, namespace:
 async def test_every_change_of_run_or_its_objects_reconciles_it(
     api: KubeApi, served: Cluster, namespace: str
 ) -> None:
-    looks: list[Key] = []
+    reconciled: list[Key] = []
     before = await api.apply(a_run(namespace, "before"))
-    async with running(await an_operator(served, namespace, looks)) as operator:
-        await until(lambda: (namespace, "before") in looks)
+    async with running(await an_operator(served, namespace, reconciled)) as operator:
+        await until(lambda: (namespace, "before") in reconciled)
         await until(operator.watches.started.is_set)
         assert await asked(operator, "/healthz") == (200, "ok\n")
         assert await asked(operator, "/readyz") == (200, "leads\n")
 
         async def looked_at(change: Any) -> None:
-            looks.clear()
+            reconciled.clear()
             await change
-            print(f"looked at after {await until(lambda: (namespace, 'r') in looks, 60):.3f} s")
+            print(f"reconciled after {await until(lambda: (namespace, 'r') in reconciled, 60):.3f} s")
             await asyncio.sleep(0.3)
 
         await asyncio.sleep(1)  # kopf's streams start
@@ -277,10 +277,10 @@ async def test_every_change_of_run_or_its_objects_reconciles_it(
         await looked_at(api.apply(config_map(namespace, "mine")))
         await looked_at(api.delete("ConfigMap", namespace, "mine"))
         await until(lambda: operator.cache.owned(namespace, "r") == {})
-        looks.clear()
+        reconciled.clear()
         await api.apply(config_map(namespace, "nobodys", run=None))
         await asyncio.sleep(1)
-        assert looks == []
+        assert reconciled == []
         await looked_at(api.delete("ScaleRLRun", namespace, "r"))
         await until(lambda: operator.cache.run(namespace, "r") is None)
         # kopf left no trace, and an operator with nothing to do writes nothing but its Lease.
@@ -299,10 +299,10 @@ async def test_every_change_of_run_or_its_objects_reconciles_it(
 async def test_without_the_api_server_it_goes_on_and_catches_up(
     api: KubeApi, served: Cluster, namespace: str
 ) -> None:
-    looks: list[Key] = []
+    reconciled: list[Key] = []
     await api.apply(a_run(namespace, "r"))
-    async with running(await an_operator(served, namespace, looks)) as operator:
-        await until(lambda: looks)
+    async with running(await an_operator(served, namespace, reconciled)) as operator:
+        await until(lambda: reconciled)
         await until(operator.watches.started.is_set)
         await asyncio.sleep(1)
         with served.without("kube-apiserver"):
@@ -313,13 +313,13 @@ async def test_without_the_api_server_it_goes_on_and_catches_up(
         await until(operator.leader.is_leader, 120)
         print(f"leads again {time.monotonic() - began:.1f} s after the API server is back")
         await asyncio.sleep(1)
-        looks.clear()
+        reconciled.clear()
         await api.apply(config_map(namespace, "a"))
-        await until(lambda: looks, 120)
+        await until(lambda: reconciled, 120)
         await api.apply(a_run(namespace, "s"))
         with pytest.raises(errors.Expired):  # what a server that has just started no longer knows
             await anext(api.watch("ConfigMap", namespace, since="1"))
-        print(f"hears of runs again after {await until(lambda: (namespace, 's') in looks, 120):.1f} s")
+        print(f"receives events again after {await until(lambda: (namespace, 's') in reconciled, 120):.1f} s")
 
 
 async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, namespace: str) -> None:
@@ -342,10 +342,10 @@ async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, 
     configuration.cert_file = configuration.key_file = None
     configuration.refresh_api_key_hook = reread
     reread(configuration)
-    looks: list[Key] = []
+    reconciled: list[Key] = []
     await api.apply(a_run(namespace, "r"))
-    async with running(main.Operator(chosen, configuration, noting(looks))) as operator:
-        await until(lambda: looks)
+    async with running(main.Operator(chosen, configuration, noting(reconciled))) as operator:
+        await until(lambda: reconciled)
         await until(operator.watches.started.is_set)
         await asyncio.sleep(2)
         served.kubectl(
@@ -355,14 +355,14 @@ async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, 
         with served.without("kube-apiserver"):  # so that streams have to begin again
             await until(lambda: not operator.leader.is_leader())
         await until(operator.leader.is_leader, 120)
-        looks.clear()
+        reconciled.clear()
         await api.apply(a_run(namespace, "s"))
         print(
-            f"hears of runs with a new token after {await until(lambda: (namespace, 's') in looks, 120):.1f} s"
+            f"receives events with a new token after {await until(lambda: (namespace, 's') in reconciled, 120):.1f} s"
         )
-        looks.clear()
+        reconciled.clear()
         await api.apply(config_map(namespace, "a"))
-        await until(lambda: looks, 120)
+        await until(lambda: reconciled, 120)
         assert operator.watches.down_seconds() == 0
 
 
@@ -392,11 +392,11 @@ async def test_long_lists_do_not_hold_the_event_loop_up(
         real(handle)
         longest = max(longest, time.thread_time() - began)
 
-    looks: list[Key] = []
-    operator = await an_operator(served, namespace, looks)
+    reconciled: list[Key] = []
+    operator = await an_operator(served, namespace, reconciled)
     monkeypatch.setattr(Handle, "_run", measured)
     async with running(operator):
-        await until(lambda: len(set(looks)) == 400, 120)
+        await until(lambda: len(set(reconciled)) == 400, 120)
         await until(operator.watches.started.is_set)
         await asyncio.sleep(5)
     monkeypatch.undo()
@@ -416,10 +416,10 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(
 ) -> None:
     """The chart may bring the operator before its CRDs; then it is not ready, says why, and does not end."""
     monkeypatch.setattr(main, "SAY_SECONDS", 1.0)
-    looks: list[Key] = []
+    reconciled: list[Key] = []
     namespace = "default"
     configuration = await connection.load(str(bare.kubeconfig))
-    made = await an_operator(bare, namespace, looks)
+    made = await an_operator(bare, namespace, reconciled)
     async with KubeApi(configuration) as api, running(made) as operator:
         await until(lambda: operator.address and "waits for the first list of ScaleRLRun" in caplog.text)
         await asyncio.sleep(3)  # all but the runs are listed
@@ -428,7 +428,7 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(
         serve_runs(bare)
         await until(lambda: operator.leader.is_leader(), 120)
         await api.apply(a_run(namespace, "r"))
-        await until(lambda: (namespace, "r") in looks, 120)
+        await until(lambda: (namespace, "r") in reconciled, 120)
         await asyncio.sleep(2)  # kopf is up
 
         bare.kubectl("delete", "crd", "scalerlruns.scalerl.dev", seconds=60)
@@ -436,7 +436,7 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(
         assert (await asked(operator, "/healthz"))[0] == 200
         serve_runs(bare)
         await api.apply(a_run(namespace, "s"))
-        took = await until(lambda: (namespace, "s") in looks, 120)
-        print(f"hears of runs {took:.0f} s after their CRD is back")
+        took = await until(lambda: (namespace, "s") in reconciled, 120)
+        print(f"receives events {took:.0f} s after their CRD is back")
         await until(lambda: operator.cache.runs() == [(namespace, "s")], 120)
         assert operator.watches.down_seconds() < 60

@@ -1,4 +1,4 @@
-"""The operator's look at a run, against a real API server and its controllers; the test plays the pods."""
+"""The operator's reconcile of a run, against a real API server and its controllers; the test plays the pods."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ async def test_a_run_that_has_ended_is_a_prior_of_the_next(there: Stage) -> None
     next_run = await there.get("ScaleRLRun", "next")
     assert next_run is not None
     spec, uid = run_from_object(next_run).spec, next_run["metadata"]["uid"]
-    await there.look()
+    await there.reconcile()
     assert await FinishedRuns(there.cache, there.namespace, uid)(spec) == [], "it works still"
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
-    await there.looks(phase("Completed"))
+    await there.reconcile_until(phase("Completed"))
     await there.watch()
     asked = there.calls.counts.total()
     (found,) = await FinishedRuns(there.cache, there.namespace, uid)(spec)
@@ -80,10 +80,10 @@ async def test_from_nothing_to_completed(there: Stage) -> None:
     }
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
-    run = await there.looks(phase("Completed"))
+    run = await there.reconcile_until(phase("Completed"))
     assert (condition(run, "Completed"), run["status"]["step"]) == ("BudgetReached", 3)
     for _ in range(600):
-        await there.look()
+        await there.reconcile()
         left = await names(there, *WORKLOADS)
         if left == {"tiny-addition-prepare", "tiny-addition-trainer-1"}:
             break
@@ -91,32 +91,32 @@ async def test_from_nothing_to_completed(there: Stage) -> None:
     assert left == {"tiny-addition-prepare", "tiny-addition-trainer-1"}, (
         "Jobs that have ended keep their logs"
     )
-    told = {reason for reason, _ in await there.events()}
-    assert {"Accepted", "Preparing", "Prepared", "Running", "Completed", "BudgetReached"} <= told
+    reasons = {reason for reason, _ in await there.events()}
+    assert {"Accepted", "Preparing", "Prepared", "Running", "Completed", "BudgetReached"} <= reasons
 
 
 async def test_idle_reconcile_writes_nothing(there: Stage) -> None:
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     before = there.calls.writes
     for _ in range(5):
-        assert await there.look() == 5.0
+        assert await there.reconcile() == 5.0
     assert there.calls.writes == before
     await there.fresh_operator()
-    await there.look()
+    await there.reconcile()
     assert there.calls.writes == before, "nor does another operator"
 
 
 async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(there: Stage) -> None:
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     deployment = "tiny-addition-generator"
     await there.edit("Deployment", deployment, {"metadata": {"annotations": {"team": "blue"}}})
     before = there.calls.writes
-    await there.look()
+    await there.reconcile()
     assert there.calls.writes == before
     await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
-    await there.look()
+    await there.reconcile()
     live = await there.get("Deployment", deployment)
     assert live is not None
     assert (live["spec"]["replicas"], live["metadata"]["annotations"]["team"]) == (1, "blue")
@@ -125,7 +125,7 @@ async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(th
     writes = there.calls.counts["apply"]
     for _ in range(10):
         await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
-        await there.look()
+        await there.reconcile()
     assert there.calls.counts["apply"] - writes <= 2
 
 
@@ -142,7 +142,7 @@ async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind:
     }[kind]
     await there.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, **body})
     await there.create(tiny())
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")))
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
     reason = "ClaimTaken" if kind == "PersistentVolumeClaim" else "NameTaken"
     assert (condition(run, "Accepted"), await names(there, *WORKLOADS, "PersistentVolumeClaim")) == (
         reason,
@@ -152,7 +152,7 @@ async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind:
     assert live is not None
     assert "scalerl.dev/run" not in live["metadata"].get("labels", {})
     await there.delete(kind, name)
-    await there.looks(
+    await there.reconcile_until(
         lambda r: condition(r, "Accepted") == "Accepted" and condition(r, "Degraded") == "Healthy"
     )
 
@@ -160,28 +160,28 @@ async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind:
 async def test_what_a_run_names_has_to_be_there(there: Stage) -> None:
     await there.create(tiny("a", storage={"claimName": "shared"}))
     await there.create(tiny("b", storage={"storageClassName": "fast"}))
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")), "a")
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), "a")
     assert condition(run, "Accepted") == "ClaimNotFound"
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")), "b")
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), "b")
     assert condition(run, "Accepted") == "StorageClassNotFound"
     assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
     claim = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
     await there.create(
         {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shared"}, **claim}
     )
-    await there.looks(phase("Preparing"), "a")
+    await there.reconcile_until(phase("Preparing"), "a")
 
 
 async def test_raw_kubernetes_that_is_wrong_is_refused_as_a_whole(there: Stage) -> None:
     template = tiny()["spec"]["podTemplate"] | {"tolerations": [{"key": "a", "operator": "Sometimes"}]}
     await there.create(tiny(podTemplate=template))
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")))
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
     said = next(c for c in run["status"]["conditions"] if c["type"] == "Accepted")
     assert (said["status"], said["reason"]) == ("False", "ObjectRefused")
     assert "operator" in said["message"]
     assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"podTemplate": {"tolerations": []}}})
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
 
 
 async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> None:
@@ -197,21 +197,21 @@ async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> 
     words = ("wait", "-n", there.namespace, "resourcequota/q", "--timeout=180s")
     await asyncio.to_thread(there.kubectl, *words, "--for=jsonpath={.status.used}")
     await there.create(tiny())
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
     there.now = 20.0
-    run = await there.looks(lambda r: condition(r, "Degraded") == "QuotaExceeded")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "QuotaExceeded")
     assert condition(run, "Prepared") == "QuotaExceeded"
     await asyncio.to_thread(there.kubectl, "delete", "-n", there.namespace, "resourcequota", "q")
     await there.pods("prepare")
-    await there.looks(lambda r: condition(r, "Degraded") == "Healthy")
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy")
 
 
 async def test_bad_input_ends_the_run_with_the_last_line_of_the_log(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
     log = "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare task.jsonl.path: line 3: no answer"
     await there.end("prepare", 2, log)
-    run = await there.looks(phase("Failed"))
+    run = await there.reconcile_until(phase("Failed"))
     said = next(c for c in run["status"]["conditions"] if c["type"] == "Failed")
     assert (said["reason"], said["message"]) == ("BadInput", "task.jsonl.path: line 3: no answer")
     assert any(reason == "BadInput" for reason, _ in await there.events())
@@ -220,12 +220,12 @@ async def test_bad_input_ends_the_run_with_the_last_line_of_the_log(there: Stage
 async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     await there.start(tiny())
     await there.end("trainer", 137)
-    run = await there.looks(lambda r: r["status"]["trainer"]["restarts"] == 1)
+    run = await there.reconcile_until(lambda r: r["status"]["trainer"]["restarts"] == 1)
     assert run["status"]["phase"] == "Running"
     there.now = 5.0
-    await there.looks(lambda r: r["status"]["trainer"]["attempt"] == 2)
+    await there.reconcile_until(lambda r: r["status"]["trainer"]["attempt"] == 2)
     for _ in range(300):
-        await there.look()
+        await there.reconcile()
         left = await names(there, "Job")
         if left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}:
             break
@@ -233,11 +233,11 @@ async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     assert left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}
     assert {"tiny-addition-coordinator", "tiny-addition-generator"} <= await names(there, *WORKLOADS)
     await there.begin("trainer", 2)
-    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
+    await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
 
 
 async def test_deleted_token_is_restored(there: Stage) -> None:
-    """The operator cannot watch Secrets: it hears of it from the kubelet, when a pod does not find it."""
+    """The operator cannot watch Secrets: the kubelet reports it, when a pod does not find it."""
     await there.start(tiny())
     token = await there.get("Secret", "tiny-addition-token")
     assert token is not None
@@ -281,9 +281,9 @@ async def test_deleted_token_is_restored(there: Stage) -> None:
         }
     )
     there.now = 20.0
-    run = await there.looks(lambda r: condition(r, "Degraded") == "SecretNotFound")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "SecretNotFound")
     assert run["status"]["phase"] == "Running"
-    await there.look()
+    await there.reconcile()
     again = await there.get("Secret", "tiny-addition-token")
     assert again is not None
     assert again["data"] == token["data"]
@@ -292,13 +292,13 @@ async def test_deleted_token_is_restored(there: Stage) -> None:
 async def test_suspend_and_resume(there: Stage) -> None:
     await there.start(tiny())
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
-    await there.looks(phase("Suspending"))
-    assert there.coordinator.told == ["interrupted"]
+    await there.reconcile_until(phase("Suspending"))
+    assert there.coordinator.stop_requests == ["interrupted"]
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
-    await there.looks(phase("Suspended"))
+    await there.reconcile_until(phase("Suspended"))
     for _ in range(300):
-        await there.look()
+        await there.reconcile()
         if not await names(there, *WORKLOADS, "Pod"):
             break
         await asyncio.sleep(0.2)
@@ -306,16 +306,16 @@ async def test_suspend_and_resume(there: Stage) -> None:
     assert await names(there, "PersistentVolumeClaim") == {"tiny-addition-data"}
     writes = there.calls.writes
     await there.fresh_operator()
-    assert await there.look() is None
+    assert await there.reconcile() is None
     assert there.calls.writes == writes, "a run at rest costs nothing"
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
     await there.end("prepare")
-    await there.looks(phase("Running"))
+    await there.reconcile_until(phase("Running"))
     await there.begin("coordinator")
     await there.begin("trainer", 2)
-    await there.looks(
-        lambda r: condition(r, "CoordinatorReady") == "Ready" and there.coordinator.told[-1] == ""
+    await there.reconcile_until(
+        lambda r: condition(r, "CoordinatorReady") == "Ready" and there.coordinator.stop_requests[-1] == ""
     )
 
 
@@ -327,29 +327,29 @@ async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage,
         if when == "Refused":
             change = {"podTemplate": {"labels": {"no label": "a"}}}
             await there.edit("ScaleRLRun", "tiny-addition", {"spec": change})
-            await there.looks(lambda run: condition(run, "Accepted") == "SpecInvalid")
+            await there.reconcile_until(lambda run: condition(run, "Accepted") == "SpecInvalid")
     elif when == "Suspended":
         kept["spec"]["suspend"] = True
         await there.create(kept)
-        await there.looks(phase("Suspended"))
+        await there.reconcile_until(phase("Suspended"))
     elif when == "Pending":
         kept["spec"]["storage"] = {"claimName": "nowhere"}
         await there.create(kept)
-        await there.looks(phase("Pending"))
+        await there.reconcile_until(phase("Pending"))
     else:
         await there.create(kept)
-        await there.looks(phase("Preparing"))
+        await there.reconcile_until(phase("Preparing"))
         if when == "Failed":
             await there.end("prepare", 2, "wrong")
-            await there.looks(phase("Failed"))
+            await there.reconcile_until(phase("Failed"))
     await there.delete("ScaleRLRun", "tiny-addition")
     if when in ("Running", "Refused"):
-        assert await there.look() == 2.0
-        assert there.coordinator.told == ["interrupted"], "what was trained is saved first"
+        assert await there.reconcile() == 2.0
+        assert there.coordinator.stop_requests == ["interrupted"], "what was trained is saved first"
         assert await there.get("ScaleRLRun", "tiny-addition") is not None
         there.coordinator.phase = wire.Phase.FINISHED
         await there.end("trainer", 0, count=2)
-    await there.looks(lambda run: False)
+    await there.reconcile_until(lambda run: False)
     kinds = (*WORKLOADS, "Pod", "ConfigMap", "Secret", "Service", "NetworkPolicy", "PodDisruptionBudget")
     for _ in range(600):
         left = await names(there, *kinds)
@@ -366,17 +366,17 @@ async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> 
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
     for _ in range(1200):
-        wait = await there.look()
+        wait = await there.reconcile()
         run = await there.get("ScaleRLRun", "tiny-addition")
         if phase("Completed")(run):
             break
         await asyncio.sleep(0.1)
     assert wait is not None, (
-        "our own write wakes nobody: the look that ends a run asks for the one that deletes it"
+        "our own write wakes nobody: the reconcile that ends a run asks for the one that deletes it"
     )
     assert 50 < wait <= 60
     there.now = 61.0
-    await there.looks(lambda run: False)
+    await there.reconcile_until(lambda run: False)
     assert await there.get("ScaleRLRun", "tiny-addition") is None
 
 
@@ -391,8 +391,8 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
         "tiny-addition",
         {"spec": {"budget": {"maxSteps": 200, "maxSeconds": 3600}, "recipe": {"promptsPerStep": 32}}},
     )
-    await there.look()
-    await there.look()
+    await there.reconcile()
+    await there.reconcile()
     after = {
         o["metadata"]["name"]: o["metadata"]["generation"] for k in WORKLOADS for o in await there.all(k)
     }
@@ -401,8 +401,8 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     await there.begin("coordinator")
     before = after
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"recipe": {"loss": {"ppoClip": {}}}}})
-    await there.looks(phase("Preparing"))
-    assert there.coordinator.told == ["interrupted"], (
+    await there.reconcile_until(phase("Preparing"))
+    assert there.coordinator.stop_requests == ["interrupted"], (
         "training is saved first, on the spec that it began with"
     )
     after = {
@@ -412,45 +412,49 @@ async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
     for _ in range(1200):
-        await there.look()
+        await there.reconcile()
         left = await names(there, *WORKLOADS)
         if left == {"tiny-addition-prepare"}:
             break
         await asyncio.sleep(0.1)
     assert left == {"tiny-addition-prepare"}
     await there.end("prepare")
-    await there.looks(phase("Running"))
+    await there.reconcile_until(phase("Running"))
     await there.begin("coordinator")
     await there.begin("trainer", 2)
-    await there.looks(lambda r: condition(r, "TrainerReady") == "Ready" and there.coordinator.told[-1] == "")
+    await there.reconcile_until(
+        lambda r: condition(r, "TrainerReady") == "Ready" and there.coordinator.stop_requests[-1] == ""
+    )
 
 
 async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
     await there.start(tiny(autoscaling={"mode": "Auto"}))
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "forecast"
     await there.end("trainer", 0, count=2)
-    run = await there.looks(lambda r: r["spec"].get("suspend") is True)
+    run = await there.reconcile_until(lambda r: r["spec"].get("suspend") is True)
     assert run["status"]["rest"] == "Asked", "first it is written down, then asked for"
-    run = await there.looks(lambda r: r["status"]["rest"] == "Resting")
+    run = await there.reconcile_until(lambda r: r["status"]["rest"] == "Resting")
     assert condition(run, "Suspended") == "SuspendedByForecast"
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
     await there.end("prepare")
-    await there.looks(phase("Running"))
+    await there.reconcile_until(phase("Running"))
     await there.begin("coordinator")
     await there.begin("trainer", 2)
-    run = await there.looks(lambda r: there.coordinator.told == [""] and not r["status"]["resumed"])
+    run = await there.reconcile_until(
+        lambda r: there.coordinator.stop_requests == [""] and not r["status"]["resumed"]
+    )
     assert run["spec"]["suspend"] is False
 
 
 async def test_the_preparation_is_tried_again_where_that_could_help(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(phase("Preparing"))
+    await there.reconcile_until(phase("Preparing"))
     (first,) = await there.pods("prepare")
     await there.end("prepare", 1, "the hub is away")
     (second,) = await there.pods("prepare")
     assert second["metadata"]["name"] != first["metadata"]["name"]
-    run = await there.looks(lambda r: True)
+    run = await there.reconcile_until(lambda r: True)
     assert run["status"]["phase"] == "Preparing"
 
 
@@ -473,5 +477,5 @@ async def test_generators_that_fail_again_and_again_degrade_a_run_and_do_not_end
     ]
     status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
-    run = await there.looks(lambda r: condition(r, "Degraded") == "GeneratorsFailing")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "GeneratorsFailing")
     assert run["status"]["phase"] == "Running"

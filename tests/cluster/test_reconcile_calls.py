@@ -1,4 +1,4 @@
-"""What a look asks of the API server, and when it is due: a thousand runs are looked at by one process."""
+"""What a reconcile asks of the API server, and when it is due: one process reconciles a thousand runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: Stage) -> None:
     await there.create(tiny())
-    await there.look()
+    await there.reconcile()
     events = len(await there.events())
     # Claim, spec, token, NetworkPolicy and preparation are made; the four workloads are tried before.
     assert there.calls.counts["create"] == 5 + 4 + events
@@ -39,12 +39,12 @@ async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_an
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await there.create(tiny())
-    await there.look()
+    await there.reconcile()
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
-    await there.look()
+    await there.reconcile()
     there.now += 2 * LONGEST_REPAIR_SECONDS + 1.0
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
-    await there.look()
+    await there.reconcile()
     rendered: list[str] = []
 
     def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_an
         return render(run, *of, **more)
 
     monkeypatch.setattr(apply, "render", counted)
-    await there.look()
+    await there.reconcile()
     assert rendered == []
 
 
@@ -67,19 +67,19 @@ async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
 
     monkeypatch.setattr(apply, "render", counted)
     await there.create(tiny())
-    await there.look()
+    await there.reconcile()
     assert len(rendered) == 2, "for the trial, and to be made"
     await there.begin("prepare")
-    await there.look()
+    await there.reconcile()
     assert len(rendered) == 2
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
-    await there.look()
+    await there.reconcile()
     spec = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec is not None
     assert len(spec["data"]["run.yaml"]) > 100, "and it is put back"
     await there.edit("ScaleRLRun", "tiny-addition", {"metadata": {"labels": {QUEUE: "a"}}})
     before = len(rendered)
-    await there.look()
+    await there.reconcile()
     assert len(rendered) == before + 1, "labels have no generation"
 
 
@@ -91,11 +91,11 @@ async def test_a_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch
         rendered.append(run.metadata.name)
         return render(run, *of, **more)
 
-    await there.look()
+    await there.reconcile()
     monkeypatch.setattr(apply, "render", counted)
     for count in (1, 2, 3):
         there.coordinator.points = evaluations(count)
-        await there.look()
+        await there.reconcile()
     curve = await there.get("ConfigMap", "tiny-addition-curve")
     assert curve is not None
     assert (len(curve["data"]["curve.csv"].splitlines()), rendered) == (1 + 3, [])
@@ -103,26 +103,26 @@ async def test_a_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch
 
 async def test_that_a_new_pod_has_no_node_yet_is_no_news_before_a_while(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(lambda run: run.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda run: run.get("status", {}).get("phase") == "Preparing")
     [pod] = await there.pods("prepare")
     unbound = "pod has unbound immediate PersistentVolumeClaims"
     waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": unbound}
     await there.edit("Pod", pod["metadata"]["name"], {"status": {"conditions": [waits]}}, "status")
     writes = there.calls.writes
-    wait = await there.look()
+    wait = await there.reconcile()
     assert wait is not None
     patience = PLACING_SECONDS[Reason.VOLUME_NOT_READY]
     assert (there.calls.writes - writes, wait <= patience) == (0, True)
     there.now += patience + 1.0
-    run = await there.looks(lambda r: condition(r, "Prepared") == "VolumeNotReady", times=1)
-    told = [text for reason, text in await there.events() if reason == "VolumeNotReady"]
-    assert any(text.startswith(f"Prepared: {unbound}") for text in told), told
+    run = await there.reconcile_until(lambda r: condition(r, "Prepared") == "VolumeNotReady", times=1)
+    texts = [text for reason, text in await there.events() if reason == "VolumeNotReady"]
+    assert any(text.startswith(f"Prepared: {unbound}") for text in texts), texts
     assert run["status"]["phase"] == "Preparing"
 
 
 async def is_made_and_does_not_begin(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(lambda run: run.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda run: run.get("status", {}).get("phase") == "Preparing")
     [pod] = await there.pods("prepare")
     waiting = {"name": "prepare", "ready": False, "restartCount": 0, "image": "i", "imageID": ""}
     waiting["state"] = {"waiting": {"reason": "ContainerCreating"}}
@@ -132,11 +132,11 @@ async def is_made_and_does_not_begin(there: Stage) -> None:
 
 async def test_periodic_reconcile_reads_only_events(there: Stage) -> None:
     await is_made_and_does_not_begin(there)
-    assert await there.look() == START_CHECK_SECONDS[0], "why a volume is not mounted, only events tell"
+    assert await there.reconcile() == START_CHECK_SECONDS[0], "why a volume is not mounted, only events tell"
     await there.begin("prepare")
-    assert await there.look() is None, "its end is news by itself"
+    assert await there.reconcile() is None, "its end is news by itself"
     writes = there.calls.writes
-    assert await there.look() is None
+    assert await there.reconcile() is None
     assert there.calls.writes == writes
 
 
@@ -146,8 +146,8 @@ async def test_events_are_asked_for_after_a_while_and_now_and_then(there: Stage)
     async def questions(seconds_on: float) -> int:
         before = there.calls.counts["list"]
         there.now += seconds_on
-        for _ in range(3):  # whatever else has it looked at
-            await there.look()
+        for _ in range(3):  # whatever else wakes it
+            await there.reconcile()
         return there.calls.counts["list"] - before
 
     assert await questions(0.0) == 0, "most pods begin soon"
@@ -163,18 +163,18 @@ async def test_coordinator_is_polled_once_a_reconcile_and_sooner_while_awaited(
 ) -> None:
     await there.start(tiny())
     asked = there.coordinator.asked
-    assert await there.look() == POLL_SECONDS
+    assert await there.reconcile() == POLL_SECONDS
     assert there.coordinator.asked == asked + 1
     there.coordinator.silent = True
-    assert await there.look() == POLL_SECONDS, "its answer wakes the run"
+    assert await there.reconcile() == POLL_SECONDS, "its answer wakes the run"
     assert there.coordinator.asked == asked + 2, (
-        "one that does not answer is not asked again in the same look"
+        "one that does not answer is not asked again in the same reconcile"
     )
     there.coordinator.silent = False
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
-    assert await there.look() == ASK_AGAIN_SECONDS
-    assert (there.coordinator.asked, there.coordinator.told) == (asked + 4, ["interrupted"]), (
-        "what it said before it was told is asked for again"
+    assert await there.reconcile() == ASK_AGAIN_SECONDS
+    assert (there.coordinator.asked, there.coordinator.stop_requests) == (asked + 4, ["interrupted"]), (
+        "its status from before the request is out of date, and is asked for again"
     )
 
 
@@ -183,7 +183,7 @@ async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
 ) -> None:
     await there.start(tiny())
     await there.end("trainer", 137)
-    await there.looks(lambda r: r["status"]["trainer"]["restarts"] == 1)
+    await there.reconcile_until(lambda r: r["status"]["trainer"]["restarts"] == 1)
     done: list[str] = []
     for verb in ("create", "patch", "delete"):
         monkeypatch.setattr(there.api, verb, update_trouble(getattr(there.api, verb), verb, done))
@@ -191,7 +191,7 @@ async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
     async def of_the_look_that(until: Any) -> list[str]:
         while True:
             done.clear()
-            if (await there.looks(lambda r: True, times=1)) and await until():
+            if (await there.reconcile_until(lambda r: True, times=1)) and await until():
                 return list(done)
             await asyncio.sleep(0.1)
 
@@ -253,8 +253,8 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     await there.start(tiny(autoscaling=SCALED))
     await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
-    await there.look()
-    await there.look()
+    await there.reconcile()
+    await there.reconcile()
     assert await replicas(there) == (3, 3)
     run = await there.get("ScaleRLRun", "tiny-addition")
     assert run is not None
@@ -262,16 +262,16 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     assert "f:replicas" in str(owner)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"generator": {"replicas": 2}}})
     for _ in range(3):
-        await there.look()
+        await there.reconcile()
     assert await replicas(there) == (2, 2)
     await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
-    await there.look()
+    await there.reconcile()
     assert await replicas(there) == (2, 2), "an operator that starts later does not repeat the decision"
     await there.reconciler.forget_all()
     there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=4, decision=9))
-    await there.look()
-    await there.look()
+    await there.reconcile()
+    await there.reconcile()
     assert await replicas(there) == (4, 4)
     assert run["status"]["trainer"]["attempt"] == 1
 
@@ -286,7 +286,7 @@ async def test_number_of_an_earlier_release_goes_into_the_spec(
     await there.edit("ScaleRLRun", "tiny-addition", status, "status")
     await there.fresh_operator()
     for _ in range(3):
-        await there.look()
+        await there.reconcile()
     assert await replicas(there) == (expected, expected)
     run = await there.get("ScaleRLRun", "tiny-addition")
     assert run is not None

@@ -78,9 +78,9 @@ async def delete(there: Stage, cascade: str) -> None:
 
 
 async def is_gone(there: Stage) -> bool:
-    # The garbage collector writes the run too; whoever comes second looks again.
+    # The garbage collector writes the run too; whoever comes second reconciles again.
     with contextlib.suppress(Conflict):
-        await there.look()
+        await there.reconcile()
     return await there.get("ScaleRLRun", NAME) is None
 
 
@@ -124,17 +124,17 @@ async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: S
     await there.start(tiny())
     await land(there, "trainer", 2)
     await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})
-    await there.looks(lambda run: condition(run, "Accepted") == "SpecInvalid")
+    await there.reconcile_until(lambda run: condition(run, "Accepted") == "SpecInvalid")
     there.coordinator.silent = True
     await there.delete("ScaleRLRun", NAME)
-    assert await there.look() == ASK_AGAIN_SECONDS
+    assert await there.reconcile() == ASK_AGAIN_SECONDS
     there.now += COORDINATOR_TIMEOUT_SECONDS / 3
     await there.fresh_operator()  # since when nobody answers is in the status
-    assert await there.look() == ASK_AGAIN_SECONDS
+    assert await there.reconcile() == ASK_AGAIN_SECONDS
     (job,) = await there.all("Job", "trainer")
     assert "deletionTimestamp" not in job["metadata"], "the coordinator may come back"
     there.now += COORDINATOR_TIMEOUT_SECONDS
-    assert await there.look() == ASK_AGAIN_SECONDS
+    assert await there.reconcile() == ASK_AGAIN_SECONDS
     run = await there.get("ScaleRLRun", NAME)
     assert run is not None
     said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Suspended")
@@ -148,24 +148,24 @@ async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: S
         words = ("delete", "pod", pod["metadata"]["name"], "-n", there.namespace)
         await asyncio.to_thread(there.kubectl, *words, "--grace-period=0", "--force", "--wait=false")
     await reach(lambda: is_gone(there), "the run is gone, long before its drain is over")
-    assert there.coordinator.told == []
+    assert there.coordinator.stop_requests == []
 
 
 async def test_a_run_that_is_let_go_and_that_somebody_else_still_holds_is_asked_for_nothing(
     there: Stage,
 ) -> None:
     await there.create(tiny())
-    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.end("prepare")
-    await there.looks(lambda r: r["status"]["phase"] == "Running")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
     await there.begin("coordinator")
-    await there.looks(lambda r: condition(r, "CoordinatorReady") == "Ready")
+    await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "Ready")
     run = await there.get("ScaleRLRun", NAME)
     assert run is not None
     theirs = [*run["metadata"]["finalizers"], "test/theirs"]
     await there.edit("ScaleRLRun", NAME, {"metadata": {"finalizers": theirs}})
     await there.delete("ScaleRLRun", NAME)
-    await there.looks(lambda r: r["metadata"]["finalizers"] == ["test/theirs"])
+    await there.reconcile_until(lambda r: r["metadata"]["finalizers"] == ["test/theirs"])
     asked = there.coordinator.asked
     await there.ask_coordinators()
     assert there.coordinator.asked == asked
@@ -177,12 +177,12 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     before = await objects(there)
     await delete(there, "orphan")
 
-    async def is_told() -> bool:
+    async def is_asked_to_stop() -> bool:
         assert not await is_gone(there)
-        return bool(there.coordinator.told)
+        return bool(there.coordinator.stop_requests)
 
-    await reach(is_told, "what was trained is saved first")
-    assert there.coordinator.told == ["interrupted"]
+    await reach(is_asked_to_stop, "what was trained is saved first")
+    assert there.coordinator.stop_requests == ["interrupted"]
     assert await there.get("ScaleRLRun", NAME) is not None
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
@@ -192,14 +192,14 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     assert [o for o in after.values() if o["metadata"].get("ownerReferences")] == []
     # Whoever wants the name again sees to what they have kept.
     await there.create(tiny())
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")))
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
     assert condition(run, "Accepted") in ("NameTaken", "ClaimTaken")
     command = re.search(r"^kubectl (delete job,.*)$", OPERATIONS.read_text(), re.MULTILINE)
     assert command is not None, "the page says how"
     words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()
     await asyncio.to_thread(there.kubectl, *words, "--wait=false")
     # The claim waits for its last pod, which no kubelet ends.
-    await there.looks(lambda r: condition(r, "Accepted") == "Accepted", times=600)
+    await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted", times=600)
 
 
 async def test_a_status_of_a_later_release_keeps_nobody_from_anything(
@@ -218,7 +218,7 @@ async def test_a_status_of_a_later_release_keeps_nobody_from_anything(
 
     await there.start(tiny())
     await there.create(tiny("ended"))
-    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing", "ended")
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing", "ended")
     then = "2026-01-01T00:00:00Z"
     foretold = {
         "type": "Completed",
@@ -243,9 +243,9 @@ async def test_a_status_of_a_later_release_keeps_nobody_from_anything(
     finally:
         await asyncio.to_thread(define, ours)
     await there.fresh_operator()
-    run = await there.looks(lambda r: condition(r, "TrainerReady") == "Ready")
+    run = await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
     assert (run["status"]["phase"], condition(run, "Levitating")) == ("Running", "")
-    run = await there.looks(lambda r: r["status"]["phase"] == "Completed", "ended")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Completed", "ended")
     said = next(c for c in run["status"]["conditions"] if c["type"] == "Completed")
     assert (said["reason"], said["message"]) == ("OtherRelease", "ProphecyFulfilled: ")
 
@@ -262,8 +262,8 @@ async def test_an_image_that_is_no_longer_named_gives_place_to_the_operators(the
     assert await image() == "mine:1"
     there.images = Images("trainer:2", "generator:2", "coordinator:2")
     await there.fresh_operator()
-    await there.look()
+    await there.reconcile()
     assert await image() == "mine:1"
     await there.edit("ScaleRLRun", NAME, {"spec": {"images": {"generator": None}}})
-    await there.look()
+    await there.reconcile()
     assert await image() == "generator:1", "the release that the run's other roles have"

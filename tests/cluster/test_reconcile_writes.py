@@ -75,7 +75,7 @@ async def test_what_was_created_is_taken_over_whatever_it_is(
     await there.edit(
         kind, name, change | {"metadata": {"labels": {"team": "blue"}, **change.get("metadata", {})}}
     )
-    await there.look()
+    await there.reconcile()
     live = await there.get(kind, name)
     assert live is not None
     labels = live["metadata"]["labels"]
@@ -87,7 +87,7 @@ async def test_what_was_created_is_taken_over_whatever_it_is(
         live["metadata"]["annotations"] = made["metadata"]["annotations"]
     assert first_difference(without_labels(made), without_labels(live)) is None, "and is as it was made"
     applied = there.calls.counts["apply"]
-    await there.look()
+    await there.reconcile()
     assert there.calls.counts["apply"] == applied
 
 
@@ -107,7 +107,7 @@ async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage
     name = "tiny-addition-generator"
     await there.edit("Deployment", name, {"metadata": {"labels": {"team": "blue"}}})
     await there.edit("ScaleRLRun", "tiny-addition", {"metadata": {"labels": {QUEUE: None}}})
-    await there.look()
+    await there.reconcile()
     live = await there.get("Deployment", name)
     assert live is not None
     labels = live["metadata"]["labels"]
@@ -116,7 +116,7 @@ async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage
     assert [e["operation"] for e in ours] == ["Apply"]
     calls = Counter(there.calls.counts)
     await there.edit("Deployment", name, {"spec": {"replicas": 5}})
-    await there.look()
+    await there.reconcile()
     more = there.calls.counts - calls
     assert (more["get"], more["apply"]) == (0, 1), "it is taken over once"
 
@@ -133,21 +133,21 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
     await there.edit("Deployment", "tiny-addition-generator", STRIPPED)
     await there.edit("Job", job, STRIPPED)
     if seen:
-        await there.look()
+        await there.reconcile()
         for kind, name in (("Deployment", "tiny-addition-generator"), ("Job", job)):
             live = await there.get(kind, name)
             assert live is not None
             assert live["metadata"]["labels"]["scalerl.dev/run"] == "tiny-addition"
         assert [reason for reason, _ in await there.events()].count("RepairedDrift") == 2
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
-    run = await there.looks(lambda r: r["status"]["phase"] in ("Suspending", "Suspended"))
-    assert (run["status"]["phase"], there.coordinator.told) == ("Suspending", ["interrupted"])
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] in ("Suspending", "Suspended"))
+    assert (run["status"]["phase"], there.coordinator.stop_requests) == ("Suspending", ["interrupted"])
     assert await there.get("Job", job) is not None, "it saves what it trained"
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
-    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
     for _ in range(300):
-        await there.look()
+        await there.reconcile()
         left = [o["metadata"]["name"] for kind in WORKLOADS for o in await there.all(kind)]
         if not left:
             break
@@ -157,12 +157,12 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
 
 async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.edit("Job", "tiny-addition-prepare", STRIPPED)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
-    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
     for _ in range(300):
-        await there.look()
+        await there.reconcile()
         left = await there.all("Job")
         if not left:
             break
@@ -180,8 +180,8 @@ async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
     await there.edit("Job", job, STRIPPED)
     await there.delete("ScaleRLRun", "tiny-addition")
     for _ in range(2):
-        await there.look()
-    assert there.coordinator.told == ["interrupted"]
+        await there.reconcile()
+    assert there.coordinator.stop_requests == ["interrupted"]
     assert await there.get("ScaleRLRun", "tiny-addition") is not None
 
 
@@ -199,7 +199,7 @@ async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_no
     await there.create(tiny())
     monkeypatch.setattr(there.api, "create", lost)
     with pytest.raises(errors.Unreachable):
-        await there.look()
+        await there.reconcile()
     monkeypatch.undo()
     run = await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
     # Its watch is slower than the run's.
@@ -228,7 +228,7 @@ async def test_a_take_over_is_tried_again_while_somebody_writes_the_object(
 
     monkeypatch.setattr(there.api, "get", and_written)
     await there.edit("Deployment", name, {"spec": {"replicas": 5}})
-    await there.look()
+    await there.reconcile()
     live = await there.get("Deployment", name)
     assert live is not None
     assert (written, live["spec"]["replicas"]) == (2, 1)
@@ -239,7 +239,7 @@ async def test_what_goes_while_it_is_repaired_is_created_again(
 ) -> None:
     """Not applied: that would write over what another makes meanwhile."""
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     name = "tiny-addition-trainer"
     get = there.api.get
 
@@ -251,7 +251,7 @@ async def test_what_goes_while_it_is_repaired_is_created_again(
     monkeypatch.setattr(there.api, "get", gone)
     await there.edit("Service", name, {"spec": {"publishNotReadyAddresses": False}})
     applied = there.calls.counts["apply"]
-    await there.look()
+    await there.reconcile()
     live = await there.get("Service", name)
     assert live is not None
     assert (live["spec"]["publishNotReadyAddresses"], there.calls.counts["apply"]) == (True, applied)
@@ -268,7 +268,7 @@ async def test_what_comes_between_the_question_and_the_making_is_not_written_ove
         return None
 
     monkeypatch.setattr(refusals, "_check_name", nothing)
-    run = await there.looks(lambda r: bool(condition(r, "Degraded")))
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Degraded")))
     assert condition(run, "Degraded") == "NameTaken"
     live = await there.get("ConfigMap", "tiny-addition-spec")
     assert live is not None
@@ -296,9 +296,9 @@ async def test_what_takes_a_name_before_an_object_is_changed_is_not_written_over
     monkeypatch.setattr(there.api, "apply", late)
     await there.edit("Service", name, {"spec": {"publishNotReadyAddresses": False}})
     with pytest.raises(errors.Conflict):
-        await there.look()
+        await there.reconcile()
     monkeypatch.undo()
-    run = await there.looks(lambda r: condition(r, "Degraded") == "NameTaken")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "NameTaken")
     assert run["status"]["phase"] == "Running"
     live = await there.get("Service", name)
     assert live is not None
@@ -316,23 +316,23 @@ async def test_a_name_that_is_free_by_now_is_not_called_taken(
 
     monkeypatch.setattr(there.api, "get", behind)
     await there.create(tiny())
-    run = await there.looks(lambda r: bool(condition(r, "Accepted")), times=1)
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), times=1)
     assert condition(run, "Accepted") == "Accepted"
 
 
 async def test_a_repair_that_is_withheld_is_made_when_it_is_due(there: Stage) -> None:
     await there.create(tiny())
-    await there.look()
+    await there.reconcile()
     for _ in range(2):
         await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
-        wait = await there.look()
+        wait = await there.reconcile()
     spec = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec is not None
     assert spec["data"]["run.yaml"] == "{}"
-    assert wait is not None, "nothing else would have the run looked at"
+    assert wait is not None, "nothing else would wake the run"
     assert 0 < wait <= REPAIR_SECONDS
     there.now += wait
-    await there.look()
+    await there.reconcile()
     spec = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec is not None
     assert spec["data"]["run.yaml"] != "{}"
@@ -353,7 +353,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
             await asyncio.sleep(0.1)
 
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     await there.edit("Service", "tiny-addition-trainer", {"spec": {"publishNotReadyAddresses": False}})
     name = f"refuse-{there.namespace}"
     there.kubectl(
@@ -362,7 +362,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
     await until(refused=True)
     said = set()
     for count in range(8):
-        await there.look()
+        await there.reconcile()
         run = await there.get("ScaleRLRun", "tiny-addition")
         assert run is not None
         degraded = next(c for c in run["status"]["conditions"] if c["type"] == "Degraded")
@@ -377,7 +377,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
     there.kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name)
     await until(refused=False)
     there.now += LONGEST_REPAIR_SECONDS
-    await there.looks(lambda r: condition(r, "Degraded") == "Healthy", times=3)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=3)
     service = await there.get("Service", "tiny-addition-trainer")
     assert service is not None
     assert service["spec"]["publishNotReadyAddresses"]
@@ -406,14 +406,14 @@ async def test_what_admission_changes_is_asked_for_once(
     monkeypatch.setattr(there.api, "apply", applied)
     await there.start(tiny())
     there.now += LONGEST_REPAIR_SECONDS
-    await there.look()
+    await there.reconcile()
     before = there.calls.counts["apply"]
     for _ in range(3):
         there.now += LONGEST_REPAIR_SECONDS
-        await there.look()
+        await there.reconcile()
     assert there.calls.counts["apply"] == before
     await there.edit("Deployment", "tiny-addition-generator", {"spec": {"replicas": 5}})
-    await there.look()
+    await there.reconcile()
     live = await there.get("Deployment", "tiny-addition-generator")
     assert live is not None
     assert live["spec"]["replicas"] == 1, "what somebody else changes is put back all the same"
@@ -428,7 +428,7 @@ async def test_what_somebody_changed_while_no_operator_ran_is_restored(
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": change})
     await there.fresh_operator()
     for _ in range(2):
-        await there.look()
+        await there.reconcile()
     spec = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec is not None
     assert "maxSteps" in spec["data"]["run.yaml"]
@@ -436,9 +436,9 @@ async def test_what_somebody_changed_while_no_operator_ran_is_restored(
 
 async def test_restarted_operator_writes_no_object_again(there: Stage) -> None:
     await there.start(tiny())
-    await there.look()
+    await there.reconcile()
     await there.fresh_operator()
     applied = there.calls.counts["apply"]
     for _ in range(2):
-        await there.look()
+        await there.reconcile()
     assert there.calls.counts["apply"] == applied

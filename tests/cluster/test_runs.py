@@ -68,7 +68,7 @@ broken: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def told(request: pytest.FixtureRequest) -> Iterator[None]:
+def report_failure(request: pytest.FixtureRequest) -> Iterator[None]:
     of_the_run = "run" in request.fixturenames
     if of_the_run and broken:
         pytest.fail(f"not tried: the run is the one that {broken[0]} has failed on")

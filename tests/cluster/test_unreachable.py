@@ -84,10 +84,10 @@ async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
                     queue.wake(key)
                 began = time.monotonic()
                 took = await until(lambda began=began: seen[healthy] > began, 120)
-                print(f"measured: a healthy run's look among {UNREACHABLE} unreachable: {took:.2f} s")
+                print(f"measured: a healthy run's reconcile among {UNREACHABLE} unreachable: {took:.2f} s")
                 assert took < PROMPT_SECONDS
             there.coordinator.step += 1
-            # A step alone wakes no look: an answer with it, and then a look by the clock.
+            # A step alone wakes no run: an answer with it, and then a reconcile by the clock.
             await until(lambda: steps[healthy] == there.coordinator.step, 120)
         finally:
             await queue.halt()

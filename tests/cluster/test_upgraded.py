@@ -25,22 +25,22 @@ async def test_a_run_of_another_release_trains_on_until_its_spec_is_edited(there
     await of_another_release(there)
     await there.fresh_operator()
     for _ in range(2):
-        await there.look()
-    assert there.coordinator.told == []
+        await there.reconcile()
+    assert there.coordinator.stop_requests == []
     for name in JOBS:
         job = await there.get("Job", name)
         assert job is not None
         assert job["metadata"]["annotations"][SPEC_HASH].startswith(f"{SPEC_HASH_VERSION}-")
-    run = await there.looks(lambda r: condition(r, "TrainerReady") == "Ready", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready", times=1)
     assert run["status"]["phase"] == "Running"
     await there.edit(*RUN, EDIT)
-    await there.looks(lambda r: r["status"]["phase"] == "Preparing", times=3)
-    assert there.coordinator.told == ["interrupted"]
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing", times=3)
+    assert there.coordinator.stop_requests == ["interrupted"]
 
 
 async def test_and_one_whose_spec_was_edited_meanwhile_is_drained(there: Stage) -> None:
     await of_another_release(there)
     await there.edit(*RUN, EDIT)
     await there.fresh_operator()
-    await there.looks(lambda r: r["status"]["phase"] == "Preparing", times=3)
-    assert there.coordinator.told == ["interrupted"]
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing", times=3)
+    assert there.coordinator.stop_requests == ["interrupted"]

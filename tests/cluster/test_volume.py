@@ -1,4 +1,4 @@
-"""A claim that is deleted is told at once, and a run that has steps never starts on an empty volume."""
+"""A claim that is deleted is reported at once, and a run that has steps never starts on an empty volume."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def degraded(run: Object) -> Object:
 
 async def rests(there: Stage) -> None:
     await there.edit(*THE_RUN, {"spec": {"suspend": True}})
-    await there.looks(lambda r: r["status"]["phase"] == "Suspending")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
     await there.end("trainer", 0, count=2)
-    await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
     for kind in ("Job", "StatefulSet", "Deployment"):
-        await there.looks(lambda r: True)
+        await there.reconcile_until(lambda r: True)
         for obj in await there.all(kind):
             assert "deletionTimestamp" in obj["metadata"]
 
@@ -46,8 +46,8 @@ async def delete_claim(there: Stage) -> None:
 
 
 async def is_held(there: Stage, says: str) -> Object:
-    """Held, of what is there nothing is made, and each look finds it so and writes nothing."""
-    run = await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost")
+    """Held, of what is there nothing is made, and each reconcile finds it so and writes nothing."""
+    run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "ClaimLost")
     message = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Accepted")
     assert says in message
     assert "has trained 3 steps and does not start on an empty volume" in message
@@ -59,7 +59,7 @@ async def is_held(there: Stage, says: str) -> Object:
     writes = there.calls.writes
     await there.fresh_operator()
     for _ in range(2):
-        assert await there.look() is not None
+        assert await there.reconcile() is not None
     assert there.calls.writes == writes
     assert [o for o in await there.all("Job") if "deletionTimestamp" not in o["metadata"]] == []
     return run
@@ -71,18 +71,18 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     await there.start(tiny())
     claim = await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
     assert "tiny-addition-data is being deleted" in degraded(run)["message"]
     assert any(reason == "ClaimDeleted" for reason, _ in await there.events())
     assert (run["status"]["phase"], condition(run, "TrainerReady")) == ("Running", "Ready")
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
     labels = {RUN: "tiny-addition", RUN_UID: run["metadata"]["uid"]}
     needed = f"{RUN}=tiny-addition {RUN_UID}={labels[RUN_UID]}"
     assert f"needs the labels {needed}" in degraded(run)["message"], "also while the run is suspended"
     assert run["status"]["phase"] == "Suspended"
-    assert await there.look() == BLOCKED_SECONDS, "a claim without labels is not watched"
+    assert await there.reconcile() == BLOCKED_SECONDS, "a claim without labels is not watched"
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     run = await is_held(there, "tiny-addition-data does not exist")
     assert await there.get(*CLAIM) is None
@@ -94,17 +94,17 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     said = f"kubectl label pvc tiny-addition-data --overwrite {needed}"
     await is_held(there, said)
     await there.edit(*THE_RUN, {"spec": {"suspend": True}})
-    run = await there.looks(lambda r: r["status"]["phase"] == "Suspended")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
     assert said in degraded(run)["message"]
-    assert await there.look() == BLOCKED_SECONDS
+    assert await there.reconcile() == BLOCKED_SECONDS
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     await is_held(there, said)
     await there.edit(*CLAIM, {"metadata": {"labels": labels}})
-    run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
     assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "Healthy")
     spec_map = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec_map is not None
-    assert spec_map["data"]["trained"], "the coordinator looks whether it is the run's volume"
+    assert spec_map["data"]["trained"], "the coordinator checks whether it is the run's volume"
 
 
 async def test_of_a_run_whose_claim_was_deleted_while_it_was_suspended_the_steps_can_be_given_up(
@@ -120,10 +120,10 @@ async def test_of_a_run_whose_claim_was_deleted_while_it_was_suspended_the_steps
     await there.edit(*THE_RUN, {"metadata": {"annotations": {ABANDON: "3"}}})
     there.writes_left = 1
     with pytest.raises(errors.Fenced):
-        await there.look()
+        await there.reconcile()
     there.writes_left = None
     await there.fresh_operator()
-    run = await there.looks(lambda r: r["status"]["phase"] == "Preparing")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
     assert "step" not in run["status"]
     assert await there.get(*CLAIM) is not None
     spec_map = await there.get("ConfigMap", "tiny-addition-spec")
@@ -150,23 +150,23 @@ async def test_a_run_whose_coordinator_finds_an_empty_volume_is_held_and_goes_on
 ) -> None:
     await there.start(tiny())
     await finds_nothing(there)
-    run = await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
     assert "holds neither journal nor checkpoint" in degraded(run)["message"]
     assert (run["status"]["phase"], condition(run, "Degraded")) == ("Pending", "ClaimLost")
     await there.end("trainer", 1, count=2)
     for _ in range(3):
-        await there.look()
+        await there.reconcile()
         there.now += 600.0
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
     assert (run["status"]["phase"], run["status"]["trainer"].get("restarts", 0)) == ("Pending", 0)
     # Somebody restores what was on it.
     await there.begin("coordinator")
-    run = await there.looks(lambda r: r["status"]["phase"] == "Running")
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
     assert (condition(run, "Accepted"), run["status"]["step"]) == ("Accepted", 3)
     await finds_nothing(there)
-    await there.looks(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
+    await there.reconcile_until(lambda r: condition(r, "Accepted") == "ClaimLost", times=1)
     await there.edit(*THE_RUN, {"metadata": {"annotations": {ABANDON: "3"}}})
-    run = await there.looks(lambda r: condition(r, "Accepted") == "Accepted")
+    run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted")
     assert "step" not in run["status"]
     spec_map = await there.get("ConfigMap", "tiny-addition-spec")
     assert spec_map is not None
@@ -176,18 +176,18 @@ async def test_a_run_whose_coordinator_finds_an_empty_volume_is_held_and_goes_on
 async def test_lost_claim_of_running_run_is_not_recreated(there: Stage) -> None:
     await there.start(tiny())
     await delete_claim(there)
-    run = await there.looks(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
     assert run["status"]["phase"] == "Running", "what works may still have it mounted"
     await there.edit(*THE_RUN, {"spec": {"budget": {"maxSteps": 77}}})
-    await there.look()
+    await there.reconcile()
     assert await there.get(*CLAIM) is None
 
 
 async def test_a_run_without_steps_gets_its_claim_again(there: Stage) -> None:
     await there.create(tiny())
-    await there.looks(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await delete_claim(there)
-    await there.look()
+    await there.reconcile()
     assert await there.get(*CLAIM) is not None
 
 
@@ -196,11 +196,11 @@ async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -
     claim = {"apiVersion": "v1", "kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": spec}
     await there.create(claim)
     await there.start(tiny(storage={"claimName": CLAIM[1]}))
-    await there.look()
+    await there.reconcile()
     await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
     there.now += 31.0
-    await there.looks(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})

@@ -86,6 +86,17 @@ def test_tests_of_members_have_unique_names() -> None:
     assert len(names) == len(set(names))
 
 
+def test_architecture_names_modules_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(\w+\.py)\b", page))
+    assert len(named) > 20
+    assert named <= {path.name for path in tracked("*.py")}
+    tree = page.partition("operator/src/scalerl_operator/\n")[2].partition("```")[0]
+    modules = set(re.findall(r"\w+\.py\b", tree))
+    assert modules <= {path.name for path in tracked("operator/src/*.py")}
+    assert "main.py" in modules
+
+
 @pytest.mark.parametrize("page", tracked("docs/**/*.md"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_documentation_names_tests_that_exist(page: Path) -> None:
     files = tracked("**/tests/**/*.py", "tests/**/*.py")

@@ -26,7 +26,7 @@ class _Explained(StrEnum):
 
 
 class Phase(_Explained):
-    """One word for where a run stands."""
+    """Where a run stands."""
 
     PENDING = "Pending", "The run waits in its queue or for a valid spec; nothing is running."
     PREPARING = "Preparing", "The preparation writes model, tokenizer and task to the volume."
@@ -124,17 +124,17 @@ class Reason(_Explained):
     """Why a condition is as it is. ``text`` says what to do."""
 
     @classmethod
-    def read(cls, word: str) -> Reason:
+    def read(cls, name: str) -> Reason:
         """The reason that a status has, also by its name of the release before; one of a later release is ``OtherRelease``."""
-        word = RENAMED.get(word, word)
-        return cls(word) if word in cls._value2member_map_ else cls.OTHER_RELEASE
+        name = RENAMED.get(name, name)
+        return cls(name) if name in cls._value2member_map_ else cls.OTHER_RELEASE
 
     @classmethod
-    def understood(cls, word: str, message: str) -> tuple[Reason, str]:
-        """Reason and message of a condition that may be from a later release: it keeps its word in the message."""
-        reason = cls.read(word)
-        unknown = reason is cls.OTHER_RELEASE and word != reason
-        return reason, f"{word}: {message}" if unknown else message
+    def understood(cls, name: str, message: str) -> tuple[Reason, str]:
+        """Reason and message of a condition that may be from a later release: the message keeps its name."""
+        reason = cls.read(name)
+        unknown = reason is cls.OTHER_RELEASE and name != reason
+        return reason, f"{name}: {message}" if unknown else message
 
     # any
     OTHER_RELEASE = (

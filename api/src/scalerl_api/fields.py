@@ -150,14 +150,14 @@ def decimal_input(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Matches:
-    """A pattern, in what Python and RE2 have in common, and in words what it wants."""
+    """A pattern, in what Python and RE2 have in common, and the message about a value that does not match."""
 
     pattern: str
-    words: str
+    message: str
 
     def __call__(self, value: str) -> str:
         if re.fullmatch(self.pattern, value) is None:
-            raise ValueError(self.words)
+            raise ValueError(self.message)
         return value
 
 

@@ -52,9 +52,9 @@ _SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
-PLAIN_PATH_WORDS = "must be written plainly: no //, no /./ and no /../"
-RESERVED_PATH_WORDS = "the operator mounts there itself, or below it; choose another path"
-SYSTEM_PATH_WORDS = "a mount there hides the image's own programs; choose another path"
+PLAIN_PATH_MESSAGE = "must be written plainly: no //, no /./ and no /../"
+RESERVED_PATH_MESSAGE = "the operator mounts there itself, or below it; choose another path"
+SYSTEM_PATH_MESSAGE = "a mount there hides the image's own programs; choose another path"
 
 Raw = dict[str, Any]
 """An object of Kubernetes' own, as its reference documents it."""
@@ -96,12 +96,12 @@ def own_path(mount: Raw) -> Raw:
     if not path.startswith("/"):
         raise ValueError(f"mountPath {path} must be absolute")
     if not PLAIN_PATH.fullmatch(path):
-        raise ValueError(f"mountPath {path}: {PLAIN_PATH_WORDS}")
+        raise ValueError(f"mountPath {path}: {PLAIN_PATH_MESSAGE}")
     below = path if path.endswith("/") else path + "/"
     if any(below.startswith(taken + "/") or taken.startswith(below) for taken in RESERVED_PATHS):
-        raise ValueError(f"mountPath {path}: {RESERVED_PATH_WORDS}")
+        raise ValueError(f"mountPath {path}: {RESERVED_PATH_MESSAGE}")
     if below[:-1] in SYSTEM_PATHS:
-        raise ValueError(f"mountPath {path}: {SYSTEM_PATH_WORDS}")
+        raise ValueError(f"mountPath {path}: {SYSTEM_PATH_MESSAGE}")
     return mount
 
 

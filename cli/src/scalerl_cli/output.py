@@ -32,6 +32,6 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    aside = path.with_name(f"{path.name}.new")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    staging = path.with_name(f"{path.name}.new")
+    staging.write_text(text, encoding="utf-8")
+    os.replace(staging, path)

@@ -53,7 +53,7 @@ def _say_changes(lines: Sequence[Line]) -> None:
     before = ""
     for line in lines:
         if line.decision.state != before or line.decision.action.kind == "scale":
-            say(f"  {_when(line)}: {_words(line.decision)}{_prior(line)}")
+            say(f"  {_when(line)}: {_summary(line.decision)}{_prior(line)}")
         before = line.decision.state
 
 
@@ -69,8 +69,8 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
     others = list(under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:
-        say(f"  {_when(other.line)}: recorded {_words(other.line.decision)}{_prior(other.line)}")
-        say(f"  {' ' * len(_when(other.line))}    other {_words(other.decision)}")
+        say(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
+        say(f"  {' ' * len(_when(other.line))}    other {_summary(other.decision)}")
     say(f"{len(different)} of {len(others)} decisions would have been others under {policy}")
     say(
         f"first stop: recorded {_first_stop(others, recorded=True)}, other {_first_stop(others, recorded=False)}"
@@ -110,7 +110,7 @@ def _prior(line: Line) -> str:
     return f" ({number} earlier run{'s' if number > 1 else ''} as prior)" if number else ""
 
 
-def _words(decision: Decision) -> str:
+def _summary(decision: Decision) -> str:
     action = decision.action
     done = {
         "none": "",

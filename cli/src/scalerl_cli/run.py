@@ -23,7 +23,7 @@ from scalerl_cli.output import say
 from scalerl_cli.view import LateView
 from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
-from scalerl_operator.local.run import LocalRun, Outcome
+from scalerl_operator.local.run import LocalRun, RunResult
 from scalerl_operator.local.run_directory import (
     DirectoryProblem,
     RunDirectory,
@@ -144,7 +144,7 @@ def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirecto
 
 async def _watch(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
-) -> tuple[Outcome, int]:
+) -> tuple[RunResult, int]:
     view = LateView(spec)
     local = LocalRun(
         spec,
@@ -180,7 +180,7 @@ async def _watch(
 
 
 def _finish(
-    spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome, interrupts: int, *, fresh: bool
+    spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult, interrupts: int, *, fresh: bool
 ) -> int:
     if interrupts > 1:
         return INTERRUPTED
@@ -213,7 +213,7 @@ def _explain(failure: Failure) -> None:
     say(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
-def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) -> None:
+def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
     from scalerl_cli.curves.problem import CurveProblem
     from scalerl_cli.curves.run_picture import draw_run
     from scalerl_cli.summary import summarize, table, write
@@ -240,7 +240,7 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: Outcome) 
         say(f"continue with: --resume --dir {_shown(paths.root)}")
 
 
-def _is_held(outcome: Outcome) -> bool:
+def _is_held(outcome: RunResult) -> bool:
     return outcome.status is not None and outcome.status.stop_reason == BROKEN
 
 

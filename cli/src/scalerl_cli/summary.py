@@ -14,14 +14,14 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli.output import replace_text
 from scalerl_cli.view import labels
-from scalerl_operator.local.run import Outcome
+from scalerl_operator.local.run import RunResult
 
 _FILE_WIDTH = 140
 """Columns where nobody says how wide the reader's window is."""
 
 
-def summarize(run: ScaleRLRun, outcome: Outcome) -> dict[str, Any]:
-    """What the run came to. Without a coordinator's word there is nothing to say: give one.
+def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
+    """What the run came to. Without a status of the coordinator there is nothing to report: give one.
 
     Times and restarts under ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command;
     all else counts over all incarnations of the run.

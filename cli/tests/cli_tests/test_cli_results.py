@@ -20,9 +20,9 @@ from scalerl_cli.main import main
 from scalerl_cli.summary import rows, summarize, write
 from scalerl_cli.view.live import LiveView, render
 from scalerl_cli.view.plain import PlainView
-from scalerl_operator.local.run import Outcome, Startup
+from scalerl_operator.local.run import RunResult, Startup
 from scalerl_operator.local.snapshot import Rates, Snapshot
-from scalerl_operator.local.unit import Event, Failure, State, UnitStatus
+from scalerl_operator.local.unit import Event, Failure, UnitState, UnitStatus
 from scalerl_operator.workloads import Role
 
 RUN = parse_run(
@@ -92,7 +92,7 @@ def status(**changes: Any) -> Status:
     return Status(**base | changes)
 
 
-def outcome(**changes: Any) -> Outcome:
+def outcome(**changes: Any) -> RunResult:
     startup = Startup(12.5, {"prepare": 3.0}, {"the model and tokenizer to be prepared": 3.0, "vLLM": 9.5})
     base: dict[str, Any] = {
         "failure": None,
@@ -102,7 +102,7 @@ def outcome(**changes: Any) -> Outcome:
         "peak_memory_bytes": 3 << 30,
         "restarts": {},
     }
-    return Outcome(**base | changes)
+    return RunResult(**base | changes)
 
 
 def write_curve(paths: RunPaths, points: list[tuple[float, float, int]]) -> None:
@@ -261,7 +261,7 @@ def test_plot_of_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixtu
 # --- views -------------------------------------------------------------------------------------
 
 
-def snapshot(elapsed: float, current: Status | None, units: dict[str, State] | None = None) -> Snapshot:
+def snapshot(elapsed: float, current: Status | None, units: dict[str, UnitState] | None = None) -> Snapshot:
     roles = {"prepare": Role.PREPARE, "trainer": Role.TRAINER}
     made = [UnitStatus(n, roles.get(n, Role.GENERATOR), s) for n, s in (units or {}).items()]
     return Snapshot(elapsed, current, tuple(made), Rates(3210.0, 1234.5, 2.0), "", 160.0)
@@ -269,10 +269,10 @@ def snapshot(elapsed: float, current: Status | None, units: dict[str, State] | N
 
 def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(RUN)
-    view.snapshot(snapshot(0.3, None, {"prepare": State.STARTING}))
-    view.snapshot(snapshot(3.0, None, {"prepare": State.DONE, "trainer": State.STARTING}))
+    view.snapshot(snapshot(0.3, None, {"prepare": UnitState.STARTING}))
+    view.snapshot(snapshot(3.0, None, {"prepare": UnitState.DONE, "trainer": UnitState.STARTING}))
     view.event(Event("trainer", "trainer-0 was killed by SIGKILL; restarting in 1 s", True))
-    view.snapshot(snapshot(4.0, status(), {"prepare": State.DONE, "trainer": State.READY}))
+    view.snapshot(snapshot(4.0, status(), {"prepare": UnitState.DONE, "trainer": UnitState.READY}))
     view.snapshot(snapshot(4.5, status()))
     view.snapshot(snapshot(5.0, status(step=21, points=[*status().points, point(20, 0.6, mixed=True)])))
     lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
@@ -303,7 +303,7 @@ def test_while_waiting_a_line_says_for_what_but_not_every_second(capsys: pytest.
 def test_the_table_shows_what_was_asked_for() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(RUN, snapshot(65.0, status(), {"trainer": State.READY})))
+        console.print(render(RUN, snapshot(65.0, status(), {"trainer": UnitState.READY})))
     text = console.export_text()
     for words in (
         "20/100",
@@ -322,9 +322,9 @@ def test_the_live_view_starts_shows_and_ends(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
         console = Console(file=out, force_terminal=True, width=100)
         view = LiveView(RUN, console)
-        view.snapshot(snapshot(1.0, None, {"prepare": State.STARTING}))
+        view.snapshot(snapshot(1.0, None, {"prepare": UnitState.STARTING}))
         view.event(Event("trainer", "something", True))
-        view.snapshot(snapshot(2.0, status(), {"trainer": State.BACK_OFF}))
+        view.snapshot(snapshot(2.0, status(), {"trainer": UnitState.BACK_OFF}))
         view.close()
     text = (tmp_path / "out").read_text()
     assert "preparing the model" in text

@@ -69,7 +69,7 @@ class Parts:
     cache: Cache
     metrics: Metrics
     wake: Callable[[Key], None]
-    """Wakes a run for news of its coordinator or its autoscaler. Not to retry a failed reconcile."""
+    """Wakes a run when its coordinator or its autoscaler has something new. Not to retry a failed reconcile."""
     on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called when this replica no longer leads and nothing is in work."""
 
@@ -138,14 +138,14 @@ class Operator:
             wake = functools.partial(self.queue.wake, patient=True)
             self._parts = Parts(self._settings, self.api, self.cache, self.metrics, wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
-            news = asyncio.create_task(self._inform(), name="news")
+            listeners = asyncio.create_task(self._inform(), name="listeners")
             try:
-                if not await self._until_stop(self._warm(), news):
-                    await self._serve(news)
+                if not await self._until_stop(self._warm(), listeners):
+                    await self._serve(listeners)
             finally:
-                await _cancelled(news)
+                await _cancelled(listeners)
 
-    async def _serve(self, news: asyncio.Task[None]) -> None:
+    async def _serve(self, listeners: asyncio.Task[None]) -> None:
         """The cache is filled: leads, or stands by, until :meth:`stop`."""
         tasks = {
             name: asyncio.create_task(part, name=name)
@@ -158,7 +158,9 @@ class Operator:
         }
         stop = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
-            done, _ = await asyncio.wait([stop, news, *tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                [stop, listeners, *tasks.values()], return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             await self._end(tasks, stop)
         for task in done - {stop}:
@@ -214,7 +216,7 @@ class Operator:
                         await first.wait()
                 except TimeoutError:
                     log.warning("waits for %s", self._awaited())
-        # All modules are there, and stay: a full collection need not look at them again, 40 ms each time.
+        # All modules are there, and stay: a full collection need not visit them again, 40 ms each time.
         gc.collect()
         gc.freeze()
         self._filled = True

@@ -29,7 +29,7 @@ from scalerl_operator.workloads import (
 def plan(run: ScaleRLRun) -> Plan:
     """The workloads of a run."""
     spec = run.spec
-    return Plan(run.metadata.name, (_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec)))
+    return Plan((_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec)))
 
 
 # Compiled helpers and large weights make first starts slow; a startup probe that fails early would restart the process

@@ -126,7 +126,6 @@ class Workload:
 class Plan:
     """All workloads of one run."""
 
-    run: str
     workloads: tuple[Workload, ...]
 
     def workload(self, role: Role) -> Workload:

@@ -93,7 +93,7 @@ class Harness:
         self.directory = RunDirectory.create(tmp / "run", run_spec())
         self.events: list[Event] = []
         self.runtime = LocalRuntime(
-            Plan("test", workloads),
+            Plan(workloads),
             self.directory,
             settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
             may_exit=may_exit,
@@ -103,11 +103,11 @@ class Harness:
     def log(self, name: str) -> str:
         return (self.directory.paths.logs / f"{name}.log").read_text()
 
-    async def while_running(self, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run, do ``look`` meanwhile, stop, and see that the runtime ends."""
+    async def while_running(self, scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run, ``scenario`` meanwhile, stop, and see that the runtime ends."""
         task = asyncio.create_task(self.runtime.run())
         try:
-            await look()
+            await scenario()
         finally:
             self.runtime.stop()
             await asyncio.wait_for(task, 120)

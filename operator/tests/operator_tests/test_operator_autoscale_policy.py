@@ -19,11 +19,11 @@ STOP = Action(kind="stop", on_stop="Suspend")
 
 def voted(*p_gains: float | None, **rules: Any) -> list[str]:
     """States over new evaluations with these P(gain > minGain); None: the sidecar is down."""
-    looks = [
+    observations = [
         seen(200 + 10 * i, trouble="no forecast: down") if p is None else seen(200 + 10 * i, p)
         for i, p in enumerate(p_gains)
     ]
-    return [state[:4] for state in states(chain(decide, spec(**rules), looks))]
+    return [state[:4] for state in states(chain(decide, spec(**rules), observations))]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def voted(*p_gains: float | None, **rules: Any) -> list[str]:
         ([0.05, 0.2, 0.05, 0.2, 0.05], ["CONT"] * 4 + ["STOP"]),
         ([0.05, 0.05, 0.17, 0.2, 0.27, 0.28], ["CONT", "CONT", "STOP", "STOP", "STOP", "CONT"]),
         ([0.18] * 6, ["CONT"] * 6),
-        # An evaluation that could not be looked at says nothing either way.
+        # An evaluation without a forecast says nothing either way.
         ([0.05, None, 0.05, None, 0.05], ["CONT", "INSU", "CONT", "INSU", "STOP"]),
         ([None] * 6, ["INSU"] * 6),
     ],
@@ -80,16 +80,16 @@ def test_a_run_that_shows_nothing_is_stopped_without_a_believable_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "observations",
     [
         shown(0.01, 0.01, 0.01, share=0.49),
         shown(0.01, 0.01, 0.01, points=9),
         [seen(200 + 10 * i, forecast=answer(0.01, width=0.5)) for i in range(3)],
     ],
 )
-def test_a_run_that_shows_nothing_has_time(looks: list[Observation]) -> None:
+def test_a_run_that_shows_nothing_has_time(observations: list[Observation]) -> None:
     """Before half of what may be used, with fewer than 10 evaluations, or where nothing limits the run."""
-    assert states(chain(decide, spec(), looks)) == ["INSUFFICIENT"] * 3
+    assert states(chain(decide, spec(), observations)) == ["INSUFFICIENT"] * 3
 
 
 def test_a_run_whose_fit_expects_a_gain_is_not_flat() -> None:
@@ -189,8 +189,8 @@ def test_broken_stands_until_what_broke_is_well_again(
     bad: dict[str, Any], over: dict[str, Any], not_over: dict[str, Any]
 ) -> None:
     agreed = [seen(v, 0.05) for v in (200, 210)]
-    looks = [*agreed, seen(220, 0.05, **bad), seen(230, 0.05, **not_over), seen(240, 0.05, **over)]
-    decisions = chain(decide, spec(), looks)
+    observations = [*agreed, seen(220, 0.05, **bad), seen(230, 0.05, **not_over), seen(240, 0.05, **over)]
+    decisions = chain(decide, spec(), observations)
     assert states(decisions)[2:] == ["BROKEN", "BROKEN", "CONTINUE"]
     assert [d.action.kind for d in decisions] == ["none"] * 5
     assert [d.history.streak for d in decisions[2:]] == [1, 1 if "trouble" in not_over else 2, 1]
@@ -201,64 +201,67 @@ FALLEN: dict[str, Any] = {"forecast": answer(broken=0.02), "reward": 0.53}
 HOLD = Action(kind="hold")
 
 
-def kinds(rules: Any, looks: list[Observation]) -> list[str]:
-    return [decision.action.kind for decision in chain(decide, rules, looks)]
+def kinds(rules: Any, observations: list[Observation]) -> list[str]:
+    return [decision.action.kind for decision in chain(decide, rules, observations)]
 
 
 @pytest.mark.parametrize("bad", [FALLEN, {"truncated": 0.1}, {"reward": None}])
 def test_an_alarm_that_stays_holds_the_run_and_is_given_again(bad: dict[str, Any]) -> None:
-    looks = [seen(190, 0.5), *(seen(v, 0.5, **bad) for v in (200, 200, 210, 210, 220, 220, 230))]
-    assert kinds(spec(), looks) == ["none"] * 5 + ["hold"] * 3
-    assert kinds(spec(stopAfter=1), looks) == ["none", *["hold"] * 7]
-    assert kinds(spec(onBroken="Alert"), looks) == ["none"] * 8
-    assert states(chain(decide, spec(onBroken="Alert"), looks))[1:] == ["BROKEN"] * 7
+    observations = [seen(190, 0.5), *(seen(v, 0.5, **bad) for v in (200, 200, 210, 210, 220, 220, 230))]
+    assert kinds(spec(), observations) == ["none"] * 5 + ["hold"] * 3
+    assert kinds(spec(stopAfter=1), observations) == ["none", *["hold"] * 7]
+    assert kinds(spec(onBroken="Alert"), observations) == ["none"] * 8
+    assert states(chain(decide, spec(onBroken="Alert"), observations))[1:] == ["BROKEN"] * 7
     well = seen(215, 0.5, reward=0.56)
-    assert set(kinds(spec(), [*looks[:5], well, *looks[5:]])) == {"none"}, (
+    assert set(kinds(spec(), [*observations[:5], well, *observations[5:]])) == {"none"}, (
         "what is well in between begins again"
     )
 
 
 def test_what_voted_for_a_stop_does_not_count_for_a_hold_nor_the_other_way_round() -> None:
-    looks = [seen(v, 0.05) for v in (170, 180)] + [seen(v, **FALLEN) for v in (190, 200)]
-    looks += [seen(v, 0.05) for v in (210, 220)]
-    assert kinds(spec(), looks) == ["none"] * 6
-    assert chain(decide, spec(), looks)[-1].history.streak == 2
+    observations = [seen(v, 0.05) for v in (170, 180)] + [seen(v, **FALLEN) for v in (190, 200)]
+    observations += [seen(v, 0.05) for v in (210, 220)]
+    assert kinds(spec(), observations) == ["none"] * 6
+    assert chain(decide, spec(), observations)[-1].history.streak == 2
 
 
 def test_an_evaluation_that_could_not_be_looked_at_does_not_count_for_a_hold() -> None:
     down = {"trouble": "no forecast: down", "reward": 0.53}
-    looks = [
+    observations = [
         seen(200, **FALLEN),
         seen(210, **FALLEN),
         seen(220, **down),
         seen(220, **down),
         seen(230, **down),
     ]
-    assert kinds(spec(), looks) == ["none"] * 5
-    assert kinds(spec(), [*looks, seen(230, **FALLEN), seen(240, **down)]) == ["none"] * 5 + ["hold", "none"]
+    assert kinds(spec(), observations) == ["none"] * 5
+    assert kinds(spec(), [*observations, seen(230, **FALLEN), seen(240, **down)]) == ["none"] * 5 + [
+        "hold",
+        "none",
+    ]
 
 
 def test_a_model_that_has_not_learnt_to_come_to_an_end_is_not_held() -> None:
-    looks = [seen(v, trouble="too few points", truncated=0.4) for v in range(0, 60, 10)]
-    decisions = chain(decide, spec(), looks)
+    observations = [seen(v, trouble="too few points", truncated=0.4) for v in range(0, 60, 10)]
+    decisions = chain(decide, spec(), observations)
     assert states(decisions) == ["BROKEN"] * 6
     assert {d.action.kind for d in decisions} == {"none"}
     learnt = seen(60, trouble="too few points", truncated=0.04)
     worse = [seen(v, trouble="too few points", truncated=0.2) for v in (70, 80, 90)]
-    assert kinds(spec(), [*looks, learnt, *worse])[-3:] == ["none", "none", "hold"]
+    assert kinds(spec(), [*observations, learnt, *worse])[-3:] == ["none", "none", "hold"]
 
 
 @pytest.mark.parametrize("bad", [FALLEN, {"truncated": 0.1}, {"reward": None}])
 def test_resumed_run_is_not_held_for_known_alarm(bad: dict[str, Any]) -> None:
     """The fall stays for good: a false alarm, or one that somebody lives with. The sidecar leaves out what is known."""
 
-    def look(version: int, **more: Any) -> Observation:
+    def observed(version: int, **more: Any) -> Observation:
         return seen(version, 0.5, **({} if version > 220 and "forecast" in bad else bad), **more)
 
-    held = [seen(190, 0.5), *(look(v) for v in (200, 210, 220))]
-    back = [look(220, resumed=True), look(220)]
+    held = [seen(190, 0.5), *(observed(v) for v in (200, 210, 220))]
+    back = [observed(220, resumed=True), observed(220)]
     assert kinds(spec(), [*held, *back])[-3:] == ["hold", "none", "none"]
-    later = kinds(spec(), [*held, *back, *(look(v) for v in (230, 240, 250, 260, 270))])[6:]
+    later = kinds(spec(), [*held, *back, *(observed(v) for v in (230, 240, 250, 260, 270))])[6:]
     if "reward" not in bad or "forecast" in bad:
         assert later == ["none"] * 5
     else:
@@ -282,8 +285,8 @@ def test_a_target_out_of_reach_stops_what_would_still_gain(
     p_gain: float, p_target: float, expected: str
 ) -> None:
     forecast = answer(p_gain, p_asymptote_above_target=0.9, p_target_at_max_compute=p_target)
-    looks = [seen(200 + 10 * i, forecast=forecast) for i in range(3)]
-    assert states(chain(decide, spec(target="0.7"), looks))[-1] == expected
+    observations = [seen(200 + 10 * i, forecast=forecast) for i in range(3)]
+    assert states(chain(decide, spec(target="0.7"), observations))[-1] == expected
 
 
 @pytest.mark.parametrize(
@@ -294,9 +297,9 @@ def test_price_and_value_decide_by_cost(gain: float, net: float, expected: str) 
     """A gain that minGain would stop pays if it is cheap, and one that it would not may be too dear."""
     block = wire.BestBlock(compute=1e5 if net else 0.0, gain=gain, net=net)
     for p_gain in (0.01, 0.9):
-        looks = [seen(200 + 10 * i, forecast=answer(p_gain, best_block=block)) for i in range(3)]
+        observations = [seen(200 + 10 * i, forecast=answer(p_gain, best_block=block)) for i in range(3)]
         rules = spec(pricePerDeviceHour="2", valuePerPoint="100")
-        assert states(chain(decide, rules, looks))[-1] == expected
+        assert states(chain(decide, rules, observations))[-1] == expected
 
 
 def test_no_costs_without_measured_rate() -> None:
@@ -306,9 +309,9 @@ def test_no_costs_without_measured_rate() -> None:
 
 
 def test_cancelled_stop_needs_new_evaluations() -> None:
-    looks = [seen(v, 0.05) for v in (200, 210, 220)]
-    looks += [seen(220, 0.05, resumed=True), *(seen(v, 0.05) for v in (220, 230, 240, 250))]
-    assert [s[:4] for s in states(chain(decide, spec(), looks))][2:] == [
+    observations = [seen(v, 0.05) for v in (200, 210, 220)]
+    observations += [seen(220, 0.05, resumed=True), *(seen(v, 0.05) for v in (220, 230, 240, 250))]
+    assert [s[:4] for s in states(chain(decide, spec(), observations))][2:] == [
         "STOP",
         "CONT",
         "CONT",
@@ -391,8 +394,8 @@ rules = st.builds(
 def believed(p_gain: float, by_trend: float, horizon: float = 2.0, late: float = 0.064) -> list[str]:
     """States over four evaluations of a run with a believable fit; late: P of a late rise within the horizon."""
     said = replace(answer(p_gain, p_late_rise=late), flat=flat(by_trend))
-    looks = [seen(200 + 10 * i, forecast=said) for i in range(4)]
-    return states(chain(decide, spec(horizon=str(horizon)), looks))
+    observations = [seen(200 + 10 * i, forecast=said) for i in range(4)]
+    return states(chain(decide, spec(horizon=str(horizon)), observations))
 
 
 def test_between_the_bounds_the_points_own_trend_votes() -> None:
@@ -409,43 +412,43 @@ def test_the_bounds_follow_the_late_rises_of_the_horizon() -> None:
 
 @given(rules, st.lists(observations(), min_size=1, max_size=12))
 @settings(max_examples=150, deadline=None)
-def test_invariants(rules: Any, looks: list[Observation]) -> None:
+def test_invariants(rules: Any, observations: list[Observation]) -> None:
     history = History()
     changed_at: float | None = None
     agreed: set[tuple[bool, int]] = set()
-    for look in looks:
-        decision = decide(rules, look, history)
-        assert decide(rules, look, history) == decision
+    for observation in observations:
+        decision = decide(rules, observation, history)
+        assert decide(rules, observation, history) == decision
         assert round_trips(decision)
-        assert round_trips(look)
+        assert round_trips(observation)
         assert decision.reasons
         action = decision.action
         if decision.state in (State.INSUFFICIENT, State.BROKEN):
             assert action.kind != "stop"
-            assert action.generators is None or action.generators < look.generators.wanted
+            assert action.generators is None or action.generators < observation.generators.wanted
         if action.kind == "hold":
             assert (decision.state, rules.on_broken) == (State.BROKEN, "Hold")
             assert decision.history.streak >= rules.stop_after
-            assert not look.resumed or rules.stop_after == 1
+            assert not observation.resumed or rules.stop_after == 1
         assert (decision.state is State.STOP) == (action.kind == "stop")
         if decision.state is State.GROW:
-            assert action.generators > look.generators.wanted
+            assert action.generators > observation.generators.wanted
         if decision.history.streak > history.streak:
-            assert (decision.state is State.BROKEN, look.points.version) not in agreed
-            agreed.add((decision.state is State.BROKEN, look.points.version))
+            assert (decision.state is State.BROKEN, observation.points.version) not in agreed
+            agreed.add((decision.state is State.BROKEN, observation.points.version))
         assert decision.history.streak <= len(agreed)
         if action.kind == "stop":
             assert decision.history.streak >= rules.stop_after
         if action.kind == "scale":
             assert rules.generators.min <= action.generators <= rules.generators.max
-            assert look.generators.quota is None or action.generators <= max(
-                look.generators.quota, look.generators.wanted
+            assert observation.generators.quota is None or action.generators <= max(
+                observation.generators.quota, observation.generators.wanted
             )
-            assert look.generators.ready == look.generators.wanted
+            assert observation.generators.ready == observation.generators.wanted
             # The run's clock only goes back when a coordinator lost its journal: the wait begins again then.
             if changed_at is not None:
-                assert look.spent.seconds - changed_at >= rules.cooldown_seconds
-            changed_at = look.spent.seconds
+                assert observation.spent.seconds - changed_at >= rules.cooldown_seconds
+            changed_at = observation.spent.seconds
         elif changed_at is not None:
-            changed_at = min(changed_at, look.spent.seconds)
+            changed_at = min(changed_at, observation.spent.seconds)
         history = decision.history

@@ -134,13 +134,13 @@ async def test_steps_longer_than_a_cooldown_are_waited_for(
 async def test_what_is_outside_its_limits_waits_for_no_step(tmp_path: Path, url: str) -> None:
     watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 20})
     three = Generators(wanted=3, ready=3)
-    looks = [
+    steps = [
         await watched.step(
             [], three, wall_seconds=1000.0 + second, device_seconds=4000.0 + 4 * second, step=200
         )
         for second in range(0, 30, 5)
     ]
-    assert [step.action.generators for step in looks if step is not None] == [2]
+    assert [step.action.generators for step in steps if step is not None] == [2]
 
 
 async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
         )
         if step is not None:
             taken.append((second, step.policy))
-    # Asked again after 15, 30, 60 seconds; the load was looked at each minute meanwhile.
+    # Asked again after 15, 30, 60 seconds; the load was measured each minute meanwhile.
     assert [second for second, policy in taken if policy == "autoscale"] == [0, 15, 45, 105]
     assert [second for second, policy in taken if policy == "balance"] == [60, 125, 190]
 
@@ -169,7 +169,7 @@ async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
 async def test_forecast_is_not_decided_by_rules_edited_meanwhile(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked whether double the compute pays; by then the run is to look at four times as much."""
+    """Asked whether double the compute pays; by then the spec asks about four times as much."""
     watched, curve = Watched(tmp_path / "d", url), flat_curve()
     await watched.must(curve[:39])
     spec, forecast = watched.scaler.spec, watched.scaler._sidecar.forecast

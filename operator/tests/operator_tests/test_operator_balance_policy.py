@@ -18,7 +18,7 @@ STEADY = Load(seconds=600, steps=20, trainer_busy=0.8, generator_busy=0.9, queue
 RULES = {"generators": {"min": 1, "max": 4}, "cooldownSeconds": 600}
 
 
-def look(
+def observed(
     wanted: int = 2, seconds: float = 2000.0, ready: int | None = None, quota: int | None = None, **load: Any
 ) -> Observation:
     generators = Generators(wanted=wanted, ready=wanted if ready is None else ready, quota=quota)
@@ -33,24 +33,24 @@ STALE = {"stale_share": 0.06}
 @pytest.mark.parametrize(
     ("observation", "to", "says"),
     [
-        (look(), None, "in balance"),
-        (look(**WAITS), 3, "trainer waits"),
-        (look(**WAITS, queued_steps=1.0), None, "in balance"),
-        (look(**WAITS, generator_busy=0.7), None, "in balance"),
-        (look(**WAITS, steps=2), None, "too few"),
-        (look(4, **WAITS), None, "the most"),
-        (look(2, ready=1, **WAITS), None, "under way"),
-        (look(2, quota=2, **WAITS), None, "room for 2"),
-        (look(**IDLE), 1, "wait for leases"),
-        (look(generator_busy=0.4), None, "in balance"),  # one alone would be busy for .8
-        (look(3, generator_busy=0.4), 2, "wait for leases"),
-        (look(1, **IDLE), None, "in balance"),
-        (look(**IDLE, **WAITS), None, "in balance"),  # neither side is at work: not a matter of numbers
-        (look(**STALE), 1, "too old"),
-        (look(1, **STALE), None, "the fewest"),
-        (look(**STALE, **WAITS), 1, "too old"),
-        (look(6), 5, "outside"),
-        (look(6, **WAITS), 5, "outside"),
+        (observed(), None, "in balance"),
+        (observed(**WAITS), 3, "trainer waits"),
+        (observed(**WAITS, queued_steps=1.0), None, "in balance"),
+        (observed(**WAITS, generator_busy=0.7), None, "in balance"),
+        (observed(**WAITS, steps=2), None, "too few"),
+        (observed(4, **WAITS), None, "the most"),
+        (observed(2, ready=1, **WAITS), None, "under way"),
+        (observed(2, quota=2, **WAITS), None, "room for 2"),
+        (observed(**IDLE), 1, "wait for leases"),
+        (observed(generator_busy=0.4), None, "in balance"),  # one alone would be busy for .8
+        (observed(3, generator_busy=0.4), 2, "wait for leases"),
+        (observed(1, **IDLE), None, "in balance"),
+        (observed(**IDLE, **WAITS), None, "in balance"),  # neither side is at work: not a matter of numbers
+        (observed(**STALE), 1, "too old"),
+        (observed(1, **STALE), None, "the fewest"),
+        (observed(**STALE, **WAITS), 1, "too old"),
+        (observed(6), 5, "outside"),
+        (observed(6, **WAITS), 5, "outside"),
     ],
 )
 def test_table(observation: Observation, to: int | None, says: str) -> None:
@@ -61,17 +61,17 @@ def test_table(observation: Observation, to: int | None, says: str) -> None:
 
 @pytest.mark.parametrize("state", [State.STOP, State.BROKEN])
 def test_a_run_that_stops_or_is_broken_is_left_alone(state: State) -> None:
-    assert balance(spec(**RULES), look(**WAITS), History(state=state)).action == Action()
+    assert balance(spec(**RULES), observed(**WAITS), History(state=state)).action == Action()
 
 
 def test_without_a_range_there_is_nothing_to_balance() -> None:
-    assert balance(spec(), look(**WAITS), History()).action == Action()
+    assert balance(spec(), observed(**WAITS), History()).action == Action()
 
 
 def test_a_trial_step_is_measured_before_another_is_made() -> None:
     trial = Change(before=1, after=2, at=0.0, exploratory=True, measuring=True, pace=None)
     history = History(change=trial, generators=2, settled=0.0)
-    assert "being measured" in balance(spec(**RULES), look(**WAITS), history).reasons[0]
+    assert "being measured" in balance(spec(**RULES), observed(**WAITS), history).reasons[0]
 
 
 def test_each_change_back_waits_twice_as_long() -> None:
@@ -79,7 +79,7 @@ def test_each_change_back_waits_twice_as_long() -> None:
     wanted, changes, history = 2, [], History()
     for minute in range(600):
         load = WAITS if wanted == 2 else IDLE
-        observation = look(wanted, seconds=60.0 * minute, **load)
+        observation = observed(wanted, seconds=60.0 * minute, **load)
         decision = balance(spec(**RULES), observation, history)
         history = decision.history
         if decision.action.generators is not None:
@@ -92,7 +92,7 @@ def test_each_change_back_waits_twice_as_long() -> None:
 @given(
     st.lists(
         st.builds(
-            look,
+            observed,
             st.integers(1, 6),
             st.integers(0, 60).map(lambda s: s * 100.0),
             ready=st.sampled_from([None, 1]),
@@ -104,9 +104,9 @@ def test_each_change_back_waits_twice_as_long() -> None:
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_invariants(looks: list[Observation]) -> None:
+def test_invariants(observations: list[Observation]) -> None:
     last: float | None = None
-    for observation, decision in zip(looks, chain(balance, spec(**RULES), looks), strict=True):
+    for observation, decision in zip(observations, chain(balance, spec(**RULES), observations), strict=True):
         now, wanted, to = observation.spent.seconds, observation.generators.wanted, decision.action.generators
         last = None if last is None else min(last, now)
         assert decision.state is State.INSUFFICIENT

@@ -1,4 +1,4 @@
-"""What a look leaves in the status is what the next one finds there."""
+"""What a reconcile leaves in the status is what the next one finds there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking and telling a run's coordinator. (How often a run is looked at: tests/cluster/test_reconcile_calls.py.)"""
+"""Polls of a run's coordinator, and stop requests to it. (How often a run is reconciled: tests/cluster/test_reconcile_calls.py.)"""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def coordinators(
 async def coordinator_report(
     ours: CoordinatorPollers, run: Key, pods: list[PodView], token: Tokens, seen: object
 ) -> Answer:
-    """The answer that a look gets once it is known."""
+    """The answer that a reconcile gets once it is known."""
     for _ in range(12000):
         if (answer := await ours.poll(run, pods, token, seen)).known:
             return answer
@@ -312,7 +312,7 @@ async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest
         assert woken == []
         assert await ours.poll(RUN, [pod], token, 2) == Answer(False)
         await asked(there, 2)
-        assert woken, "a look waits, for the same"
+        assert woken, "a reconcile waits, for the same"
 
 
 async def test_decisions_are_sent_by_the_leader_to_a_coordinator_that_is_up() -> None:

@@ -312,13 +312,15 @@ def test_another_patience_moves_the_stop(recorded: tuple[bytes, list[Line]]) -> 
 )
 @settings(max_examples=30, deadline=None)
 def test_any_recorded_history_is_reproduced(
-    tmp_path_factory: pytest.TempPathFactory, looks: list[tuple[float | None, float | None]], dropped: int
+    tmp_path_factory: pytest.TempPathFactory,
+    history: list[tuple[float | None, float | None]],
+    dropped: int,
 ) -> None:
     """Points may vanish in between, as after a restart from a checkpoint."""
     path = tmp_path_factory.mktemp("any") / "decisions.jsonl"
     record = asyncio.run(opened(path))
     whole = run()
-    for count, (p_gain, reward) in enumerate(looks, 5):
+    for count, (p_gain, reward) in enumerate(history, 5):
         evaluated = evaluations([0.2 + 0.01 * i for i in range(count - (dropped if count % 2 else 0))])
         evaluated[-1] = msgspec.structs.replace(
             evaluated[-1], reward=float("nan") if reward is None else reward
@@ -335,4 +337,4 @@ def test_any_recorded_history_is_reproduced(
         decision = decide(RULES, seen, record.known.history)
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
     lines, found = verify(path.read_bytes())
-    assert (len(lines), found) == (len(looks), [])
+    assert (len(lines), found) == (len(history), [])

@@ -47,14 +47,14 @@ QUIET = wire.Status(
 RUN = cluster_run()
 
 
-class Looks:
-    """One look after the other; each finds what the last one has written."""
+class Reconciles:
+    """One reconcile after the other; each finds what the last one has written."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Any] = {}
         self.coordinator_report = QUIET
 
-    def look(
+    def reconcile(
         self, at: float, phase: Phase = Phase.RUNNING, *, silent: bool = False, **coordinator_report: Any
     ) -> str:
         """The reason of Degraded; what was reported stays until it is reported again."""
@@ -72,95 +72,95 @@ class Looks:
 
 
 @pytest.fixture
-def looks() -> Looks:
-    return Looks()
+def reconciles() -> Reconciles:
+    return Reconciles()
 
 
-def test_grading_that_failed_once_is_over_after_a_while(looks: Looks) -> None:
-    assert looks.look(0) == Reason.HEALTHY
-    assert looks.look(5, grading_errors=1) == Reason.GRADING_FAILED
-    assert looks.look(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
-    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
-    assert looks.look(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
+def test_grading_that_failed_once_is_over_after_a_while(reconciles: Reconciles) -> None:
+    assert reconciles.reconcile(0) == Reason.HEALTHY
+    assert reconciles.reconcile(5, grading_errors=1) == Reason.GRADING_FAILED
+    assert reconciles.reconcile(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
+    assert reconciles.reconcile(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
+    assert reconciles.reconcile(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
 
 
-def test_a_skipped_step_is_over_after_a_while(looks: Looks) -> None:
-    assert looks.look(0) == Reason.HEALTHY
-    assert looks.look(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
-    assert looks.look(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
-    assert looks.look(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
+def test_a_skipped_step_is_over_after_a_while(reconciles: Reconciles) -> None:
+    assert reconciles.reconcile(0) == Reason.HEALTHY
+    assert reconciles.reconcile(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
+    assert reconciles.reconcile(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
+    assert reconciles.reconcile(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
-def test_lost_slots_are_reported_and_expire(looks: Looks) -> None:
+def test_lost_slots_are_reported_and_expire(reconciles: Reconciles) -> None:
     """Also those of an evaluation; the count moves with what moves all the time."""
-    assert looks.look(0) == Reason.HEALTHY
+    assert reconciles.reconcile(0) == Reason.HEALTHY
     for second in range(5, 500):
         counts = msgspec.structs.replace(QUIET.counts, given_up=8 * second, too_long=8 * second)
-        assert looks.look(second, counts=counts) == Reason.SLOTS_GIVEN_UP
-        assert looks.quiet == (second > 5)
-    assert looks.look(499 + QUIET_SECONDS + 1) == Reason.HEALTHY
+        assert reconciles.reconcile(second, counts=counts) == Reason.SLOTS_GIVEN_UP
+        assert reconciles.quiet == (second > 5)
+    assert reconciles.reconcile(499 + QUIET_SECONDS + 1) == Reason.HEALTHY
     counts = msgspec.structs.replace(counts, held_out_given_up=1)
-    assert looks.look(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
-    assert looks.after.trouble.given_up_rollouts == 8 * 499 + 1
+    assert reconciles.reconcile(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
+    assert reconciles.after.trouble.given_up_rollouts == 8 * 499 + 1
 
 
-def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(looks: Looks) -> None:
-    looks.look(0)
-    looks.look(1, grading_errors=1)
+def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0)
+    reconciles.reconcile(1, grading_errors=1)
     for minute in range(1, 60):
-        assert looks.look(60.0 * minute, grading_errors=1 + minute) == Reason.GRADING_FAILED
-        assert looks.quiet, "the count moves: written with what moves all the time"
+        assert reconciles.reconcile(60.0 * minute, grading_errors=1 + minute) == Reason.GRADING_FAILED
+        assert reconciles.quiet, "the count moves: written with what moves all the time"
 
 
-def test_a_checkpoint_that_failed_is_over_with_the_next_one(looks: Looks) -> None:
-    looks.look(0, checkpoint_version=40)
-    assert looks.look(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
-    assert looks.look(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
-    assert looks.look(1e6 + 5, checkpoint_version=60) == Reason.HEALTHY
-    assert looks.look(1e6 + 10) == Reason.HEALTHY
+def test_a_checkpoint_that_failed_is_over_with_the_next_one(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0, checkpoint_version=40)
+    assert reconciles.reconcile(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
+    assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
+    assert reconciles.reconcile(1e6 + 5, checkpoint_version=60) == Reason.HEALTHY
+    assert reconciles.reconcile(1e6 + 10) == Reason.HEALTHY
 
 
-def test_a_trainer_that_goes_back_has_written_no_checkpoint(looks: Looks) -> None:
-    looks.look(0, checkpoint_version=40)
-    looks.look(5, checkpoint_failures=1)
-    assert looks.look(10, checkpoint_version=20) == Reason.CHECKPOINT_FAILED
-    assert looks.look(15, checkpoint_version=30) == Reason.HEALTHY
+def test_a_trainer_that_goes_back_has_written_no_checkpoint(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0, checkpoint_version=40)
+    reconciles.reconcile(5, checkpoint_failures=1)
+    assert reconciles.reconcile(10, checkpoint_version=20) == Reason.CHECKPOINT_FAILED
+    assert reconciles.reconcile(15, checkpoint_version=30) == Reason.HEALTHY
 
 
-def test_a_failure_that_a_newer_checkpoint_came_with_is_over(looks: Looks) -> None:
-    looks.look(0, checkpoint_version=40)
-    assert looks.look(60, checkpoint_failures=1, checkpoint_version=60) == Reason.HEALTHY
-    assert looks.look(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
+def test_a_failure_that_a_newer_checkpoint_came_with_is_over(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0, checkpoint_version=40)
+    assert reconciles.reconcile(60, checkpoint_failures=1, checkpoint_version=60) == Reason.HEALTHY
+    assert reconciles.reconcile(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_what_was_counted_for_an_earlier_release_is_no_news(looks: Looks, *, silent: bool) -> None:
-    looks.look(0)
-    del looks.stored["trouble"]
-    looks.look(5, silent=silent, checkpoint_failures=3, grading_errors=7)
-    assert looks.look(10) == Reason.HEALTHY
-    assert looks.look(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
+def test_what_was_counted_for_an_earlier_release_is_no_news(reconciles: Reconciles, *, silent: bool) -> None:
+    reconciles.reconcile(0)
+    del reconciles.stored["trouble"]
+    reconciles.reconcile(5, silent=silent, checkpoint_failures=3, grading_errors=7)
+    assert reconciles.reconcile(10) == Reason.HEALTHY
+    assert reconciles.reconcile(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
 
 
-def test_the_first_checkpoint_of_all_ends_it_too(looks: Looks) -> None:
-    looks.look(0, checkpoint_version=-1)
-    assert looks.look(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
-    assert looks.look(5, checkpoint_version=20) == Reason.HEALTHY
+def test_the_first_checkpoint_of_all_ends_it_too(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0, checkpoint_version=-1)
+    assert reconciles.reconcile(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
+    assert reconciles.reconcile(5, checkpoint_version=20) == Reason.HEALTHY
 
 
-def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(looks: Looks) -> None:
-    looks.look(0)
-    looks.look(1, checkpoint_failures=1)
-    assert looks.look(5, silent=True) == Reason.CHECKPOINT_FAILED
+def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0)
+    reconciles.reconcile(1, checkpoint_failures=1)
+    assert reconciles.reconcile(5, silent=True) == Reason.CHECKPOINT_FAILED
 
 
-def test_a_run_that_is_over_is_not_degraded(looks: Looks) -> None:
-    looks.look(0)
-    assert looks.look(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
-    assert looks.look(5, Phase.SUSPENDED, silent=True) == Reason.HEALTHY
+def test_a_run_that_is_over_is_not_degraded(reconciles: Reconciles) -> None:
+    reconciles.reconcile(0)
+    assert reconciles.reconcile(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
+    assert reconciles.reconcile(5, Phase.SUSPENDED, silent=True) == Reason.HEALTHY
 
 
-def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> None:
+def test_the_status_says_what_was_exported_and_where_it_lies(reconciles: Reconciles) -> None:
     model = ExportedModel(
         version=100,
         reward=0.61237,
@@ -168,39 +168,44 @@ def test_the_status_says_what_was_exported_and_where_it_lies(looks: Looks) -> No
         uri="s3://models/a/step-00000100",
         time="2026-08-01T12:00:00Z",
     )
-    assert looks.look(0, exports=Exports(best=model, last=model)) == Reason.HEALTHY
-    assert looks.stored["exports"]["best"] == {
+    assert reconciles.reconcile(0, exports=Exports(best=model, last=model)) == Reason.HEALTHY
+    assert reconciles.stored["exports"]["best"] == {
         "version": 100,
         "reward": "0.6124",
         "path": "checkpoints/hf/step-00000100",
         "uri": "s3://models/a/step-00000100",
         "time": "2026-08-01T12:00:00Z",
     }
-    assert looks.stored["exports"]["last"] == looks.stored["exports"]["best"]
-    looks.look(10, exports=None)
-    assert looks.after.exports.best is not None, "a coordinator that cannot read the file takes nothing back"
+    assert reconciles.stored["exports"]["last"] == reconciles.stored["exports"]["best"]
+    reconciles.reconcile(10, exports=None)
+    assert reconciles.after.exports.best is not None, (
+        "a coordinator that cannot read the file takes nothing back"
+    )
 
 
-def test_an_export_that_fails_degrades_the_run_until_one_succeeds(looks: Looks) -> None:
-    assert looks.look(0, exports=Exports(failures=1, problem="s3://b: refused")) == Reason.EXPORT_FAILED
-    assert looks.after.exports.problem == "s3://b: refused"
-    assert looks.look(5, exports=Exports(failures=1)) == Reason.HEALTHY
+def test_an_export_that_fails_degrades_the_run_until_one_succeeds(reconciles: Reconciles) -> None:
+    assert (
+        reconciles.reconcile(0, exports=Exports(failures=1, problem="s3://b: refused"))
+        == Reason.EXPORT_FAILED
+    )
+    assert reconciles.after.exports.problem == "s3://b: refused"
+    assert reconciles.reconcile(5, exports=Exports(failures=1)) == Reason.HEALTHY
 
 
-def test_a_tracker_that_fails_degrades_the_run_until_it_works(looks: Looks) -> None:
+def test_a_tracker_that_fails_degrades_the_run_until_it_works(reconciles: Reconciles) -> None:
     failing = Tracker(name="mlflow", failures=1, problem="connection refused")
-    assert looks.look(0, trackers=[Tracker(name="tensorBoard"), failing]) == Reason.TRACKER_FAILED
-    said = looks.after.condition(ConditionType.DEGRADED)
+    assert reconciles.reconcile(0, trackers=[Tracker(name="tensorBoard"), failing]) == Reason.TRACKER_FAILED
+    said = reconciles.after.condition(ConditionType.DEGRADED)
     assert said is not None
     assert "mlflow: connection refused" in (said.message or "")
     assert "tensorBoard" not in (said.message or "")
-    assert looks.look(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY
+    assert reconciles.reconcile(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY
 
 
-def test_a_teacher_that_is_away_degrades_the_run_until_it_answers(looks: Looks) -> None:
+def test_a_teacher_that_is_away_degrades_the_run_until_it_answers(reconciles: Reconciles) -> None:
     problem = "generator-0: http://teacher:8000: refused"
-    assert looks.look(0, teacher_problem=problem) == Reason.TEACHER_UNAVAILABLE
-    said = looks.after.condition(ConditionType.DEGRADED)
+    assert reconciles.reconcile(0, teacher_problem=problem) == Reason.TEACHER_UNAVAILABLE
+    said = reconciles.after.condition(ConditionType.DEGRADED)
     assert said is not None
     assert problem in (said.message or "")
-    assert looks.look(5, teacher_problem="") == Reason.HEALTHY
+    assert reconciles.reconcile(5, teacher_problem="") == Reason.HEALTHY

@@ -166,7 +166,7 @@ def test_job_failure_waits_for_pod_termination_reason(
 ) -> None:
     """They are watched apart from it, and each judgement is for good."""
 
-    def looked(pod: dict[str, Any], seconds: float, memory: Memory) -> LifecycleDecision:
+    def reconciled(pod: dict[str, Any], seconds: float, memory: Memory) -> LifecycleDecision:
         job = getattr(seen(pod, role=role), role.value)
         trainer = replace(job, attempt=1) if role is Role.TRAINER else Job()
         prepare = job if role is Role.PREPARE else RUNNING.prepare
@@ -174,11 +174,11 @@ def test_job_failure_waits_for_pod_termination_reason(
         last = Memory(attempt=1, record=Record(consecutive_failures=5, failed_starts=5))
         return decide(spec(trainer={"maxRestarts": 5}), facts, last if memory == Memory() else memory)
 
-    decision = looked(a_pod("a", "Running"), 0.5, Memory())
+    decision = reconciled(a_pod("a", "Running"), 0.5, Memory())
     assert (decision.memory.outcome, decision.memory.last_recorded_attempt) == (None, 0)
     assert decision.again_seconds is not None
     assert decision.prepare, "its pods are kept"
-    outcome = looked(news, NEWS_SECONDS, decision.memory).memory.outcome
+    outcome = reconciled(news, NEWS_SECONDS, decision.memory).memory.outcome
     if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
     assert (outcome and outcome.reason) == reason
@@ -188,7 +188,7 @@ def test_job_failure_waits_for_pod_termination_reason(
 
 
 def stored(memory: Memory, now: float) -> Memory:
-    """As the next look finds it."""
+    """As the next reconcile finds it."""
     decision = LifecycleDecision(Phase.RUNNING, memory)
     return remembered(report(context(RUN, unix_seconds=now, decision=decision)))
 

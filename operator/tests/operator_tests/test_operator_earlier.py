@@ -394,8 +394,8 @@ def with_uses(*weights: float) -> Any:
 )
 def test_a_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: str) -> None:
     assert with_earlier(with_uses(*weights)) == text
-    looks = [seen(200 + 10 * i, forecast=with_uses(*weights)) for i in range(2)]
-    last = chain(decide, spec(stopAfter=2), looks)[-1]
+    observations = [seen(200 + 10 * i, forecast=with_uses(*weights)) for i in range(2)]
+    last = chain(decide, spec(stopAfter=2), observations)[-1]
     assert last.state is State.STOP
     assert last.reasons[1] == ", ".join(filter(None, ["2 new evaluations in a row agree", text]))
 

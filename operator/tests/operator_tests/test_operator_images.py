@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
@@ -13,7 +11,6 @@ from scalerl_operator.controller.apply import pinned
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import IMAGE
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.lifecycle_types import LifecycleInput, Memory
 from scalerl_operator.workloads import Role
@@ -39,7 +36,7 @@ class Cluster:
         """The image of each workload after a reconcile."""
         run = cluster_run(images=named)
         metadata = {"uid": UID, "namespace": "ml", "name": "math"}
-        images = pinned(RunContext({"metadata": metadata}, self.objects, 0.0), run.spec.images, operator)
+        images = pinned(RunContext({"metadata": metadata}, self.objects, 0.0), operator)
         for obj in render(run, UID, EVERYTHING, images, operator_namespace="o"):
             key = (obj["kind"], obj["metadata"]["name"])
             if obj["kind"] in KINDS and (
@@ -84,19 +81,6 @@ def test_pinned_takes_an_image_that_is_named_later(cluster: Cluster) -> None:
     cluster.reconcile(OLD)
     assert cluster.reconcile(NEW, generator="mine:1") == images(generator="mine:1")
     assert cluster.reconcile(NEW) == images()
-
-
-@pytest.mark.parametrize(
-    ("named", "after"), [({}, OLD.generator), ({"generator": OLD.generator}, NEW.generator)]
-)
-def test_pinned_without_the_annotation_keeps_the_image_that_runs(
-    cluster: Cluster, named: dict[str, Any], after: str
-) -> None:
-    cluster.reconcile(OLD, **named)
-    for obj in cluster.objects.values():
-        del obj["metadata"]["annotations"][IMAGE]
-    assert cluster.reconcile(NEW, **named)["math-generator"] == OLD.generator
-    assert cluster.reconcile(NEW)["math-generator"] == after
 
 
 def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> None:

@@ -307,7 +307,7 @@ def test_disconnected_leader_does_not_assume_missing_lease() -> None:
         await asyncio.sleep(5)
         away, cut_off.lease, shared.lease = False, None, None
         began = now()
-        while now() - began < 5:  # longer than two looks of one who waits
+        while now() - began < 5:  # longer than two reads by one who waits
             assert not first.leader.is_leader()
             await asyncio.sleep(0.1)
         await first.kill()

@@ -135,9 +135,7 @@ def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
         )
         if decision.memory.outcome is not None:
             break
-        assert decision.trainer == memory.attempt, (
-            "the failed Job stays to be looked at until the next is made"
-        )
+        assert decision.trainer == memory.attempt, "the failed Job stays to be read until the next is made"
         waits.append(decision.memory.next_at - now)
         now, before = decision.memory.next_at, memory.attempt
         assert (
@@ -412,9 +410,9 @@ def days(draw: st.DrawFn) -> list[str]:
         st.lists(
             st.sampled_from(
                 [
-                    "look",
-                    "look",
-                    "look",
+                    "reconcile",
+                    "reconcile",
+                    "reconcile",
                     "tick",
                     "tick",
                     "pods",
@@ -441,16 +439,19 @@ def works(job: Job) -> bool:
 
 
 @settings(max_examples=300 if os.environ.get("FULL") else 100, deadline=None)
-@example(["look", "admit", "pods", "look", "admit", "fail"], True)
-@example(["look", "admit", "pods", "look", "admit", "leave"], True)
-@example(["look", "admit", "pods", "look", "suspend", "look", "look", "suspend", "look"], True)
+@example(["reconcile", "admit", "pods", "reconcile", "admit", "fail"], True)
+@example(["reconcile", "admit", "pods", "reconcile", "admit", "leave"], True)
+@example(
+    ["reconcile", "admit", "pods", "reconcile", "suspend", "reconcile", "reconcile", "suspend", "reconcile"],
+    True,
+)
 @given(days(), st.booleans())
 def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) -> None:
     """The world moves at random; then it is left in peace, and the run has to come to its end."""
     memory, stored, serving = Memory(), Memory(), False
     trainer, prepare, now = Job(), Job(), 0.0
     word, reason, answers, suspend, forecast = CoordinatorPhase.WAITING, "", True, False, ""
-    peace = [*["look", "tick", "admit", "pods", "look"] * 12, "finish"]
+    peace = [*["reconcile", "tick", "admit", "pods", "reconcile"] * 12, "finish"]
     calm = ["resume", *peace * 12]
     for event in day + calm:
         match event:
@@ -486,7 +487,7 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                 forecast = FORECAST if trainer.state is JobState.ACTIVE else ""
             case "forget":  # an operator that died before its status was written
                 memory = stored
-            case "look":
+            case "reconcile":
                 stored = memory
                 status_now = reported(word, reason, 1.0) if answers and serving else None
                 decision = decide(

@@ -13,7 +13,7 @@ import pytest
 
 from operator_tests.children import Harness, eventually, script, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
-from scalerl_operator.local.unit import State
+from scalerl_operator.local.unit import UnitState
 from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload
 
 SLEEP = ("-c", "import time; time.sleep(600)")
@@ -45,7 +45,7 @@ async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> 
     )
     assert await asyncio.wait_for(harness.runtime.run(), 120) is None
     assert harness.events == []
-    assert [u.state for u in harness.runtime.statuses()] == [State.DONE] * 3
+    assert [u.state for u in harness.runtime.statuses()] == [UnitState.DONE] * 3
 
 
 async def test_crashed_service_restarts_with_back_off_on_the_same_port(tmp_path: Path) -> None:
@@ -56,13 +56,13 @@ async def test_crashed_service_restarts_with_back_off_on_the_same_port(tmp_path:
         workload(Role.COORDINATOR, Lifetime.SERVICE, *argv, ports=("http",)),
     )
 
-    async def look() -> None:
+    async def scenario() -> None:
         for n in range(1, 4):
             await eventually(lambda n=n: len(notes(path)) == n)
             os.kill(int(notes(path)[-1]["pid"]), signal.SIGKILL)
         await eventually(lambda: len(notes(path)) == 4)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     assert len({n["SCALERL_PORT_HTTP"] for n in notes(path)}) == 1
     assert notes(path)[0]["SCALERL_COORDINATOR_URL"].endswith(":" + notes(path)[0]["SCALERL_PORT_HTTP"])
     delays = [e.text.rsplit(" in ", 1)[1] for e in harness.events]
@@ -76,12 +76,12 @@ async def test_gang_restarts_as_a_whole_with_a_new_master_port(tmp_path: Path) -
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")
     harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=3))
 
-    async def look() -> None:
+    async def scenario() -> None:
         await eventually(lambda: len(notes(path)) == 3)
         os.kill(int(notes(path)[1]["pid"]), signal.SIGKILL)
         await eventually(lambda: len(notes(path)) == 6)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     first, second = notes(path)[:3], notes(path)[3:]
     for gang in (first, second):
         assert sorted(n["RANK"] for n in gang) == ["0", "1", "2"]
@@ -115,12 +115,12 @@ async def test_server_and_actor_restart_separately(tmp_path: Path) -> None:
     )
     harness = Harness(tmp_path, Workload(Role.GENERATOR, Lifetime.SERVICE, both, replicas=2))
 
-    async def look() -> None:
+    async def scenario() -> None:
         await eventually(lambda: len(notes(tmp_path / "server")) == 2 and len(notes(tmp_path / "actor")) == 2)
         os.kill(int(notes(tmp_path / "server")[0]["pid"]), signal.SIGKILL)
         await eventually(lambda: len(notes(tmp_path / "server")) == 3)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     assert len(notes(tmp_path / "actor")) == 2
     assert sorted(p.name for p in harness.directory.paths.logs.iterdir()) == [
         "generator-0-actor.log",
@@ -186,17 +186,17 @@ async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
     )
     status = harness.runtime.units[0].status
 
-    async def look() -> None:
+    async def scenario() -> None:
         await asyncio.sleep(0.5)
-        assert status.state is State.STARTING
+        assert status.state is UnitState.STARTING
         Path(f"{switch}-readyz").unlink()
-        await eventually(lambda: status.state is State.READY)
+        await eventually(lambda: status.state is UnitState.READY)
         Path(f"{switch}-healthz").touch()
         await eventually(lambda: status.restarts == 1)
         Path(f"{switch}-healthz").unlink()
-        await eventually(lambda: status.state is State.READY)
+        await eventually(lambda: status.state is UnitState.READY)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     assert [e.text.split(";")[0] for e in harness.events] == [
         "coordinator-0 does not answer its liveness probe",
         "coordinator-0 stopped answering its liveness probe after 0 s of work",
@@ -227,10 +227,10 @@ async def test_devices_are_disjoint_and_hidden_from_cpu_roles(
         workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2, resources=Resources(devices=1)),
     )
 
-    async def look() -> None:
+    async def scenario() -> None:
         await eventually(lambda: len(notes(path)) == 4)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     given = {n["SCALERL_NAME"]: n for n in notes(path)}
     assert {name: n["CUDA_VISIBLE_DEVICES"] for name, n in given.items()} == {
         "coordinator-0": "",

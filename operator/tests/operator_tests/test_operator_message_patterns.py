@@ -103,7 +103,7 @@ def test_empty_volume_end_is_reported_without_restart_until_ready() -> None:
     view = pod_view(a_pod({"waiting": looping}, restartCount=30, lastState=last))
     assert (view.restarts, view.steps_lost) == (0, True)
     again = pod_view(a_pod({"running": {}}, restartCount=31, lastState=last))
-    assert again.steps_lost, "it is yet to look"
+    assert again.steps_lost, "it has not read the volume yet"
     assert not pod_view(a_pod({"running": {}}, ready=True, restartCount=31, lastState=last)).steps_lost
 
 

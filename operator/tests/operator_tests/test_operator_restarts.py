@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from scalerl_operator.policy.restarts import (
     Cause,
-    End,
     GiveUp,
+    ProcessEnd,
     Record,
     Restart,
     RestartPolicy,
@@ -16,8 +16,8 @@ from scalerl_operator.policy.restarts import (
 )
 
 POLICY = RestartPolicy()
-CRASH = End(Cause.EXIT, 1, ready_seconds=5.0)
-EARLY = End(Cause.EXIT, 1, ready_seconds=None)
+CRASH = ProcessEnd(Cause.EXIT, 1, ready_seconds=5.0)
+EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
         (Record(4), CRASH, 16.0),
         (Record(5), CRASH, 30.0),
         (Record(19), CRASH, 30.0),
-        (Record(19), End(Cause.EXIT, -9, 599.0), 30.0),
-        (Record(19), End(Cause.EXIT, -9, 600.0), 1.0),  # ten healthy minutes
-        (Record(), End(Cause.EXIT, 0, 5.0), 1.0),  # a service that leaves early
-        (Record(), End(Cause.STARTUP_PROBE, None, None), 1.0),
-        (Record(), End(Cause.LIVENESS_PROBE, None, 50.0), 1.0),
+        (Record(19), ProcessEnd(Cause.EXIT, -9, 599.0), 30.0),
+        (Record(19), ProcessEnd(Cause.EXIT, -9, 600.0), 1.0),  # ten healthy minutes
+        (Record(), ProcessEnd(Cause.EXIT, 0, 5.0), 1.0),  # a service that leaves early
+        (Record(), ProcessEnd(Cause.STARTUP_PROBE, None, None), 1.0),
+        (Record(), ProcessEnd(Cause.LIVENESS_PROBE, None, 50.0), 1.0),
         (Record(3, failed_starts=4), EARLY, 8.0),
         (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
         (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
@@ -48,15 +48,23 @@ EARLY = End(Cause.EXIT, 1, ready_seconds=None)
             "restarted 20 times without 10 minutes of quiet",
         ),
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
-        (Record(), End(Cause.EXIT, 3, 5.0), 1.0),
+        (Record(), ProcessEnd(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
-        (Record(1, diverged=True), End(Cause.EXIT, 3, 5.0), "BROKEN: steps in a row were skipped again"),
-        (Record(1, diverged=True), End(Cause.EXIT, 3, 600.0), 1.0),  # ten minutes on: not the same place
-        (Record(), End(Cause.EXIT, 2, None), "input is wrong"),
-        (Record(), End(Cause.EXIT, 2, 1000.0), "input is wrong"),
+        (
+            Record(1, diverged=True),
+            ProcessEnd(Cause.EXIT, 3, 5.0),
+            "BROKEN: steps in a row were skipped again",
+        ),
+        (
+            Record(1, diverged=True),
+            ProcessEnd(Cause.EXIT, 3, 600.0),
+            1.0,
+        ),  # ten minutes on: not the same place
+        (Record(), ProcessEnd(Cause.EXIT, 2, None), "input is wrong"),
+        (Record(), ProcessEnd(Cause.EXIT, 2, 1000.0), "input is wrong"),
     ],
 )
-def test_table(record: Record, end: End, expected: float | str) -> None:
+def test_table(record: Record, end: ProcessEnd, expected: float | str) -> None:
     outcome = decide(POLICY, record, end)
     if isinstance(expected, str):
         assert isinstance(outcome, GiveUp)
@@ -79,10 +87,10 @@ def test_table(record: Record, end: End, expected: float | str) -> None:
 def test_a_refused_update_is_remembered_across_crashes(codes: list[int], gives_up: bool) -> None:
     record = Record()
     for code in codes[:-1]:
-        outcome = decide(POLICY, record, End(Cause.EXIT, code, 5.0))
+        outcome = decide(POLICY, record, ProcessEnd(Cause.EXIT, code, 5.0))
         assert isinstance(outcome, Restart)
         record = outcome.record
-    last = decide(POLICY, record, End(Cause.EXIT, codes[-1], 5.0))
+    last = decide(POLICY, record, ProcessEnd(Cause.EXIT, codes[-1], 5.0))
     assert isinstance(last, GiveUp) is gives_up
 
 
@@ -103,7 +111,7 @@ def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
     """But where it worked at last, after long waits for it to start."""
     record, delays = Record(), [0.0]
     for ready_seconds in ends:
-        outcome = decide(policy, record, End(Cause.EXIT, 1, ready_seconds))
+        outcome = decide(policy, record, ProcessEnd(Cause.EXIT, 1, ready_seconds))
         if isinstance(outcome, GiveUp):
             break
         record = outcome.record
@@ -119,12 +127,15 @@ def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
     ("end", "text"),
     [
         (CRASH, "exited with code 1 after 5 s of work"),
-        (End(Cause.EXIT, -9, None), "was killed by SIGKILL before it was ready"),
-        (End(Cause.EXIT, -99, None), "was killed by signal 99 before it was ready"),
-        (End(Cause.LIVENESS_PROBE, None, 61.0), "stopped answering its liveness probe after 61 s of work"),
+        (ProcessEnd(Cause.EXIT, -9, None), "was killed by SIGKILL before it was ready"),
+        (ProcessEnd(Cause.EXIT, -99, None), "was killed by signal 99 before it was ready"),
+        (
+            ProcessEnd(Cause.LIVENESS_PROBE, None, 61.0),
+            "stopped answering its liveness probe after 61 s of work",
+        ),
     ],
 )
-def test_end_reasons_have_descriptions(end: End, text: str) -> None:
+def test_end_reasons_have_descriptions(end: ProcessEnd, text: str) -> None:
     assert end.describe() == text
 
 

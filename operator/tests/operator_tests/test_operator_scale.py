@@ -60,7 +60,7 @@ async def test_scale_up_down_and_up_again(tmp_path: Path) -> None:
     harness = Harness(tmp_path, generators(replicas), trainer())
     runtime = harness.runtime
 
-    async def look() -> None:
+    async def scenario() -> None:
         await replicas.are("generator-0")
         runtime.scale(Role.GENERATOR, 3)
         await replicas.are("generator-0", "generator-1", "generator-2")
@@ -77,7 +77,7 @@ async def test_scale_up_down_and_up_again(tmp_path: Path) -> None:
         await replicas.are("generator-0", "generator-1")
         assert runtime.replicas(Role.GENERATOR) == 2
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     assert replicas.live() == {}
     assert harness.events == []
 
@@ -86,7 +86,7 @@ async def test_added_replica_restarts_like_the_first(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
 
-    async def look() -> None:
+    async def scenario() -> None:
         await replicas.are("generator-0")
         harness.runtime.scale(Role.GENERATOR, 2)
         await replicas.are("generator-0", "generator-1")
@@ -94,7 +94,7 @@ async def test_added_replica_restarts_like_the_first(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: int(replicas.live().get("generator-1", {}).get("pid", pid)) != pid)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
     assert any("generator-1" in e.text for e in harness.events)
 
 
@@ -105,7 +105,7 @@ async def test_scale_reassigns_devices_and_never_shares_them(
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas, devices=1), trainer())
 
-    async def look() -> None:
+    async def scenario() -> None:
         await replicas.are("generator-0")
         harness.runtime.scale(Role.GENERATOR, 3)
         await replicas.are("generator-0", "generator-1", "generator-2")
@@ -119,7 +119,7 @@ async def test_scale_reassigns_devices_and_never_shares_them(
         await replicas.are("generator-0", "generator-1", "generator-2")
         assert sorted(n[VISIBLE] for n in replicas.live().values()) == ["0", "1", "2"]
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
 
 
 async def test_failure_of_an_inessential_unit_does_not_end_the_run(tmp_path: Path) -> None:
@@ -128,21 +128,21 @@ async def test_failure_of_an_inessential_unit_does_not_end_the_run(tmp_path: Pat
     extra = Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,), essential=False)
     harness = Harness(tmp_path, generators(replicas), extra, trainer())
 
-    async def look() -> None:
+    async def scenario() -> None:
         await eventually(lambda: any("the run continues without it" in e.text for e in harness.events))
         await replicas.are("generator-0")
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
 
 
 async def test_scale_refuses_a_gang(tmp_path: Path) -> None:
     harness = Harness(tmp_path, generators(Replicas(tmp_path)), trainer())
 
-    async def look() -> None:
+    async def scenario() -> None:
         with pytest.raises(ValueError, match="start and end together"):
             harness.runtime.scale(Role.TRAINER, 2)
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
 
 
 async def test_replica_that_cannot_be_started_ends_the_run(
@@ -174,7 +174,7 @@ async def test_scale_without_free_ports_changes_nothing(
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
 
-    async def look() -> None:
+    async def scenario() -> None:
         await replicas.are("generator-0")
         with monkeypatch.context() as patched:
             patched.setattr(
@@ -186,7 +186,7 @@ async def test_scale_without_free_ports_changes_nothing(
         harness.runtime.scale(Role.GENERATOR, 2)
         await replicas.are("generator-0", "generator-1")
 
-    await harness.while_running(look)
+    await harness.while_running(scenario)
 
 
 async def test_scale_does_nothing_once_the_run_is_ending(tmp_path: Path) -> None:

@@ -117,24 +117,24 @@ def test_without_a_measured_pace_there_is_no_price_and_no_reach() -> None:
     assert (request.value, request.price, request.max_compute) == (None, None, None)
 
 
-def look(meter: LoadMeter, seconds: float, generators: Generators = ONE, **changes: Any) -> Any:
+def measure(meter: LoadMeter, seconds: float, generators: Generators = ONE, **changes: Any) -> Any:
     values = {"wall_seconds": seconds, "device_seconds": 2 * seconds, "step": int(seconds)} | changes
     return meter.measure(run(), status(evaluations([0.2]), **values), generators)
 
 
 def test_load_covers_window_and_restarts() -> None:
     meter = LoadMeter()
-    assert look(meter, 100.0) is None
-    window = look(meter, 160.0)
+    assert measure(meter, 100.0) is None
+    window = measure(meter, 160.0)
     assert (window.seconds, window.steps, window.trainer_busy, window.generator_busy) == (60.0, 60, 0.5, 0.5)
-    assert look(meter, 90.0) is None, "the clock went back"
-    assert look(meter, 100.0).seconds == 10.0
-    assert look(meter, 110.0, Generators(wanted=2, ready=1)) is None, "one is joining"
-    assert look(meter, 120.0, Generators(wanted=2, ready=2)) is None, "it begins when all are there"
-    assert look(meter, 130.0, Generators(wanted=2, ready=2)).seconds == 10.0
-    assert look(meter, 140.0, Generators(wanted=2, ready=2), step=3) is None, "the trainer went back"
+    assert measure(meter, 90.0) is None, "the clock went back"
+    assert measure(meter, 100.0).seconds == 10.0
+    assert measure(meter, 110.0, Generators(wanted=2, ready=1)) is None, "one is joining"
+    assert measure(meter, 120.0, Generators(wanted=2, ready=2)) is None, "it begins when all are there"
+    assert measure(meter, 130.0, Generators(wanted=2, ready=2)).seconds == 10.0
+    assert measure(meter, 140.0, Generators(wanted=2, ready=2), step=3) is None, "the trainer went back"
     meter.restart()
-    assert look(meter, 150.0, Generators(wanted=2, ready=2)) is None
+    assert measure(meter, 150.0, Generators(wanted=2, ready=2)) is None
 
 
 def test_a_clock_that_was_set_back_costs_one_cooldown_at_most() -> None:

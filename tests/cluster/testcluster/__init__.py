@@ -1,4 +1,4 @@
-"""A real Kubernetes on one machine, for tests and for a look by hand: no Docker, no image registry, no network.
+"""A real Kubernetes on one machine, for tests and for use by hand: no Docker, no image registry, no network.
 
 Lives here: building what a cluster is made of, starting it, ending it, making images and getting them into it.
 Two sizes. The control plane alone (etcd, API server, controller-manager) is what an operator's tests need: no

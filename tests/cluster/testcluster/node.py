@@ -14,7 +14,7 @@ PAUSE_IMAGE = "localhost/pause:1"
 PROVISIONER = "scalerl.dev/directories"
 CLUSTER_DOMAIN = "cluster.local"
 
-# The runtime's shims, CNI and kubelet write below these whatever they are told.
+# The runtime's shims, CNI and kubelet write below these, whatever their flags say.
 OWN_FOLDERS = ("/run", "/var/lib", "/var/log")
 # Of the whole machine, not of a namespace: a kubelet sets them at its start.
 OWN_SETTINGS = (

@@ -163,7 +163,7 @@ def end(layout: Layout) -> None:
         )
     if layout.has_node:
         cgroups.remove(layout.cgroup)
-    for _ in until(_LEFTOVER_SECONDS):  # programs that were told to end may still write
+    for _ in until(_LEFTOVER_SECONDS):  # programs that were asked to end may still write
         shutil.rmtree(layout.root, ignore_errors=True)
         if not layout.root.exists():
             return

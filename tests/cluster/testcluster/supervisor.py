@@ -2,7 +2,7 @@
 
 ``python -m testcluster.supervisor ROOT [FD]``: ROOT holds the plan; FD is a socket that listens outside of the
 cluster's network. In a process namespace this is process 1: what loses its parent becomes its child, and with it
-every process of the cluster ends. Elsewhere its programs are told by the kernel to end with it.
+every process of the cluster ends. Elsewhere the kernel signals its programs to end with it.
 
 Words on the socket ``control.sock``, a line of JSON each way: ``{"do": "kill" | "start", "name": ...}`` for one
 program (tests take the API server away), ``{"do": "programs"}``, ``{"do": "down"}``.

@@ -70,7 +70,7 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
             scale,
             0.0,
             colour,
-            f"{name}{plotting.samples_words(curve)}",
+            f"{name}{plotting.samples_text(curve)}",
             marker,
             fitted.burn_in_points,
         )

@@ -52,7 +52,7 @@ def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: 
         figure = Figure(figsize=plotting.COLUMN, layout="constrained")
         axes = figure.add_subplot()
         curve, scale = file.curve, RewardScale(*file.curve.scale)
-        label = f"{len(curve):,} evaluations{plotting.samples_words(curve)}"
+        label = f"{len(curve):,} evaluations{plotting.samples_text(curve)}"
         plotting.draw_points(axes, curve, scale, 0.0, plotting.INK, label)
         now = float(curve.compute[-1])
         axis.compute_axis(axes, file.unit, 0.0, max(now, budget or 0.0, 1.0) * 1.04)
@@ -107,9 +107,9 @@ def _draw(
         scale,
         made.start,
         plotting.INK,
-        f"{n:,} evaluations{plotting.samples_words(file.segment.curve)}",
+        f"{n:,} evaluations{plotting.samples_text(file.segment.curve)}",
         burn_in=fitted.burn_in_points,
-        burn_in_label=plotting.burn_in_words(fitted.burn_in_points),
+        burn_in_label=plotting.burn_in_text(fitted.burn_in_points),
     )
     plotting.draw_fallen(axes, file.segment.curve, scale, made.start, made.fallen)
     if made.forecasts:

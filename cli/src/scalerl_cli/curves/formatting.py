@@ -20,7 +20,7 @@ class Interval(Protocol):
 
 
 LEADING_ZERO: Final = re.compile(r"(?<![\d.,])0(?=\.\d)")
-LOOK: Final = 100.0
+FARTHEST: Final = 100.0
 """Times the compute so far: what needs more than this is printed as what never comes."""
 
 
@@ -75,12 +75,12 @@ def amounts(interval: Interval) -> str:
 
 
 def reached(interval: Interval, now: float, start: float = 0.0) -> str:
-    """Compute at which something is reached, or that it is not within ``LOOK`` times the compute so far.
+    """Compute at which something is reached, or that it is not within ``FARTHEST`` times the compute so far.
 
     now: compute so far, counted from ``start``, as the interval is.
     """
-    limit = start + LOOK * now
-    beyond = f"{LOOK:.0f}×"
+    limit = start + FARTHEST * now
+    beyond = f"{FARTHEST:.0f}×"
     if interval.low > limit:
         return f"not within {beyond} the compute so far"
     if interval.median > limit:

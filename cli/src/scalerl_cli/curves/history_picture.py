@@ -34,7 +34,7 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
         for i, name in enumerate(names):
             own = [row for row in rows if row.run == name]
             epochs = [row.epoch for row in own]
-            look = {
+            mark = {
                 "color": COLOURS[i % len(COLOURS)],
                 "marker": MARKERS[i // len(COLOURS) % len(MARKERS)],
                 "ms": 4.5,
@@ -48,8 +48,8 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
             ):
                 measured = [(x, y) for x, y in zip(epochs, values, strict=True) if y is not None]
                 if measured:
-                    left.plot(*zip(*measured, strict=True), **look, ls=line, lw=1.4, label=f"{of}{label}")
-            right.plot(epochs, [row.mean_tokens for row in own], **look, lw=1.4, label=name)
+                    left.plot(*zip(*measured, strict=True), **mark, ls=line, lw=1.4, label=f"{of}{label}")
+            right.plot(epochs, [row.mean_tokens for row in own], **mark, lw=1.4, label=name)
         left.set_ylim(min(-0.03, *left.get_ylim()), 1.03)
         left.set_ylabel("share, correlation")
         right.set_ylabel("mean length in tokens")
@@ -68,7 +68,7 @@ def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str
     values = sorted({row.difficulty for row in rows if row.difficulty}, key=partial(label_order, ""))
     for name, epoch in dict.fromkeys((row.run, row.epoch) for row in rows):
         every, *parts = [row for row in rows if (row.run, row.epoch) == (name, epoch)]
-        look = {
+        mark = {
             "color": COLOURS[names.index(name) % len(COLOURS)],
             "alpha": 0.3 + 0.7 * (epoch - 1) / (last - 1),
             "marker": "o",
@@ -76,13 +76,13 @@ def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str
             "lw": 1.4,
         }
         if every.accepted_at:
-            left.plot(range(1, 1 + len(every.accepted_at)), every.accepted_at, **look)
+            left.plot(range(1, 1 + len(every.accepted_at)), every.accepted_at, **mark)
         for line, of in (("-", [row.reuse for row in parts]), ("--", [row.accepted for row in parts])):
             measured = [
                 (values.index(row.difficulty), y) for row, y in zip(parts, of, strict=True) if y is not None
             ]
             if measured:
-                right.plot(*zip(*measured, strict=True), **look, ls=line)
+                right.plot(*zip(*measured, strict=True), **mark, ls=line)
     left.set(
         xlabel="position in the draft (later epochs darker)",
         ylabel="drafts accepted up to there",

@@ -46,8 +46,8 @@ def _panel(axes: Any, rows: Sequence[Row], names: Sequence[str], k: int | None) 
         own = [row for row in rows if row.name == name]
         x = [values.index(row.key[2]) for row in own]
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS) % len(MARKERS)]
-        look = {"color": colour, "marker": marker, "ms": 4.5}
-        axes.plot(x, [row.cell.last for row in own], **look, lw=1.6, label=f"{name}: reward, last")
+        mark = {"color": colour, "marker": marker, "ms": 4.5}
+        axes.plot(x, [row.cell.last for row in own], **mark, lw=1.6, label=f"{name}: reward, last")
         axes.plot(x, [row.cell.first for row in own], color=colour, lw=0.8, ls=":", label=f"{name}: first")
         tried = (
             [(at, row.cell.pass_at[k]) for at, row in zip(x, own, strict=True) if k in row.cell.pass_at]
@@ -56,5 +56,5 @@ def _panel(axes: Any, rows: Sequence[Row], names: Sequence[str], k: int | None) 
         )
         if tried:
             at, passed = zip(*tried, strict=True)
-            axes.plot(at, passed, **look, mfc="white", lw=1.0, ls="--", label=f"{name}: pass@{k}, last")
+            axes.plot(at, passed, **mark, mfc="white", lw=1.0, ls="--", label=f"{name}: pass@{k}, last")
     axes.set_ylim(-0.03, 1.03)

@@ -46,9 +46,9 @@ def _choices(axes: Any, outlook: Outlook) -> None:
         scale,
         made.start,
         plotting.INK,
-        f"{len(curve):,} evaluations{plotting.samples_words(curve)}",
+        f"{len(curve):,} evaluations{plotting.samples_text(curve)}",
         burn_in=made.fitted.burn_in_points,
-        burn_in_label=plotting.burn_in_words(made.fitted.burn_in_points),
+        burn_in_label=plotting.burn_in_text(made.fitted.burn_in_points),
     )
     plotting.draw_fallen(axes, curve, scale, made.start, made.fallen)
     going = [option for option in outlook.options if option.more > 0]

@@ -73,7 +73,7 @@ def check_target(path: Path | None) -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """The look of our pictures, for the length of a ``with``, whatever the user's own settings are."""
+    """The style of our pictures, for the length of a ``with``, whatever the user's own settings are."""
     import matplotlib
 
     context: AbstractContextManager[None] = matplotlib.rc_context(
@@ -88,19 +88,19 @@ def save(figure: Any, path: Path) -> None:
     Raises:
         CurveProblem: if it cannot be written.
     """
-    aside = path.with_name(f".{path.stem}.new{path.suffix.lower()}")
+    staging = path.with_name(f".{path.stem}.new{path.suffix.lower()}")
     # No date and no version in the file: the same points give the same picture.
     metadata: dict[str, None] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(
         path.suffix.lower(), {}
     )
     try:
-        small = {"pil_kwargs": {"optimize": True}} if aside.suffix == ".png" else {}
-        figure.savefig(aside, dpi=DPI, metadata=metadata, **small)
-        os.replace(aside, path)
+        small = {"pil_kwargs": {"optimize": True}} if staging.suffix == ".png" else {}
+        figure.savefig(staging, dpi=DPI, metadata=metadata, **small)
+        os.replace(staging, path)
     except OSError as error:
         raise CurveProblem(f"--plot {path}: {error.strerror}") from error
     finally:
-        aside.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
 
 
 def wilson(reward: FloatArray, samples: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -139,10 +139,10 @@ def draw_points(
     hollow = slice(curve.first_trained, curve.first_trained + burn_in)
     filled = np.ones(len(curve), dtype=bool)
     filled[hollow] = False
-    looks: list[tuple[Any, dict[str, Any]]] = [(filled, {"mew": 0, "label": label})]
+    marks: list[tuple[Any, dict[str, Any]]] = [(filled, {"mew": 0, "label": label})]
     if burn_in:
-        looks.append((~filled, {"mew": 0.9, "mfc": "white", "mec": colour, "label": burn_in_label}))
-    for shown, look in looks:
+        marks.append((~filled, {"mew": 0.9, "mfc": "white", "mec": colour, "label": burn_in_label}))
+    for shown, mark in marks:
         axes.errorbar(
             compute[shown],
             reward[shown],
@@ -155,7 +155,7 @@ def draw_points(
             capsize=0,
             alpha=0.85,
             zorder=3,
-            **look,
+            **mark,
         )
 
 
@@ -194,7 +194,7 @@ def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate
     )
 
 
-def samples_words(curve: Curve) -> str:
+def samples_text(curve: Curve) -> str:
     """What the error bars are, for the legend; empty where there are none."""
     if curve.samples is None or len(curve) > MOST_BARS:
         return ""
@@ -203,7 +203,7 @@ def samples_words(curve: Curve) -> str:
     return f", 90 % binomial bars ({count} samples each)"
 
 
-def burn_in_words(points: int) -> str:
+def burn_in_text(points: int) -> str:
     """What hollow points are, for the legend."""
     return f"the first {points:,}: burn-in"
 

@@ -93,7 +93,7 @@ def _earlier(
 
 
 def _spec(directory: Path) -> RunSpec | None:
-    """Of a run's directory; None where there is none: then task and model are the caller's word.
+    """Of a run's directory; None where there is none: then task and model are what the caller says.
 
     Raises:
         CurveProblem: it cannot be read.

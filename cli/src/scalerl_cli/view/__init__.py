@@ -1,6 +1,6 @@
 """What a person sees while a run is under way: lines, or a live table on a terminal.
 
-Lives here: words, layout, and nothing else. A view receives events and snapshots, and requests nothing.
+Lives here: text and layout, and nothing else. A view receives events and snapshots, and requests nothing.
 """
 
 from __future__ import annotations

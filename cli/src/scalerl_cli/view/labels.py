@@ -1,11 +1,11 @@
-"""Numbers and states as words, the same in every view. Pure."""
+"""Numbers and states as text, the same in every view. Pure."""
 
 from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import State, UnitStatus
+from scalerl_operator.local.unit import UnitState, UnitStatus
 from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"
@@ -63,20 +63,20 @@ def waiting(snapshot: Snapshot) -> str:
     if snapshot.stopping and (status is None or not status.stop_reason):
         return f"stopping ({snapshot.stopping})"
     if status is None:
-        preparing = any(u.role is Role.PREPARE and u.state is not State.DONE for u in snapshot.units)
+        preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
         return "preparing the model" if preparing else "waiting for the coordinator"
-    words = str(status.phase)
+    text = str(status.phase)
     if status.stop_reason:
-        words += f" ({status.stop_reason})"
-    return f"{words}: waiting for {status.waiting_for}" if status.waiting_for else words
+        text += f" ({status.stop_reason})"
+    return f"{text}: waiting for {status.waiting_for}" if status.waiting_for else text
 
 
 def state(unit: UnitStatus) -> str:
     """A unit's state, with what a person would ask next."""
-    words = str(unit.state)
+    text = str(unit.state)
     if unit.restarts:
-        words += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
-    return words
+        text += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
+    return text
 
 
 def decision(made: Decision) -> str:

@@ -11,9 +11,14 @@ from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import labels
 from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event, State
+from scalerl_operator.local.unit import Event, UnitState
 
-_STYLES = {State.READY: "green", State.DONE: "green", State.FAILED: "red", State.BACK_OFF: "yellow"}
+_STYLES = {
+    UnitState.READY: "green",
+    UnitState.DONE: "green",
+    UnitState.FAILED: "red",
+    UnitState.BACK_OFF: "yellow",
+}
 
 
 class LiveView:

@@ -8,7 +8,7 @@ from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import labels
 from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event, State
+from scalerl_operator.local.unit import Event, UnitState
 from scalerl_operator.workloads import Role
 
 _QUIET_SECONDS = 5.0
@@ -20,7 +20,7 @@ class PlainView:
 
     def __init__(self, run: ScaleRLRun) -> None:
         self._max_steps = run.spec.budget.max_steps
-        self._states: dict[str, State] = {}
+        self._states: dict[str, UnitState] = {}
         self._points = 0
         self._step = -1
         self._said = ""
@@ -33,7 +33,9 @@ class PlainView:
         for unit in snapshot.units:
             if self._states.get(unit.name) is not unit.state:
                 self._states[unit.name] = unit.state
-                if unit.state is State.READY or (unit.role is Role.PREPARE and unit.state is State.DONE):
+                if unit.state is UnitState.READY or (
+                    unit.role is Role.PREPARE and unit.state is UnitState.DONE
+                ):
                     self._line(
                         f"· {unit.name}: {unit.state} after {labels.seconds(snapshot.elapsed_seconds)}"
                     )

@@ -205,7 +205,7 @@ class Autoscaler:
             step = await self._autoscale(status, generators, points)
             if step is None:
                 return None
-            # A resumption that this step has taken in is no news any more; one that came meanwhile is.
+            # A resumption that this step has observed is not new any more; one that came meanwhile is.
             self._seen = (*what[:2], resumed and self.resumed)
             return step
         if load is not None and self._may_balance(load, generators):

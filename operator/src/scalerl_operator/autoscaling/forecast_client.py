@@ -21,23 +21,11 @@ BOUND_SECONDS: Final = 60.0
 AT_ONCE: Final = 8
 """Requests under way at a time: a thousand runs that ask at once would time each other out."""
 NO_ANSWER: Final = "no forecast"
-"""How the message of :class:`SidecarUnavailable` begins."""
+"""How the message begins where no attempt brought a usable answer: down, slow, busy, or answering garbage."""
 
 
 class SidecarError(Exception):
     """There is no forecast; the message says why."""
-
-
-class SidecarRefused(SidecarError):
-    """The sidecar refuses the request (4xx): the same one will be refused again. code: as it gives it."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(f"the forecast was refused: {code}: {message}")
-        self.status, self.code = status, code
-
-
-class SidecarUnavailable(SidecarError):
-    """No usable answer after all attempts: down, slow, busy, or answering garbage."""
 
 
 class Sidecar:
@@ -67,7 +55,7 @@ class Sidecar:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def forecast(self, request: ForecastRequest) -> ForecastAnswer:
-        """Raises SidecarRefused or SidecarUnavailable."""
+        """Raises SidecarError."""
         # Here, so that the first child of a local run starts half a second sooner.
         import aiohttp
 
@@ -88,8 +76,8 @@ class Sidecar:
                     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                         failure = str(error) or type(error).__name__
         except TimeoutError:
-            raise SidecarUnavailable(f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s") from None
-        raise SidecarUnavailable(f"{NO_ANSWER}: {url}: {failure}, after {self._attempts} attempts")
+            raise SidecarError(f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s") from None
+        raise SidecarError(f"{NO_ANSWER}: {url}: {failure}, after {self._attempts} attempts")
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> ForecastAnswer:
@@ -101,7 +89,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Forecas
             if len(content) > MAX_ANSWER_BYTES:
                 raise ValueError(f"answered with more than {MAX_ANSWER_BYTES} bytes")
     if 400 <= response.status < 500:
-        raise SidecarRefused(response.status, *_refusal(bytes(content)))
+        raise SidecarError(f"the forecast was refused: {_refusal(bytes(content))}")
     if response.status != 200:
         raise ValueError(f"answered {response.status}")
     try:
@@ -110,9 +98,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Forecas
         raise ValueError(f"answered something else than a forecast: {error}") from error
 
 
-def _refusal(content: bytes) -> tuple[str, str]:
+def _refusal(content: bytes) -> str:
     try:
         error = msgspec.json.decode(content, type=ErrorAnswer)
     except ValueError:
-        return "unknown", content[:200].decode("utf-8", "replace")
-    return error.code, error.message
+        return f"unknown: {content[:200].decode('utf-8', 'replace')}"
+    return f"{error.code}: {error.message}"

@@ -1,6 +1,6 @@
 """Observation, history and decision of the autoscaler: plain data, recorded as JSON and read back exactly.
 
-Seconds without further words are the run's own clock: since its first lease, over all its
+Seconds, unless said otherwise, are the run's own clock: since its first lease, over all its
 incarnations, never taken back by the coordinator. Compute is in completion tokens of trained steps
 (``work_tokens``), the axis of the curve.
 """

@@ -99,15 +99,15 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
     ahead = (float(spec.horizon) - 1.0) * answer.fit.now
     block = outlook.best_block if spec.price_per_device_hour is not None else None
     if block is not None:
-        said = [(_by_return(spec, block.compute, block.gain, block.net), _block_words(block.gain, block.net))]
+        said = [(_by_return(spec, block.compute, block.gain, block.net), _block_text(block.gain, block.net))]
         valuable, pays = block.net > 0, block.compute
     else:
         p = outlook.p_gain_above_min
-        words = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
+        text = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
         if answer.method is msgspec.UNSET:
-            said = [(_by_probability(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), words)]
+            said = [(_by_probability(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), text)]
         else:
-            said = [_by_gain(spec, answer, outlook, words)]
+            said = [_by_gain(spec, answer, outlook, text)]
         valuable, pays = p >= WORTH_MORE_DEVICES, ahead
     if spec.target is not None:
         p_ever = outlook.p_asymptote_above_target
@@ -115,12 +115,12 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
             valuable, pays = p_ever >= WORTH_MORE_DEVICES, _to_target(answer, outlook, ahead)
         if outlook.p_target_at_max_compute is not None:
             p = outlook.p_target_at_max_compute
-            words = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
+            text = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
             late = 0.0 if outlook.p_late_rise is msgspec.UNSET else outlook.p_late_rise
-            said.append((_by_probability(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), words))
+            said.append((_by_probability(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), text))
     side = max(one for one, _ in said)
     said.sort(key=lambda one: one[0], reverse=True)
-    return Vote(side, tuple(words for _, words in said), valuable and side is Side.CONTINUE, pays)
+    return Vote(side, tuple(text for _, text in said), valuable and side is Side.CONTINUE, pays)
 
 
 def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
@@ -142,12 +142,12 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
-    words = (
+    text = (
         f"nothing happens: {slope.median:+.3f} ({slope.low:+.3f} to {slope.high:+.3f}) with each doubling of compute, at "
         f"{flat.share:.0%} of what may be used; P(gain > {spec.min_gain}) is {flat.p_gain:.2f}, that of a first rise so "
         f"late, {flat.p_late:.2f}, included"
     )
-    return Vote(side, (words,), False, 0.0)
+    return Vote(side, (text,), False, 0.0)
 
 
 def if_wrong(answer: ForecastAnswer) -> list[str]:
@@ -187,24 +187,24 @@ def with_earlier(answer: ForecastAnswer | None) -> str:
     return f"with {len(names)} earlier {runs} as prior: {', '.join(names[:MOST_NAMES])}{more}"
 
 
-def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, words: str) -> tuple[Side, str]:
+def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, text: str) -> tuple[Side, str]:
     """Before half of what may be used a fit alone is not enough: the run must have gained something, and have stopped to."""
     flat, late = answer.flat, outlook.p_late_rise
-    words += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
+    text += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
     more = _late_rises_beyond_a_doubling(spec, outlook)
     side = _by_probability(outlook.p_gain_above_min, STOP_BELOW + more, RELEASE_AT + more)
     # At low rewards, or far ahead, a fit leaves room for more than its points show: they say it themselves.
     shown = flat_vote(spec, answer) if side is Side.NEITHER else None
     if shown is not None and shown.side is Side.STOP:
-        return Side.STOP, f"{words}; {shown.reasons[0]}"
+        return Side.STOP, f"{text}; {shown.reasons[0]}"
     if side is not Side.STOP or flat is msgspec.UNSET or flat.share >= PATIENCE:
-        return side, words
+        return side, text
     least, early = float(spec.min_gain), f"at {flat.share:.0%} of what may be used"
     if flat.gained < least:
-        return Side.NEITHER, f"{words}, but it has gained nothing yet {early}"
+        return Side.NEITHER, f"{text}, but it has gained nothing yet {early}"
     if flat.slope.high * math.log2(float(spec.horizon)) >= least:
-        return Side.NEITHER, f"{words}, but it still gained up to {flat.slope.high:.3f} a doubling {early}"
-    return side, words
+        return Side.NEITHER, f"{text}, but it still gained up to {flat.slope.high:.3f} a doubling {early}"
+    return side, text
 
 
 def _late_rises_beyond_a_doubling(spec: AutoscalingSpec, outlook: Outlook) -> float:
@@ -230,7 +230,7 @@ def _by_return(spec: AutoscalingSpec, compute: float, gain: float, net: float) -
     return Side.CONTINUE if net >= RELEASE_RETURN * (worth - net) else Side.NEITHER
 
 
-def _block_words(gain: float, net: float) -> str:
+def _block_text(gain: float, net: float) -> str:
     if net <= 0:
         return "no further compute is worth its price"
     return f"the best further block gains {gain:.3f} and is worth {net:.2f} more than it costs"

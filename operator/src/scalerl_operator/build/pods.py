@@ -23,7 +23,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.build.resources import native, resources
-from scalerl_operator.build.scope import Scope, pod_template_of
+from scalerl_operator.build.scope import Scope, pod_template_of, spec_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
 from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
@@ -94,7 +94,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     return {
         "metadata": {
             "labels": given.labels | scope.labels(role) | settings.labels,
-            "annotations": annotations | {names.SPEC_HASH: scope.spec_hash(role)},
+            "annotations": annotations | {names.SPEC_HASH: spec_hash(scope.run, role)},
         },
         "spec": spec,
     }

@@ -8,7 +8,7 @@ from typing import Final
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_operator import names
 from scalerl_operator.build.pods import PodSettings, pod_template
-from scalerl_operator.build.scope import Scope
+from scalerl_operator.build.scope import Scope, spec_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_DIR
 from scalerl_operator.workloads import Role
@@ -32,7 +32,7 @@ def job(scope: Scope) -> Object:
         pod={"restartPolicy": "Never"},
     )
     metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE)
-    metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.PREPARE)
+    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -83,16 +83,6 @@ class Scope:
     def plan(self) -> Plan:
         return plan(self.run)
 
-    @cached_property
-    def _spec_hashes(self) -> dict[Role, str]:
-        return {}
-
-    def spec_hash(self, role: Role) -> str:
-        """:func:`spec_hash` of the run, computed once; a Job and its pods carry the same."""
-        if role not in self._spec_hashes:
-            self._spec_hashes[role] = spec_hash(self.run, role)
-        return self._spec_hashes[role]
-
     def workload(self, role: Role) -> Workload:
         return self.plan.workload(role)
 

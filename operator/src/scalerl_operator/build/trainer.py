@@ -19,7 +19,7 @@ from typing import Final
 
 from scalerl_operator import names
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
-from scalerl_operator.build.scope import Scope
+from scalerl_operator.build.scope import Scope, spec_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.workloads import Role, Workload
@@ -51,7 +51,7 @@ def job(scope: Scope, attempt: int) -> Object:
     )
     metadata = scope.workload_metadata(scope.names.trainer_job(attempt), Role.TRAINER)
     metadata["labels"] |= label
-    metadata["annotations"][names.SPEC_HASH] = scope.spec_hash(Role.TRAINER)
+    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.TRAINER)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

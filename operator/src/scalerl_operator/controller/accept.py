@@ -10,9 +10,9 @@ import json
 import logging
 from typing import Any, Final
 
-from scalerl_api.conditions import ConditionType, Reason
+from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
-from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
+from scalerl_api.status import MAX_ACCEPTED_SPEC
 from scalerl_operator.build.scope import SPEC_HASH_VERSION, spec_hash
 from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.run_context import RunContext, is_deleted
@@ -35,7 +35,7 @@ def accept(context: RunContext) -> None:
         context.accepted, context.spec_text = run_from_object(context.obj), _text(context.obj)
     except SpecError as error:
         message = "; ".join(str(problem) for problem in error.problems)
-        context.spec_text = _accepted_before(context.obj, context.before)
+        context.spec_text = context.before.accepted_spec
         if context.spec_text is not None:
             message += "; the run continues with the spec accepted before"
             context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
@@ -46,17 +46,6 @@ def _text(run: Object) -> str | None:
     """The spec as the status keeps it; None where it is too large for that."""
     text = json.dumps(run["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text if len(text) <= MAX_ACCEPTED_SPEC else None
-
-
-def _accepted_before(run: Object, before: RunStatus) -> str | None:
-    """The spec accepted before, of a run whose present spec is invalid; None if none ever was.
-
-    An operator of an earlier release, with fewer rules or none that kept the spec, may have accepted the present one.
-    """
-    condition = before.condition(ConditionType.ACCEPTED)
-    if before.accepted_spec is None and condition is not None and condition.status == "True":
-        return _text(run) if condition.observed_generation == run["metadata"].get("generation") else None
-    return before.accepted_spec
 
 
 def with_spec(run: Object, text: str) -> Object:

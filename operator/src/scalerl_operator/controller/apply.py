@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from scalerl_api.cluster import ImagesSpec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build import render
-from scalerl_operator.build.scope import SECTION, Desired, Images
+from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
@@ -65,7 +64,7 @@ class Applier:
 
     async def preflight(self, context: RunContext) -> Problem | None:
         """What keeps a run of which there is nothing yet from being started; see :func:`.preflight`."""
-        images = pinned(context, context.run.spec.images, self._images)
+        images = pinned(context, self._images)
         every = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
         render_all = functools.partial(self._render, context, every, images)
         return await preflight(self._api, context, render_all, namespaced=self._namespaced)
@@ -80,7 +79,7 @@ class Applier:
         desired = Desired(
             decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained
         )
-        images = pinned(context, context.run.spec.images, self._images)
+        images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points
         curve = [curve_config_map(context.run, context.uid, points)] if points else []
         known = state.fingerprint
@@ -371,23 +370,18 @@ def _to_be_drained(context: RunContext) -> list[tuple[str, str]]:
     return found
 
 
-def pinned(context: RunContext, named: ImagesSpec, images: Images) -> Images:
+def pinned(context: RunContext, images: Images) -> Images:
     """``images``, but for roles that run already: an upgrade of the operator does not mix versions in a run that is
     under way. A run that was suspended gets the new ones.
 
-    named: the run's own images, which win. The annotation of each workload has the image that it would have without them:
-    a role whose image is no longer named goes back to that one.
+    The annotation of each workload has the image that it would have without ``spec.images``: a role whose image is no longer
+    named there goes back to that one.
     """
     live: dict[str, str] = {}
     for (kind, _), obj in context.objects.items():
-        if kind in WORKLOADS and context.owns(obj) and not is_deleted(obj):
-            role = label(obj, COMPONENT)
-            own = (obj["metadata"].get("annotations") or {}).get(IMAGE)
-            if own is None and not (role in SECTION and getattr(named, SECTION[Role(role)])):
-                # made by a release that had no such annotation
-                own = obj["spec"]["template"]["spec"]["containers"][0]["image"]
-            if own is not None:
-                live[role] = own
+        image = (obj["metadata"].get("annotations") or {}).get(IMAGE)
+        if image is not None and kind in WORKLOADS and context.owns(obj) and not is_deleted(obj):
+            live[label(obj, COMPONENT)] = image
     return replace(
         images,
         trainer=live.get(Role.TRAINER, live.get(Role.PREPARE, images.trainer)),

@@ -79,7 +79,7 @@ class _Poller:
         self.asked = self.newest = 0
         """Number of polls so far, and of the last one that counts: a background poll and one by a reconcile may overlap."""
         self.given: object = None
-        """:meth:`news` as the last reconcile got it; None: that reconcile waits for an answer."""
+        """:meth:`significant` as the last reconcile got it; None: that reconcile waits for an answer."""
         self.now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -92,7 +92,7 @@ class _Poller:
         fresh = time.monotonic() - self.at <= OLDEST_ANSWER_SECONDS
         return self.answer if fresh else None
 
-    def news(self) -> object:
+    def significant(self) -> object:
         """The part of an answer whose change wakes the run. The rest changes all the time and waits for the next reconcile."""
         now = self.current()
         said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
@@ -112,7 +112,8 @@ class CoordinatorPollers:
     """One poller a run, kept between reconciles.
 
     fence: called before a stop request; raises where this process may not act.
-    wake: called with the name of a run when an answer has come that a reconcile waits for, or that has news.
+    wake: called with the name of a run when an answer has come that a reconcile waits for, or that differs in what is
+        significant.
     background: ask without being asked to; else only :meth:`ask` does.
     """
 
@@ -157,7 +158,7 @@ class CoordinatorPollers:
         if seen != held.seen:
             held.seen = seen
             held.now.set()
-        held.given = held.news() if held.known else None
+        held.given = held.significant() if held.known else None
         return Answer(held.known, held.current() if held.known else None, held.refusal)
 
     async def ask(self, run: Key) -> None:
@@ -227,7 +228,7 @@ class CoordinatorPollers:
             except Exception:
                 log.exception("run %s: asking its coordinator failed", _name(run))
                 held.answer, held.failures = None, held.failures + 1
-            if held.known and held.news() != held.given:
+            if held.known and held.significant() != held.given:
                 self._wake(run)
             pause = held.pause()
             if held.failures:

@@ -1,7 +1,7 @@
 """From a run's live objects to facts: Jobs, pods, what they wait for, and how they ended. Pure.
 
 What Kubernetes spreads over pod phases, container states and conditions becomes one :class:`Problem` a pod, with a
-constant of :mod:`scalerl_api.conditions` and the cluster's own words.
+constant of :mod:`scalerl_api.conditions` and the cluster's own message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 LONGEST_BACK_OFF: Final = "back-off 5m0s"
-"""In the kubelet's words for a container that it will start again, where it has its defaults."""
+"""Part of the kubelet's message about a container that it will start again, where it has its defaults."""
 QUIET_SECONDS: Final = 600.0
 """Restarts that are further apart are none in a row."""
 PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
-"""For so long it is no news that a new pod waits for a node, or for its volume, which is made only now."""
+"""For so long it is no problem that a new pod waits for a node, or for its volume, which is made only now."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
@@ -243,10 +243,10 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
 def _problem(
     status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
 ) -> Problem | None:
-    if status.get("phase") == "Failed" and (why := _words(status)):
+    if status.get("phase") == "Failed" and (why := _reason_and_message(status)):
         return Problem(Reason.EVICTED if status["reason"] in _TAKEN else Reason.REFUSED_BY_NODE, why)
     if status.get("phase") == "Failed" and _is_disrupted(status, conditions):
-        return Problem(Reason.EVICTED, _words(conditions[_DISRUPTION]))
+        return Problem(Reason.EVICTED, _reason_and_message(conditions[_DISRUPTION]))
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         message = scheduled.get("message", "")
@@ -263,13 +263,13 @@ def _problem(
         if over is not None and over.get("reason") in _NEVER_STARTED and not container.get("ready"):
             return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_log_line(over)}")
         if waiting in _WAITING:
-            words = _last_log_line(before) if waiting == "CrashLoopBackOff" and before is not None else ""
-            message = words or state["waiting"].get("message", waiting)
+            line = _last_log_line(before) if waiting == "CrashLoopBackOff" and before is not None else ""
+            message = line or state["waiting"].get("message", waiting)
             return Problem(_WAITING[waiting], f"{name}: {message}")
     return None
 
 
-def _words(of: Object) -> str:
+def _reason_and_message(of: Object) -> str:
     """Reason and message of a pod, or of a condition; empty without a reason."""
     reason, message = of.get("reason", ""), of.get("message", "")
     return f"{reason}: {message}" if reason and message else reason
@@ -305,10 +305,10 @@ def _last_log_line(over: Object) -> str:
     lines = [line.strip() for line in str(over.get("message", "")).splitlines() if line.strip()]
     if not lines:
         return str(over.get("reason", ""))
-    words = lines[-1].split(" ", 4)
+    parts = lines[-1].split(" ", 4)
     # "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: …", the format of every role
-    logged = len(words) == 5 and words[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
-    return (words[4] if logged else lines[-1])[:1000]
+    logged = len(parts) == 5 and parts[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
+    return (parts[4] if logged else lines[-1])[:1000]
 
 
 # --- Jobs ---------------------------------------------------------------------------------------

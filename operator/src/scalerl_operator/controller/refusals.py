@@ -26,16 +26,6 @@ _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
 _ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
 _KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
 """The field that identifies an entry of a list; entries of other lists are compared whole."""
-_VALUES: Final = (
-    # Of some lists the API server does not say which entry it means.
-    *_KEYS,
-    "affinity",
-    "nodeSelector",
-    "runtimeClassName",
-    "priorityClassName",
-    "labels",
-    "annotations",
-)
 
 
 async def preflight(
@@ -181,7 +171,7 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
             kind = re.split(r"[.\[]", below)[1]
             if (template.get("resources") or {}).get(kind):
                 return f"{base}.{below}"
-        elif re.split(r"[.\[]", below)[0] in _VALUES and template.get(re.split(r"[.\[]", below)[0]):
+        elif template.get(re.split(r"[.\[]", below)[0]):  # of some lists the API server names no entry
             return f"{base}.{below}"
     return path
 

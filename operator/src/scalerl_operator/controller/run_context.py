@@ -63,8 +63,6 @@ class RunState:
     """That status and what was kept of it, where the installed CRD is older and drops fields."""
     fingerprint: int | None = None
     """Of the run's objects, when all were as rendered."""
-    spec_hashes: tuple[int, dict[Role, str]] | None = None
-    """metadata.generation, and by role the hash that the Jobs of that spec carry."""
     blocked: Problem | None = None
     """Why an object of the run could not be made at the last reconcile."""
 
@@ -73,7 +71,7 @@ class RunState:
     token_doubted: bool = False
     """A pod did not find the Secret, which cannot be watched."""
     pod_searched: float = 0.0
-    """When the coordinator's pod was looked for by name."""
+    """When the coordinator's pod was searched by name."""
 
     settled: dict[ObjectName, Settled] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
@@ -243,14 +241,8 @@ class RunContext:
 
     def spec_hashes(self) -> Mapping[Role, str]:
         """The hashes that Jobs of the accepted spec have; empty ones, which are nobody's, without a spec."""
-        roles = (Role.PREPARE, Role.TRAINER)
-        if self.accepted is None:
-            return dict.fromkeys(roles, "")
-        known = self.state.spec_hashes
-        if known is None or known[0] != self.generation:
-            hashes = {role: spec_hash(self.accepted, role) for role in roles}
-            known = self.state.spec_hashes = (self.generation, hashes)
-        return known[1]
+        run, roles = self.accepted, (Role.PREPARE, Role.TRAINER)
+        return {role: "" if run is None else spec_hash(run, role) for role in roles}
 
     def lifecycle_input(self) -> LifecycleInput:
         """The part of what was observed that the lifecycle depends on."""

@@ -29,11 +29,11 @@ from scalerl_api.fields import (
 )
 from scalerl_api.pods import (
     PLAIN_PATH,
-    PLAIN_PATH_WORDS,
+    PLAIN_PATH_MESSAGE,
     RESERVED_LABELS,
-    RESERVED_PATH_WORDS,
+    RESERVED_PATH_MESSAGE,
     RESERVED_PATHS,
-    SYSTEM_PATH_WORDS,
+    SYSTEM_PATH_MESSAGE,
     SYSTEM_PATHS,
     Named,
     Unique,
@@ -156,7 +156,7 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
     """Express a validator function of the models in the schema of its field.
 
     Raises:
-        NotExpressible: the function has no words here.
+        NotExpressible: no rule here stands for the function.
     """
     match check:
         case _ if check in (decimal_input, quantity_input):
@@ -164,10 +164,10 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
             schema |= _INT_OR_STRING | {"maxLength": schema.pop("maxLength")}
             schema |= {"description": DECIMAL_FORM} if check is decimal_input else {}
         case Matches():
-            # Not the schema's own `pattern`: its refusal shows the pattern, not the words. `string(self)` only for a
+            # Not the schema's own `pattern`: its refusal shows the pattern, not the message. `string(self)` only for a
             # value that may be an integer: the server takes the cost of matching a converted value for unbounded.
             value = "self" if schema.get("type") == "string" else "string(self)"
-            add(schema, [Rule(_matches(check, value), check.words)])
+            add(schema, [Rule(_matches(check, value), check.message)])
         case InRange():
             add(schema, [_in_range(check)])
         case AtLeast(least=least):
@@ -187,7 +187,7 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
         case _ if check in _OF_FUNCTIONS:
             add(schema, _OF_FUNCTIONS[check])
         case _:
-            raise NotExpressible(f"the check {check!r} has no words in {__name__}")
+            raise NotExpressible(f"no rule in {__name__} stands for the check {check!r}")
 
 
 def _matches(check: Matches, text: str) -> str:
@@ -206,9 +206,9 @@ def _in_range(bounds: InRange) -> Rule:
         (bounds.most, "<=", "at most"),
         (bounds.below, "<", "less than"),
     ]
-    given = [(limit, sign, words) for limit, sign, words in stated if math.isfinite(limit)]
+    given = [(limit, sign, text) for limit, sign, text in stated if math.isfinite(limit)]
     holds = " && ".join(f"double(self) {sign} {float(limit)!r}" for limit, sign, _ in given)
-    message = " and ".join(f"{words} {limit:g}" for limit, _, words in given)
+    message = " and ".join(f"{text} {limit:g}" for limit, _, text in given)
     # A value that is no decimal is refused by the rule for its form; here its conversion would fail.
     return Rule(f"!{_matches(A_DECIMAL, 'string(self)')} || ({holds})", f"must be {message}")
 
@@ -222,8 +222,8 @@ def _named(check: Named) -> dict[str, Any]:
         )
     ]
     if check.taken:
-        words = f"the operator itself sets {', '.join(check.taken)}; leave it out"
-        rules.append(Rule(f"!(self in {list(check.taken)})", words))
+        message = f"the operator itself sets {', '.join(check.taken)}; leave it out"
+        rules.append(Rule(f"!(self in {list(check.taken)})", message))
     return {
         "type": "string",
         "description": f"Name of the {check.what}.",
@@ -250,16 +250,17 @@ _MOUNT: Final[dict[str, Any]] = {
             Rule("self.startsWith('/')", "must be absolute").as_validation(),
             # What is not absolute is refused for that.
             Rule(
-                f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')", PLAIN_PATH_WORDS
+                f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')",
+                PLAIN_PATH_MESSAGE,
             ).as_validation(),
             Rule(
                 f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/') || "
                 "taken.startsWith(self.endsWith('/') ? self : self + '/'))",
-                RESERVED_PATH_WORDS,
+                RESERVED_PATH_MESSAGE,
             ).as_validation(),
             Rule(
                 f"!{list(SYSTEM_PATHS)}.exists(taken, self == taken || self == taken + '/')",
-                SYSTEM_PATH_WORDS,
+                SYSTEM_PATH_MESSAGE,
             ).as_validation(),
         ],
     },

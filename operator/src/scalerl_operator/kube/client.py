@@ -125,7 +125,7 @@ class KubeApi:
     ) -> tuple[Objects, str]:
         """As :meth:`list`, fetched in pages of ``limit``, with the version the list is of.
 
-        The event loop breathes between pages. When the server has forgotten the version of the first page before
+        The event loop runs other tasks between pages. When the server has forgotten the version of the first page before
         the last is read, the list starts over, once.
         """
         served = kind_of(kind)

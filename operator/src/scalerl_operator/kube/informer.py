@@ -1,7 +1,7 @@
 """Keeps the cache as the API server is, for one kind: a list, then a watch from its version on, over and over.
 
 As client-go's reflector: a watch that ends is resumed from the last version seen; when the server no longer has that
-version, the kind is listed again, and what is not in that list is gone. So news are late at worst, and none is missed.
+version, the kind is listed again, and what is not in that list is gone. So events are late at worst, and none is missed.
 
 kopf would do this too (and does for runs, see :mod:`scalerl_operator.kube.run_stream`), but it gives every object of every event a task, a
 copy and a record of its own. A thousand runs own ten thousand objects: measured there, kopf took 1.3 ms and 3 KB for
@@ -105,7 +105,7 @@ class Informer:
             await asyncio.sleep(pause + random.uniform(0.05, 0.2))
 
     async def _versions(self, since: str) -> AsyncIterator[str]:
-        """Take in what a watch brings; gives the version after each piece of news."""
+        """Store what a watch brings; gives the version after each event."""
         watch = self.api.watch(
             self.kind.name,
             self.namespace,

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Resync:
-    """Compares the runs of the cache with what the API server lists (names and versions only), and mends the cache.
+    """Compares the runs of the cache with what the API server lists (names and versions only), and corrects the cache.
 
     A deletion that kopf missed, or a stream that has stopped without an error, must not leave a run out of date for ever.
     every: seconds. ``on_repair(number)`` is called with the number of objects corrected.
@@ -77,23 +77,23 @@ class Resync:
                     log.warning("comparing runs with a list: %s", error)
 
     async def compare(self, namespace: str | None) -> int:
-        """One namespace, or all; returns how many runs had to be mended."""
+        """One namespace, or all; returns how many runs had to be corrected."""
         found, version = await self.api.list_at(RUN, namespace, metadata_only=True)
         versions = {
             (m["namespace"], m["name"]): int(m["resourceVersion"]) for m in (o["metadata"] for o in found)
         }
-        mended = self.cache.forget_missing(RUN, versions, version, namespace=namespace)
+        corrected = self.cache.forget_missing(RUN, versions, version, namespace=namespace)
         if self._behind(versions):
             await asyncio.sleep(SETTLED_SECONDS)
             for at in self._behind(versions):
                 fresh = await self.api.get(RUN, *at)
                 if fresh is not None:
                     self.cache.observe("MODIFIED", fresh)
-                    mended += 1
-        if mended:
-            log.warning("%d runs were not as the API server has them, and are mended", mended)
-            self.on_repair(mended)
-        return mended
+                    corrected += 1
+        if corrected:
+            log.warning("%d runs were not as the API server has them, and are corrected", corrected)
+            self.on_repair(corrected)
+        return corrected
 
     def _behind(self, versions: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
         return [at for at, version in versions.items() if self.cache.version(RUN, *at) < version]
@@ -216,7 +216,7 @@ def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.process.ultimate_exiting_timeout = None
-    # No right to look at CRDs and namespaces is needed: what is served is known.
+    # No permission to read CRDs and namespaces is needed: what is served is known.
     settings.scanning.disabled = True
     settings.persistence.finalizer = f"{GROUP}/kopf"
     settings.persistence.diffbase_storage = _NoDiffBase()
@@ -226,7 +226,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30.0
     # 84 minutes without an API server end the stream, and Watches starts it again.
     settings.networking.error_backoffs = (1.0, 1.0, 2.0, 3.0, *[5.0] * 1000)
-    # A task for an object lives as long as its news come; thousands of idle ones are memory for nothing.
+    # A task for an object lives as long as its events come; thousands of idle ones waste memory.
     settings.queueing.idle_timeout = 0.2
     return settings
 

@@ -39,8 +39,8 @@ class _Timer:
 class _Pass:
     task: asyncio.Task[float | None]
     began: float
-    woken_at: float | None = None
-    """When to process the key again for a wake-up that came during the pass."""
+    woken: bool = False
+    """A wake-up came during the pass: the key is processed once more."""
     patient: bool = True
     """All those wake-ups were."""
 
@@ -85,20 +85,19 @@ class WorkQueue:
         self._passes: dict[Key, _Pass] = {}
         self._failures: dict[Key, int] = {}
 
-    def wake(self, key: Key, delay: float = 0.0, *, patient: bool = False) -> None:
-        """``key`` is due in ``delay`` seconds, or sooner if it already was.
+    def wake(self, key: Key, *, patient: bool = False) -> None:
+        """``key`` is due now; one in work is processed once more afterwards.
 
-        A key in work is processed once more afterwards. After a failure it is brought forward, but not closer than
+        After a failure it is brought forward, but not closer than
         ``SOONEST_AFTER_FAILURE_SECONDS`` to it; ``patient``: not at all, as what has changed is not what failed.
         """
-        at = asyncio.get_running_loop().time() + max(0.0, delay)
         if (in_work := self._passes.get(key)) is not None:
-            in_work.woken_at = at if in_work.woken_at is None else min(at, in_work.woken_at)
+            in_work.woken = True
             in_work.patient = in_work.patient and patient
         elif patient and key in self._failures and key in self._waiting:
             return
         elif key not in self._due:
-            self._schedule(key, at)
+            self._schedule(key, asyncio.get_running_loop().time())
 
     def release(self) -> None:
         """Hand out keys from now on."""
@@ -200,8 +199,8 @@ class WorkQueue:
             again = None if delay is None else now + max(SHORTEST_DELAY_SECONDS, delay)
         if again is not None:
             self._schedule(key, again, floor)
-        if over.woken_at is not None and key not in self._due and not (over.patient and result == "error"):
-            self._schedule(key, max(over.woken_at, floor), floor)
+        if over.woken and key not in self._due and not (over.patient and result == "error"):
+            self._schedule(key, max(now, floor), floor)
         self._on_pass(key, result, now - over.began)
         self._pump()
 

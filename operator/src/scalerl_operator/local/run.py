@@ -71,7 +71,7 @@ class Startup:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How the run ended.
 
     failure: the unit that failed for good; None if none did.
@@ -149,7 +149,7 @@ class LocalRun:
         self._peak_memory_bytes = 0
         self._reported = dict.fromkeys(_WARNINGS, 0)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunResult:
         """Run until the end. No process of the run is left afterwards."""
         runtime = asyncio.create_task(self._runtime.run(), name="runtime")
         watchers = [
@@ -175,7 +175,7 @@ class LocalRun:
         self._report()
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
-        return Outcome(
+        return RunResult(
             failure,
             self._interrupts > 0,
             self._status,

@@ -22,7 +22,7 @@ from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 _SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
 
 
-class State(enum.StrEnum):
+class UnitState(enum.StrEnum):
     PENDING = "pending"
     STARTING = "starting"
     READY = "ready"
@@ -69,11 +69,10 @@ class UnitStatus:
 
     name: str
     role: Role
-    state: State = State.PENDING
+    state: UnitState = UnitState.PENDING
     restarts: int = 0
     since: float = field(default_factory=time.monotonic)
     first_ready: float | None = None
-    last_end: str = ""
 
 
 class Unit:
@@ -125,7 +124,6 @@ class Unit:
             if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
                 break
             outcome = restarts.decide(self._policy, self._record, end)
-            self.status.last_end = end.describe()
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
                 log = str(culprit.command(start).log)
@@ -134,19 +132,19 @@ class Unit:
                 )
             self._record = outcome.record
             self.status.restarts += 1
-            self._to(State.BACK_OFF)
+            self._to(UnitState.BACK_OFF)
             text = f"{culprit.name} {end.describe()}; restarting in {outcome.delay_seconds:g} s"
             self._on_event(Event(self.name, text, is_problem=True))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), outcome.delay_seconds)
-        self._to(State.DONE)
+        self._to(UnitState.DONE)
         return None
 
     def stop(self) -> None:
         """Request an orderly end; :meth:`run` returns once all processes have ended."""
         self._stopping.set()
-        if self.status.state not in (State.DONE, State.FAILED):
-            self._to(State.STOPPING)
+        if self.status.state not in (UnitState.DONE, UnitState.FAILED):
+            self._to(UnitState.STOPPING)
         for process in self._processes:
             process.stop()
 
@@ -168,11 +166,11 @@ class Unit:
         finally:
             await _cancel(answer, stop)
 
-    async def _once(self, start: int) -> tuple[restarts.End, Member]:
+    async def _once(self, start: int) -> tuple[restarts.ProcessEnd, Member]:
         """Start all members; returns the first end that ends the unit, and whose it was."""
         self._ready.clear()
-        self._to(State.STARTING)
-        tasks: dict[asyncio.Task[restarts.End], Member] = {}
+        self._to(UnitState.STARTING)
+        tasks: dict[asyncio.Task[restarts.ProcessEnd], Member] = {}
         try:
             for member in self._members:
                 process = ChildProcess.start(member.command(start))
@@ -188,7 +186,7 @@ class Unit:
         finally:
             await _cancel(*tasks)
 
-    async def _watch(self, member: Member, process: ChildProcess) -> restarts.End:
+    async def _watch(self, member: Member, process: ChildProcess) -> restarts.ProcessEnd:
         """How a member ends: it exits, or does not answer a probe."""
         exited = asyncio.create_task(process.wait())
         probed = asyncio.create_task(
@@ -199,10 +197,10 @@ class Unit:
             since = self._ready.get(member.name)
             ready_seconds = None if since is None else time.monotonic() - since
             if exited.done():
-                return restarts.End(restarts.Cause.EXIT, exited.result(), ready_seconds)
+                return restarts.ProcessEnd(restarts.Cause.EXIT, exited.result(), ready_seconds)
             cause = probed.result()
             self._on_event(Event(self.name, f"{member.name} does not answer its {cause}", is_problem=True))
-            return restarts.End(cause, None, ready_seconds)
+            return restarts.ProcessEnd(cause, None, ready_seconds)
         finally:
             await _cancel(exited, probed)
 
@@ -210,8 +208,8 @@ class Unit:
         if self.lifetime is Lifetime.ONCE:
             return
         self._ready[member.name] = time.monotonic()
-        if len(self._ready) == len(self._members) and self.status.state is State.STARTING:
-            self._to(State.READY)
+        if len(self._ready) == len(self._members) and self.status.state is UnitState.STARTING:
+            self._to(UnitState.READY)
             if self.status.first_ready is None:
                 self.status.first_ready = self.status.since
 
@@ -227,16 +225,16 @@ class Unit:
         self._processes.clear()
 
     def _fail(self, failure: Failure) -> Failure:
-        self._to(State.FAILED)
+        self._to(UnitState.FAILED)
         self._on_event(Event(self.name, failure.reason, is_problem=True))
         return failure
 
-    def _to(self, state: State) -> None:
+    def _to(self, state: UnitState) -> None:
         self.status.state = state
         self.status.since = time.monotonic()
 
 
-def _significance(end: restarts.End) -> tuple[bool, bool]:
+def _significance(end: restarts.ProcessEnd) -> tuple[bool, bool]:
     return end.exit_code not in _SIGNIFICANT, end.exit_code == 0
 
 

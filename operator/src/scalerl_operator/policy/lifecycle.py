@@ -219,8 +219,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     # While a stop request is to be sent, the coordinator's present status is out of date.
     finished = status is not None and request_stop is None and status.phase is CoordinatorPhase.FINISHED
     # A rank that fails once the coordinator has noted the last checkpoint has nothing to lose any more.
-    put_back = observed.trainer.held and not observed.trainer.ending
-    left = put_back or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
+    requeued = observed.trainer.held and not observed.trainer.ending
+    left = requeued or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     if finished and left and memory.attempt > 0 and status is not None:
         stop_reason = status.stop_reason
         by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
@@ -232,7 +232,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         return _end(observed, memory, Outcome(End.COMPLETED, reason, stop_reason))
     held = observed.trainer.held
     memory = replace(memory, held_since=_since(memory.held_since, observed.unix_seconds) if held else None)
-    if put_back:
+    if requeued:
         memory = replace(memory, ready_since=None)
     elif observed.trainer.ready and observed.trainer.attempt == memory.attempt:
         since = observed.unix_seconds if memory.ready_since is None else memory.ready_since
@@ -314,7 +314,7 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
     if trainer.disrupted or trainer.state is JobState.COMPLETE:
         verdict = restarts.disrupted(policy, memory.record, ready_seconds)
     else:
-        end = restarts.End(restarts.Cause.EXIT, worst.exit_code, ready_seconds)
+        end = restarts.ProcessEnd(restarts.Cause.EXIT, worst.exit_code, ready_seconds)
         verdict = restarts.decide(policy, memory.record, end)
     if isinstance(verdict, restarts.GiveUp):
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED

@@ -40,7 +40,7 @@ class Cause(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessEnd:
     """How a process ended.
 
     exit_code: as ``subprocess`` gives it (negative: the signal); None if it was ended for a probe.
@@ -54,7 +54,7 @@ class End:
     def describe(self) -> str:
         """In words, for a person.
 
-        >>> End(Cause.EXIT, -9, None).describe()
+        >>> ProcessEnd(Cause.EXIT, -9, None).describe()
         'was killed by SIGKILL before it was ready'
         """
         if self.exit_code is None or self.cause is not Cause.EXIT:
@@ -101,10 +101,10 @@ class GiveUp:
     bad_input: bool = False
 
 
-def decide(policy: RestartPolicy, record: Record, end: End) -> Restart | GiveUp:
+def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | GiveUp:
     """What to do about an end that was not asked for.
 
-    >>> decide(RestartPolicy(), Record(), End(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
+    >>> decide(RestartPolicy(), Record(), ProcessEnd(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
     1.0
     """
     if end.exit_code == BAD_INPUT_EXIT_CODE:
