@@ -15,7 +15,7 @@ _LIST_SECONDS = 30
 
 
 class NotEnoughDevices(Exception):
-    """The spec needs more accelerators than this machine has."""
+    """The spec needs more accelerators than this machine has, or they are named in a way that DeepSpeed does not read."""
 
 
 def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -41,6 +41,11 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def check(plan: Plan, available: Sequence[str]) -> None:
     """Raises NotEnoughDevices unless each process can have devices of its own."""
     if plan.devices() <= len(available):
+        if plan.devices() and (named := [name for name in available if not name.isdecimal()]):
+            # DeepSpeed (0.19) ends with a ValueError.
+            raise NotEnoughDevices(
+                f"{VISIBLE} names {named[0]}, but DeepSpeed reads only numbers: give those of nvidia-smi -L"
+            )
         return
     asked = "; ".join(
         f"spec.{w.role}: {w.replicas} × {c.resources.devices}"
