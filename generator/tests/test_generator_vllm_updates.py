@@ -415,6 +415,26 @@ async def test_vllm_worker_refuses_bad_requests(server: Server) -> None:
             await stranger.pause()
 
 
+def test_vllm_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch reads how a group reacts to a lost peer when the group is constructed: by default it ends the process."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    found: list[str | None] = []
+
+    class NoGpu(torch.distributed.ProcessGroupNCCL):
+        def __init__(self, *_: object) -> None:
+            found.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            raise RuntimeError("no GPUs found")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
+    from scalerl_generator.vllm_worker import GroupInit, _ProcessGroup
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=5.0)
+    with pytest.raises(RuntimeError, match="no GPUs found"):
+        _ProcessGroup(init, 1, torch.device("cpu"))
+    assert found == ["2"]  # CleanUpOnly
+
+
 async def takes_bf16_weights(server: Server) -> None:
     """As close to the float32 forward as a bf16 forward of transformers is, within a factor of two."""
     async with VllmClient(server.url, TOKEN) as client:

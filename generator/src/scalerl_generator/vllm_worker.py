@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import logging
+import os
 import socket
 import threading
 import time
@@ -164,8 +165,11 @@ class _ProcessGroup:
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
         else:
+            # By default PyTorch ends the process when a peer is lost in an operation. 2: it only aborts the group, and the
+            # operation raises. Each group reads this once, when it is constructed; vLLM's own exist by now.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog ends the process after this time; our timeout (in `broadcast`) is shorter.
+            # A last resort; our timeout (in `broadcast`) is shorter.
             nccl._timeout = 4 * timeout + timedelta(minutes=1)
             self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
 
