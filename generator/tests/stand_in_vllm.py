@@ -65,6 +65,7 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.report: dict[str, Any] = {"state": "whole"}
         self.group: dict[str, Any] | None = None
+        self.join_error = ""
         self.breaks: list[tuple[int, str]] = []
         """For the next streamed requests: after how many tokens each fails, and how (``close`` or ``error``)."""
 
@@ -173,26 +174,26 @@ class Server:
 
     async def init(self, request: web.Request) -> web.Response:
         self.group = (await request.json())["init_info"]
-        if self.failure.pop("join", None):
-            return refusal("the group did not form")
+        self.join_error = "the group did not form" if self.failure.pop("join", None) else ""
         return web.json_response({})
 
     async def update(self, _: web.Request) -> web.Response:
         assert not self.running.is_set(), "an update of a server that is not paused"
-        if self.group is None:
-            return refusal("not in a process group")
+        self.report["error"] = "" if self.group else "not in a process group"
         await asyncio.sleep(self.failure.pop("seconds", 0.0))
         if how := self.failure.pop("update", None):
-            self.report["state"] = how
-            return refusal("the broadcast timed out")
-        self.report["state"] = "whole"
+            self.report |= {"state": how, "error": "the broadcast timed out"}
+        elif self.group:
+            self.report["state"] = "whole"
         return web.json_response({})
 
     async def finish(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["weight_version"]
+        self.version = (await request.json()).get("weight_version", self.version)
         return web.json_response({})
 
-    async def collective_rpc(self, _: web.Request) -> web.Response:
+    async def collective_rpc(self, request: web.Request) -> web.Response:
+        if (await request.json())["method"] == "scalerl_join_error":
+            return web.json_response({"results": [self.join_error]})
         zeros = dict.fromkeys(("transfer_seconds", "verify_seconds", "load_seconds", "finish_seconds"), 0.0)
         report = {"version": None, "tensors": 1, "buckets": 1, "bytes": 8, **zeros, **self.report}
         return web.json_response({"results": [report]})

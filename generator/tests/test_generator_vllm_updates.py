@@ -70,6 +70,12 @@ def bf16_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from start_server(tmp_path_factory.mktemp("vllm"), tied=True, dtype="bfloat16", fp32_head=True)
 
 
+@pytest.fixture
+def two_workers(tmp_path: Path) -> Iterator[Server]:
+    options = ["--tensor-parallel", "2"]
+    yield from start_server(tmp_path, tied=True, dtype="float32", fp32_head=True, options=options)
+
+
 def start_doomed_sender(epoch: int, version: int) -> subprocess.Popen[str]:
     script = Path(__file__).with_name("doomed_sender.py")
     argv = [sys.executable, str(script), str(epoch), str(version), str(BUCKET_BYTES)]
@@ -388,6 +394,31 @@ async def test_vllm_update_refuses_damaged_bytes(server: Server, bucket: int, pa
         assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
 
 
+@pytest.mark.full
+async def test_vllm_tensor_parallel_workers_recover_together(two_workers: Server) -> None:
+    """vLLM takes a worker's answer to a call that failed for its answer to the next one."""
+    good, bad = new_weights(two_workers.model, 6), new_weights(two_workers.model, 7)
+    async with VllmClient(two_workers.url, TOKEN) as client:
+        with pytest.raises(ServerRefused):  # nobody opens the other side
+            await client.init_group(Sender(1, workers=2).join(timeout_seconds=1))
+        for epoch, bucket in ((2, 0), (4, 2)):
+            sender = await connect(client, epoch, workers=2)
+            await publish(client, sender, good, epoch)
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, bad, epoch + 1, bucket))
+            with pytest.raises(UpdateFailed, match=f"bucket {bucket} .*checksum mismatch") as failed:
+                await client.receive(receive(bad, epoch, epoch + 1))
+            assert failed.value.partial == (bucket > 0)
+            with pytest.raises(RuntimeError):
+                await sending
+        await client._call("POST", "/start_weight_update", {}, 10)  # and its client dies
+        sender = await connect(client, 6, workers=2)
+        with pytest.raises(UpdateFailed, match="not in a process group"):
+            await client.receive(receive(good, 6, 6))
+        sender = await connect(client, 7, workers=2)
+        await publish(client, sender, good, 7)
+        assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
+
+
 async def test_vllm_update_takes_over_open_update(server: Server) -> None:
     policy = new_weights(server.model, 8)
     async with VllmClient(server.url, TOKEN) as client:
@@ -413,6 +444,26 @@ async def test_vllm_worker_refuses_bad_requests(server: Server) -> None:
     async with VllmClient(server.url, "another token") as stranger:
         with pytest.raises(ServerRefused, match="401"):
             await stranger.pause()
+
+
+def test_vllm_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch reads how a group reacts to a lost peer when the group is constructed: by default it ends the process."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    found: list[str | None] = []
+
+    class NoGpu(torch.distributed.ProcessGroupNCCL):
+        def __init__(self, *_: object) -> None:
+            found.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            raise RuntimeError("no GPUs found")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
+    from scalerl_generator.vllm_worker import GroupInit, _ProcessGroup
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=5.0)
+    with pytest.raises(RuntimeError, match="no GPUs found"):
+        _ProcessGroup(init, 1, torch.device("cpu"))
+    assert found == ["2"]  # CleanUpOnly
 
 
 async def takes_bf16_weights(server: Server) -> None:

@@ -119,10 +119,11 @@ def manifest(policy: LlamaForCausalLM) -> list[TensorSpec]:
 
 
 class Sender:
-    """The trainer's side of a group of two, in this process."""
+    """The trainer's side of a group with the workers of one server, in this process."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, workers: int = 1) -> None:
         self.epoch = epoch
+        self._world = 1 + workers
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=JOIN_SECONDS)
         )
@@ -134,7 +135,7 @@ class Sender:
             store_host="127.0.0.1",
             store_port=self._store.port,
             rank=1,
-            world_size=2,
+            world_size=self._world,
             backend="gloo",
             timeout_seconds=timeout_seconds,
         )
@@ -144,7 +145,7 @@ class Sender:
         options._timeout = timedelta(seconds=JOIN_SECONDS)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"scalerl-{self.epoch}", self._store), 0, 2, options
+            dist.PrefixStore(f"scalerl-{self.epoch}", self._store), 0, self._world, options
         )
         self._group.allreduce([torch.ones(1)]).wait()
 
@@ -165,8 +166,8 @@ class Sender:
             self._group.broadcast([buffer], how).wait()
 
 
-async def connect(client: VllmClient, epoch: int) -> Sender:
-    sender = Sender(epoch)
+async def connect(client: VllmClient, epoch: int, workers: int = 1) -> Sender:
+    sender = Sender(epoch, workers)
     await asyncio.gather(client.init_group(sender.join()), asyncio.to_thread(sender.open))
     return sender
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
@@ -39,6 +40,7 @@ from scalerl_trainer.tensor_files import TensorInfo
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
 STEPS = 3
+TIMEOUT_SECONDS = 240
 VOCABULARY = 17
 SKIPPED: list[tuple[int, Dtype]] = [
     *((stage, "float32") for stage in range(4)),
@@ -292,7 +294,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model, out = sys.argv[1], Path(sys.argv[2])
     rank = Rank.from_environment(os.environ)
-    scenarios = Scenarios(model, out, rank, init_process_group(rank, device="cpu", timeout_seconds=240))
+    device = init_process_group(rank, device="cpu", timeout_seconds=TIMEOUT_SECONDS)
+    scenarios = Scenarios(model, out, rank, device)
     compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
     results: dict[str, Any] = {"compilers": compilers}
     for stage in range(4):
@@ -307,6 +310,7 @@ def main() -> None:
     for stage, dtype in SKIPPED:
         results[f"skip {stage} {dtype}"] = scenarios.skip(stage, dtype)
     results["warm"] = scenarios.warm(1)
+    results["timeout"] = groups._get_data_parallel_group()._get_backend(device).options._timeout
     torch.save(results, out / f"rank-{rank.rank}.pt")
     destroy_process_group()
 

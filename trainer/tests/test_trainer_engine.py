@@ -124,6 +124,13 @@ def reference(model: str, worker: Any) -> dict[str, Any]:
     }
 
 
+def test_deepspeeds_collectives_have_time_out_of_process_group(
+    ranks: list[dict[str, Any]], worker: Any
+) -> None:
+    """They are in a group of DeepSpeed's own, which has torch's default otherwise."""
+    assert [rank["timeout"].total_seconds() for rank in ranks] == [worker.TIMEOUT_SECONDS] * RANKS
+
+
 def test_engine_needs_no_compiler(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["compilers"] == []
 

@@ -31,9 +31,10 @@ from scalerl_api.weight_layout import (
 from scalerl_trainer.publish import publisher as publisher_module
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
-from scalerl_trainer.publish.errors import SourceError
+from scalerl_trainer.publish.errors import GroupError, SourceError
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
+from scalerl_trainer.publish.sender_group import Store, open_group
 from scalerl_trainer.spec_settings import collective_timeout_seconds
 
 TOKEN = "secret"
@@ -337,6 +338,24 @@ def test_collective_timeout_exceeds_publish(timeout_seconds: int, limit: float) 
         }
     )
     assert collective_timeout_seconds(spec) == limit
+
+
+def test_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch reads how a group reacts to a lost peer when the group is constructed: by default it ends the process."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    found: list[str | None] = []
+
+    class NoGpu(torch.distributed.ProcessGroupNCCL):
+        def __init__(self, *_: object) -> None:
+            found.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            raise RuntimeError("no GPUs found")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
+    store = Store("127.0.0.1", 5.0)
+    with pytest.raises(GroupError, match="no GPUs found"):
+        open_group(1, "nccl", 1, store, torch.device("cpu"), 5.0, lambda: None)
+    store.close()
+    assert found == ["2"]  # CleanUpOnly
 
 
 def test_publish_wrong_manifest_raises(actors: FakeActors, make_publisher: Any) -> None:

@@ -35,6 +35,7 @@ from scalerl_generator.vllm_replies import (
     read_draft_report,
     read_draft_tally,
     read_error,
+    read_join_error,
     read_prompt_logprobs,
     read_report,
     read_weight_version,
@@ -276,8 +277,13 @@ class VllmClient:
         Raises:
             ServerRefused: the group did not form within ``join.timeout_seconds``.
         """
-        body = {"init_info": msgspec.to_builtins(join)}
-        await self._call("POST", "/init_weight_transfer_engine", body, join.timeout_seconds + _MARGIN_SECONDS)
+        path, body = "/init_weight_transfer_engine", {"init_info": msgspec.to_builtins(join)}
+        await self._call("POST", path, body, join.timeout_seconds + _MARGIN_SECONDS)
+        answer = await self._call(
+            "POST", "/collective_rpc", {"method": "scalerl_join_error"}, _CONTROL_SECONDS
+        )
+        if error := read_join_error(answer):
+            raise ServerRefused(path, 500, error)
 
     async def update_weights(self, receive: WeightReceive) -> PublishReport:
         """Receive one version over the group. Call between :meth:`pause` and :meth:`resume`.
@@ -289,19 +295,18 @@ class VllmClient:
         info = msgspec.to_builtins(receive)
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
         try:
-            try:
-                await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
-            except ServerRefused as error:
-                if "already active" not in error.message:
-                    raise
-                await self._abandon(receive)  # left open by a client that died
-                await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
+            if (await self.publish_report()).active:  # left open by a client that died
+                await self._abandon(receive)
+            await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
             await self._call("POST", "/update_weights", {"update_info": info}, seconds)
-            finish = {"weight_version": str(receive.version)}
+            report = await self.publish_report()
+            finish = {} if report.error else {"weight_version": str(receive.version)}
             await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
         except ServerRefused as error:
             report = await self.publish_report()
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
+        if report.error:
+            raise UpdateFailed(report.error, partial=report.state == "partial")
         return await self.publish_report()
 
     async def receive(self, receive: WeightReceive) -> WeightReceived:
@@ -332,13 +337,10 @@ class VllmClient:
         )
 
     async def _abandon(self, receive: WeightReceive) -> None:
-        """End an update that will not be sent: the worker leaves it by refusing it."""
+        """End an update that will not be sent: the worker leaves it with an error."""
         info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
-        try:
-            await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
-        except ServerRefused as error:
-            if "aborted by the client" not in error.message:
-                raise
+        await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
+        await self._call("POST", "/finish_weight_update", {}, _CONTROL_SECONDS)
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
         """Generation shares a pool; every other request gets its own connection.

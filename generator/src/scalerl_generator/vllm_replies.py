@@ -118,6 +118,9 @@ class PublishReport(msgspec.Struct, frozen=True):
     verify_seconds: float
     load_seconds: float
     finish_seconds: float
+    error: str = ""
+    held: int | None = None
+    active: bool = False
 
 
 class _SpanReply(msgspec.Struct):
@@ -163,6 +166,10 @@ class _RpcReply(msgspec.Struct):
     results: list[PublishReport]
 
 
+class _JoinReply(msgspec.Struct):
+    results: list[str]
+
+
 class _DraftReply(msgspec.Struct):
     results: list[DraftReport]
 
@@ -197,6 +204,7 @@ _GENERATE = msgspec.json.Decoder(_GenerateReply)
 _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
+_JOIN = msgspec.json.Decoder(_JoinReply)
 _DRAFTS = msgspec.json.Decoder(_DraftReply)
 _METRIC = re.compile(
     r"^vllm:(kv_cache_usage_perc|num_preemptions_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
@@ -299,7 +307,8 @@ def read_weight_version(content: bytes) -> int:
 
 
 def read_report(content: bytes) -> PublishReport:
-    """The slowest worker's report; ``partial`` if any worker is.
+    """The slowest worker's report; ``active`` and with an ``error`` if any worker's is, ``partial`` also if they hold different
+    versions.
 
     Raises:
         BadReply
@@ -307,7 +316,22 @@ def read_report(content: bytes) -> PublishReport:
     reports = _decoded(_RPC, content).results
     if not reports:
         raise BadReply("the answer has no worker's report")
-    return max(reports, key=lambda r: (r.state == "partial", r.transfer_seconds + r.load_seconds))
+    slowest = max(reports, key=lambda r: r.transfer_seconds + r.load_seconds)
+    return msgspec.structs.replace(
+        slowest,
+        state="whole" if {(r.state, r.held) for r in reports} == {("whole", slowest.held)} else "partial",
+        error=next((r.error for r in reports if r.error), ""),
+        active=any(r.active for r in reports),
+    )
+
+
+def read_join_error(content: bytes) -> str:
+    """Of the first worker that did not join its group; empty if all did.
+
+    Raises:
+        BadReply
+    """
+    return next((error for error in _decoded(_JOIN, content).results if error), "")
 
 
 def read_cache_pressure(content: bytes) -> CachePressure:

@@ -7,9 +7,12 @@ vLLM loads this module in every process of the server through its ``vllm.general
    when the membership changes. The sender is rank 0.
 2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive in the layout of
    :mod:`scalerl_api.weight_layout`; each is verified before any byte of it reaches the model.
-3. A receive that fails (timeout, lost peer, damaged bucket) raises, and the worker leaves the group. The model then holds
-   its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds. Either way the
-   engine can join a new group and start again.
+3. After a receive that fails (timeout, lost peer, damaged bucket) the worker leaves the group, and its report has the error. The
+   model then holds its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds.
+   Either way the engine can join a new group and start again.
+
+Failures are reported, not raised: of an exception that several tensor-parallel workers raise, vLLM (0.32) reads the first
+worker's answer alone, and takes the others' for those to its next call, and so on.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import logging
+import os
 import socket
 import threading
 import time
@@ -53,10 +57,6 @@ if TYPE_CHECKING:
 BACKEND = "scalerl"
 _POLL_SECONDS = 0.002
 _MIN_BROADCAST_SECONDS = 0.1
-
-
-class WeightReceiveError(RuntimeError):
-    """A receive failed; the message ends with the state of the weights (``whole`` or ``partial``)."""
 
 
 def register() -> None:
@@ -105,7 +105,11 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class PublishReport:
-    """A worker's last update; seconds are this worker's own."""
+    """A worker's last update; seconds are this worker's own.
+
+    ``error`` is empty if it has not failed. ``held``: the version of the last complete update. ``active``: vLLM considers
+    an update open.
+    """
 
     state: Literal["whole", "partial"] = "whole"
     version: int | None = None
@@ -117,6 +121,9 @@ class PublishReport:
     verify_seconds: float = 0.0
     load_seconds: float = 0.0
     finish_seconds: float = 0.0
+    error: str = ""
+    held: int | None = None
+    active: bool = False
 
 
 class _ProcessGroup:
@@ -164,8 +171,11 @@ class _ProcessGroup:
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
         else:
+            # By default PyTorch ends the process when a peer is lost in an operation. 2: it only aborts the group, and the
+            # operation raises. Each group reads this once, when it is constructed; vLLM's own exist by now.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog ends the process after this time; our timeout (in `broadcast`) is shorter.
+            # A last resort; our timeout (in `broadcast`) is shorter.
             nccl._timeout = 4 * timeout + timedelta(minutes=1)
             self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
 
@@ -231,11 +241,17 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._parameter_names = frozenset(name for name, _ in model.named_parameters())
         self._tied = _tied_layers(model)
         self.report = PublishReport()
+        self.join_error = ""
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
+        """Join a group; ``join_error`` says why that failed."""
         self.shutdown()
+        self.join_error = ""
         rank = init_info.rank + self.parallel_config.rank
-        self._group = _ProcessGroup(init_info, rank, self.device)
+        try:
+            self._group = _ProcessGroup(init_info, rank, self.device)
+        except RuntimeError as error:
+            self.join_error = str(error)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -243,15 +259,20 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        report = PublishReport(state=self.report.state, version=update_info.version, epoch=update_info.epoch)
+        report = PublishReport(
+            state=self.report.state,
+            version=update_info.version,
+            epoch=update_info.epoch,
+            held=self.report.held,
+        )
         try:
             self._receive(update_info, report)
         except Exception as error:
             self._abort_update()
-            raise WeightReceiveError(
+            report.error = (
                 f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
                 f"(received {report.buckets} bucket(s), weights are {report.state})"
-            ) from error
+            )
         finally:
             self.report = report
 
@@ -289,10 +310,13 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset, such as {missing[0]!r}")
 
     def finish_weight_update(self) -> None:
+        if self.report.error:  # the layers are finalized already
+            return
         started = time.perf_counter()
         self._finalize()
         self.report.finish_seconds = time.perf_counter() - started
         self.report.state = "whole"
+        self.report.held = self.report.version
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -351,10 +375,17 @@ class WorkerExtension:
 
     weight_transfer_engine: ScaleRLWeightEngine
     model_runner: Any
+    _weight_update_active: bool
 
     def scalerl_publish_report(self) -> dict[str, Any]:
         """:class:`PublishReport` of the last update, as a dict."""
-        return asdict(self.weight_transfer_engine.report)
+        report = self.weight_transfer_engine.report
+        report.active = self._weight_update_active
+        return asdict(report)
+
+    def scalerl_join_error(self) -> str:
+        """Why the worker is not in the group that it was to join last; empty if it is."""
+        return self.weight_transfer_engine.join_error
 
     def scalerl_attach_proposer(self) -> None:
         """Let the proposer of drafts see the ids of requests."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from scalerl_trainer.engine.distributed import limit_as_default
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.saved_state import Piece
 
@@ -106,6 +107,8 @@ class DeepSpeedEngine:
             config=_config(settings, self._world, sum(p.numel() for p in parameters)),
             dist_init_required=False,
         )
+        # Its collectives, those of a publish under ZeRO-3 among them, would have torch's default: ten minutes over NCCL.
+        limit_as_default(self.engine.seq_data_parallel_group, device)
 
     def __call__(self, *arguments: Any) -> Any:
         return self.engine(*arguments)

@@ -59,7 +59,7 @@ def init_process_group(
     """Initialise the default process group (gloo on CPUs, NCCL on GPUs) and return this rank's device.
 
     Blocks until all ranks have joined, at most ``timeout_seconds``, which is also the limit of every later collective.
-    DeepSpeed uses the group.
+    DeepSpeed uses a clone of the group (:func:`limit_as_default`).
 
     Raises:
         Stopped: ``stopped`` is true on this rank or on another that has joined.
@@ -144,6 +144,13 @@ def destroy_process_group() -> None:
     """Close the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def limit_as_default(group: Any, device: torch.device) -> None:
+    """Give ``group``, of which ``device`` is this rank's, the time-out of the default group."""
+    c10d: Any = dist.distributed_c10d
+    default = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    c10d._set_pg_timeout(default.options._timeout, group)
 
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:

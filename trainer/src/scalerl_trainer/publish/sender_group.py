@@ -7,6 +7,7 @@ ends the wait of all members that are joining at once.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -204,7 +205,10 @@ def _new_process_group(
         gloo._timeout = timeout
         gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname=address.host)]
         return c10d.ProcessGroupGloo(store, 0, world_size, gloo)
+    # By default PyTorch ends the process when a peer is lost in an operation. 2: it only aborts the group, and the operation
+    # raises. Each group reads this once, when it is constructed; those of the ranks exist by now.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     nccl = c10d.ProcessGroupNCCL.Options()
-    # NCCL's watchdog ends the process when this runs out; ours (in `wait`) comes first.
+    # A last resort; our time-out (in `wait`) comes first.
     nccl._timeout = 4 * timeout + timedelta(minutes=1)
     return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
