@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -16,6 +18,7 @@ from scalerl_api.recipe.presets import DEFAULTS, cel, completed
 from scalerl_api.recipe.spec import Preset
 from scalerl_api.spec_warnings import warnings_of
 
+RECIPE_PAGE = Path(__file__).resolve().parents[2] / "docs/recipe.md"
 RUN: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",
     "kind": "ScaleRLRun",
@@ -78,6 +81,44 @@ def test_spec_overrides_preset() -> None:
     assert recipe.loss.ppo_clip is not None
     assert (recipe.loss.ppo_clip.clip_low, recipe.loss.ppo_clip.clip_high) == ("0.2", "0.3")
     assert (recipe.prompts_per_step, recipe.aggregation) == (4, "PromptAverage")
+
+
+def variants_of_the_page() -> dict[str, dict[str, Any]]:
+    """ScaleRL's leave-one-out variants in docs/recipe.md: name, and the line of the spec."""
+    table = RECIPE_PAGE.read_text(encoding="utf-8").partition("| variant | line |\n| --- | --- |\n")[2]
+    rows = [row.strip("|").split("|") for row in table.partition("\n\n")[0].splitlines()]
+    return {name.strip(): yaml.safe_load(line.strip().strip("`")) for name, line in rows}
+
+
+LEFT_OUT = {
+    "prompt-level advantage": {"advantage.normalization"},
+    "length penalty": {"length"},
+    "whole batch": {"zeroVarianceFilter"},
+    "PPO-off-policy-8": {"offPolicy"},
+    "no FP32 head": {"fp32Logits"},
+    "sample average": {"aggregation"},
+    "DAPO's loss": {"loss"},
+    "uniform sampling": {"curriculum"},
+}
+"""What each changes of ScaleRL."""
+
+
+def test_leave_one_out_variants_of_the_page_change_one_choice_each() -> None:
+    """And no two the same one, and none back to ScaleRL's."""
+    variants = variants_of_the_page()
+    assert variants.keys() == LEFT_OUT.keys()
+    base = dict(values(RecipeSpec()))
+    for name, line in variants.items():
+        found = values(RecipeSpec.model_validate({"preset": "scalerl", **line}))
+        changed = {field for field in base.keys() | found.keys() if base.get(field) != found.get(field)}
+        assert {f.partition(".")[0] if f.partition(".")[0] in ONE_OF else f for f in changed} == LEFT_OUT[
+            name
+        ]
+    dapo = values(RecipeSpec(preset="dapo"))
+    found = values(RecipeSpec.model_validate(variants["DAPO's loss"]))
+    assert {f: v for f, v in found.items() if f.startswith("loss.")} == {
+        f: v for f, v in dapo.items() if f.startswith("loss.")
+    }
 
 
 @pytest.mark.parametrize("key", ["offPolicy", "off_policy"])

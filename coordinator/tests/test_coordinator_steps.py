@@ -195,7 +195,9 @@ def test_grading_errors_are_counted_and_logged_once(world, caplog):
     # One verdict is left in each group: it says nothing, and the step trains nothing.
     assert [(g.filtered, g.ungraded) for g in world.plan("t", 0).groups] == [(True, [0])] * 3
     assert world.report("t", 0)["grading_errors"] == 3
-    assert len([m for m in caplog.messages if "timeout after 10 s" in m]) == 1
+    (message,) = [m for m in caplog.messages if "timeout after 10 s" in m]
+    assert "train slot 0, " in message
+    assert "first on completions[0]: timeout after 10 s" in message
 
 
 def test_rows_are_kept_until_checkpoint(world):

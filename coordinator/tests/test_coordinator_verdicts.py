@@ -71,8 +71,20 @@ def test_point_has_the_mean_of_each_part_over_prompts() -> None:
 
 
 @pytest.mark.parametrize("split", Split)
-def test_part_that_is_not_finite_is_refused_with_prompt_and_completion(
-    split: Split, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("verdicts", "says"),
+    [
+        (
+            wire.Verdicts(scores=[1.0, 0.0], parts={"process": [0.5, math.inf]}),
+            "completions[1]: part 'process' of its verdict is inf, not finite",
+        ),
+        (wire.Verdicts(scores=[0.0, 1.5]), "completions[1]: score 1.5 is outside [0, 1]"),
+        (wire.Verdicts(scores=[-0.1, 0.0]), "completions[0]: score -0.1 is outside [0, 1]"),
+        (wire.Verdicts(scores=[0.0, math.nan]), "completions[1]: score nan is outside [0, 1]"),
+    ],
+)
+def test_verdict_out_of_range_is_refused_with_prompt_and_completion(
+    split: Split, verdicts: wire.Verdicts, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(make_settings())
     world.member = world.register("g")
@@ -81,7 +93,9 @@ def test_part_that_is_not_finite_is_refused_with_prompt_and_completion(
     world.publish("t")
     world.beat(world.member, 0)
     lease = next(lease for lease in world.lease(world.member, 0) if lease.split is split)
-    assert push(world, lease, [0.5, math.inf], prompt_id="algebra-7") is PushResult.INVALID
-    (message,) = [m for m in caplog.messages if "process" in m]
+    assert push(world, lease, [], verdicts=verdicts, prompt_id="algebra-7") is PushResult.INVALID
+    (message,) = [m for m in caplog.messages if says in m]
     assert f"prompt {lease.prompt.index} (algebra-7)" in message
-    assert "completions[1]: part 'process' of its verdict is inf, not finite" in message
+    assert f"{split} slot {lease.slot}" in message
+    check_consistency(world)
+    assert world.state.counts.acknowledged == 0

@@ -139,7 +139,7 @@ def kill_in_turn(watch: Watch, order: list[str], steps: int, dice: random.Random
 def finish(watch: Watch, steps: int) -> None:
     watch.until(lambda: watch.run.step() >= steps, 900, f"step {steps}")
     watch.assert_rollouts_add_up()
-    assert watch.run.finish(120) == 0, watch.run.tail()
+    assert watch.run.finish(300) == 0, watch.run.tail()
     watch.journal.update()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -245,33 +243,42 @@ def test_averages_agree_on_completions_of_one_token_and_groups_of_one_size(
         torch.testing.assert_close(other, first, rtol=1e-9, atol=1e-12)
 
 
-@given(batch=batches(), longest=st.integers(6, 50))
+@given(data=st.data(), tokens=st.integers(1, 5), constant=st.integers(5, 50))
 @settings(max_examples=40, deadline=None)
 def test_dr_grpo_is_grpo_without_its_deviation_and_its_lengths(
-    batch: dict[str, torch.Tensor], longest: int
+    data: st.DataObject, tokens: int, constant: int
 ) -> None:
-    """Up to the constant: where all completions have one length, 1/|o| is a constant too."""
-    count = len(batch["lengths"]) // 2 * 2
-    assume(count and len(batch["trainer"]) >= count)
-    batch = {
-        "lengths": torch.ones(count, dtype=torch.long),
-        "groups": torch.arange(count) // 2,
-        "rewards": batch["rewards"][:count],
-        "trainer": batch["trainer"][:count],
-        "generator": batch["generator"][:count],
-    }
-    group_s = batch["groups"]
-    advantages_s = advantages(batch["rewards"], group_s, "None").double()
-    tokens = TokenBatch(
-        batch["trainer"], batch["generator"], advantages_s, torch.zeros(0), torch.arange(count)
+    """Up to the constant: of completions of one length, GRPO's gradient with ``normalization: None`` is that of Dr. GRPO;
+    with its deviation, or of completions of two lengths, it is not."""
+    seed = data.draw(st.integers(0, 2**16))
+    random = torch.Generator().manual_seed(seed)
+    rewards, group_s = torch.tensor([1.0, -1.0, 1.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+
+    def gradient(normalization: Normalization, aggregation: Aggregation, lengths: list[int]) -> torch.Tensor:
+        lengths_s = torch.tensor(lengths)
+        trained_n = -3 * torch.rand(sum(lengths), generator=random.manual_seed(seed), dtype=torch.float64)
+        sampled_n = trained_n + 0.1 * torch.randn(sum(lengths), generator=random, dtype=torch.float64)
+        trained_n.requires_grad_()
+        loss = PpoClip()(
+            TokenBatch(
+                trained_n,
+                sampled_n,
+                per_token(advantages(rewards, group_s, normalization).double(), lengths_s),
+                per_token(sequence_weights(lengths_s, group_s, aggregation, constant), lengths_s),
+                per_token(torch.arange(4), lengths_s),
+            )
+        ).loss
+        return torch.autograd.grad(loss, trained_n)[0]
+
+    equal, unequal = [tokens] * 4, [tokens, tokens + 1, tokens, tokens]
+    dr_grpo = gradient("None", "Constant", equal) * constant
+    torch.testing.assert_close(
+        gradient("None", "SampleAverage", equal) * tokens, dr_grpo, rtol=1e-9, atol=1e-12
     )
-    value = {
-        aggregation: PpoClip()(
-            replace(tokens, weights_n=sequence_weights(batch["lengths"], group_s, aggregation, longest))
-        ).loss.item()
-        for aggregation in ("SampleAverage", "Constant")
-    }
-    assert value["Constant"] * longest == pytest.approx(value["SampleAverage"], rel=1e-9, abs=1e-12)
+    assert not torch.allclose(gradient("Group", "SampleAverage", equal) * tokens, dr_grpo)
+    assert not torch.allclose(
+        gradient("None", "SampleAverage", unequal) * tokens, gradient("None", "Constant", unequal) * constant
+    )
 
 
 @given(st.integers(0, 2**16))

@@ -25,6 +25,21 @@ _SYNCHRONOUS: Final = [
 ]
 """Presets that generate each step with the weights that train it."""
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
+_PENALTY: Final = "self.recipe.length.penalty"
+
+
+def _shortest(spec: RunSpec) -> int:
+    """Length limit of the completions of the task with the lowest one."""
+    limits = [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
+    return min([spec.recipe.max_completion_tokens, *limits])
+
+
+def _below_completions(path: str, below: str) -> str:
+    """CEL: a number of the recipe is below (``<``, ``<=``) the length limit of the completions of every task."""
+    return (
+        f"({path} {below} self.recipe.maxCompletionTokens && (!has(self.task.mix) || "
+        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {path} {below} t.maxCompletionTokens)))"
+    )
 
 
 def _within_completions(path: str) -> Rule:
@@ -35,13 +50,11 @@ def _within_completions(path: str) -> Rule:
     def holds(spec: RunSpec) -> bool:
         chosen = getattr(spec.recipe.length, to_snake(rule))
         given = None if chosen is None else getattr(chosen, to_snake(field))
-        limits = [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
-        return given is None or given < min([spec.recipe.max_completion_tokens, *limits])
+        return given is None or given < _shortest(spec)
 
     return Rule(
         f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
-        f"({length}.{field} < self.recipe.maxCompletionTokens && (!has(self.task.mix) || "
-        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {length}.{field} < t.maxCompletionTokens)))",
+        f"{_below_completions(f'{length}.{field}', '<')}",
         f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
         f"recipe.length.{path}",
         holds,
@@ -105,6 +118,28 @@ RUN_RULES: Final = (
     *(
         _within_completions(path)
         for path in ("interruption.minTokens", "interruption.maxTokens", "overlong.bufferTokens")
+    ),
+    Rule(
+        f"!has(self.recipe.length) || !has({_PENALTY}) || !has({_PENALTY}.maxTokens) || "
+        f"{_PENALTY}.maxTokens <= self.recipe.maxCompletionTokens",
+        "%(recipe.length.penalty.maxTokens)s must be at most %(recipe.maxCompletionTokens)s: no completion is longer",
+        "recipe.length.penalty.maxTokens",
+        lambda spec: (
+            (penalty := spec.recipe.length.penalty) is None
+            or (penalty.max_tokens or 0) <= spec.recipe.max_completion_tokens
+        ),
+    ),
+    Rule(
+        f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENALTY}.maxTokens) || !has({_PENALTY}.bufferTokens) || "
+        f"{_below_completions(f'{_PENALTY}.bufferTokens', '<=')}",
+        "%(recipe.length.penalty.bufferTokens)s must be at most %(recipe.maxCompletionTokens)s, and that of each of task.mix, "
+        "where recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
+        "recipe.length.penalty.bufferTokens",
+        lambda spec: (
+            (penalty := spec.recipe.length.penalty) is None
+            or penalty.max_tokens is not None
+            or (penalty.buffer_tokens or 0) <= _shortest(spec)
+        ),
     ),
     Rule(
         "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from scalerl_api.load import load_run, to_yaml
+from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec
 from scalerl_cli import inputs, machine
 from scalerl_cli.main import main
@@ -530,3 +532,41 @@ def test_validate_refuses_a_deadline_that_is_over(
     over = "2020-01-01T00:00:00Z is over (set a later time, or leave it out)"
     unread = "warning: spec.autoscaling.deadline: is not used with mode: Off (set mode to Advisory or Auto)"
     assert (over if code else unread) in said
+
+
+def test_validate_shows_every_value_of_the_recipe_and_its_origin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a run's own file, which has all values written out."""
+    recipe = {
+        "preset": "dapo",
+        "promptsPerStep": 8,
+        "maxCompletionTokens": 6,
+        "loss": {"ppoClip": {"clipLow": "0.1"}},
+    }
+    (tmp_path / "run.yaml").write_text(changed(spec__recipe=recipe))
+    (tmp_path / "written.yaml").write_text(to_yaml(load_run(tmp_path / "run.yaml").to_manifest()))
+    shown = []
+    for file in (tmp_path / "run.yaml", tmp_path / "written.yaml"):
+        assert main(["validate", "--show", str(file)]) == 0
+        head, *lines, end = capsys.readouterr().out.splitlines()
+        assert (head, end) == (f"{file}: recipe dapo", f"{file}: ok")
+        shown.append(lines)
+    assert shown[0] == shown[1]
+    for line in (
+        "loss.ppoClip.clipLow: 0.1 (spec)",
+        "loss.ppoClip.clipHigh: 0.26 (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])",
+        "advantage.normalization: Group (preset: DAPO, arXiv 2503.14476 [P])",
+        "length.none: {} (preset: the papers do not say [?])",
+        "kl.none: {} (default)",
+        "completionsPerPrompt: 16 (default: ScaleRL, arXiv 2510.13786 [P])",
+        "promptsPerStep: 8 (spec)",
+    ):
+        assert f"  {line}" in shown[0]
+    said = {line.strip().split(":")[0] for line in shown[0]}
+    sections = {field.partition(".")[0] for field in said}
+    assert sections == {field.alias for field in RecipeSpec.model_fields.values()} - {
+        "preset",
+        "distillation",
+        "refill",
+    }

@@ -441,11 +441,12 @@ class GeneratorRequests:
         """Log the first grading error; later ones are only counted."""
         if summary.ungraded and not self._grading_error_logged:
             self._grading_error_logged = True
-            error = group.verdicts.errors[summary.ungraded[0]]
+            first = summary.ungraded[0]
             log.error(
-                "%s, prompt %s: the verifier failed on %d of %d completions: %s; later grading errors are "
-                "only counted, in the status and in metrics.jsonl",
-                *(member.name, group.prompt_id, len(summary.ungraded), len(group.completions), error),
+                "%s, %s slot %d, prompt %s: the verifier failed on %d of %d completions, first on completions[%d]: %s; later "
+                "grading errors are only counted, in the status and in metrics.jsonl",
+                *(member.name, group.split, group.slot, group.prompt_id),
+                *(len(summary.ungraded), len(group.completions), first, group.verdicts.errors[first]),
             )
 
     def _accept_evaluation(

@@ -109,8 +109,11 @@ class _HeldLease:
     waits_for_teacher: bool = False
 
     def renew(self) -> None:
-        """Restart the lease's time after progress."""
-        self.deadline = time.monotonic() + self.lease.remaining_seconds
+        """Restart the lease's time after progress; of progress many times a second, one in a hundredth of that time counts."""
+        deadline = time.monotonic() + self.lease.remaining_seconds
+        if deadline - self.deadline < self.lease.remaining_seconds / 100:
+            return
+        self.deadline = deadline
         if self.timeout is not None and not self.timeout.expired():
             loop = asyncio.get_running_loop()
             self.timeout.reschedule(loop.time() + self.lease.remaining_seconds)

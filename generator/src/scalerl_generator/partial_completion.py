@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,8 @@ _NO_TOKENS = _Tokens(*(np.empty(0, dtype) for dtype in ("i4", "f4", "?", "i4")))
 
 
 def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
+    if len(parts) == 1:
+        return parts[0]
     parts = parts or [_NO_TOKENS]
     return _Tokens(
         np.concatenate([part.token_ids for part in parts]),
@@ -37,6 +39,8 @@ def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
 
 
 def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
+    if len(versions) and (versions == versions[0]).all():  # nearly always, and a tenth of the work
+        return (Span(int(versions[0]), 0, len(versions)),)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if len(versions) else []
     ends = [*starts[1:], len(versions)]
     return tuple(Span(int(versions[s]), s, e) for s, e in zip(starts, ends, strict=False))
@@ -81,11 +85,14 @@ class PartialCompletion:
         Raises:
             GenerationFailed: the spans are not those of these tokens.
         """
-        versions = np.repeat([s.version for s in spans], [s.end - s.start for s in spans]).astype(np.int32)
-        if len(versions) != self.tokens - since:
+        lengths = [span.end - span.start for span in spans]
+        if sum(lengths) != self.tokens - since:
             raise GenerationFailed("the answer lacks the weight versions of its tokens")
         whole = _concatenated(self._parts)
-        self._parts = [replace(whole, versions=np.concatenate([whole.versions[:since], versions]))]
+        versions = np.repeat(np.array([span.version for span in spans], np.int32), lengths)
+        if since:
+            versions = np.concatenate([whole.versions[:since], versions])
+        self._parts = [_Tokens(whole.token_ids, whole.logprobs, whole.masked, versions)]
 
     def forget_reports(self) -> None:
         """Report all tokens again, those of a report under way too."""
@@ -137,5 +144,5 @@ class PartialCompletion:
         assert self.finish_reason is not None, "the completion is not complete"
         whole = _concatenated(self._parts)
         return Sampled(
-            whole.token_ids, whole.logprobs, whole.masked, self.weight_versions, self.finish_reason
+            whole.token_ids, whole.logprobs, whole.masked, _spans(whole.versions), self.finish_reason
         )

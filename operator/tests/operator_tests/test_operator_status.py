@@ -1,0 +1,23 @@
+"""What the status of a run shows of its spec."""
+
+from __future__ import annotations
+
+from operator_tests.manifests import cluster_run, context
+from scalerl_api.conditions import Phase
+from scalerl_operator.controller.status import report
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+
+
+def test_status_shows_every_value_of_the_recipe_and_its_origin() -> None:
+    run = cluster_run(
+        recipe={"preset": "gspo", "temperature": "0.9", "length": {"interruption": {"phrase": "x" * 500}}}
+    )
+    status = report(context(run, decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1))))
+    shown = {value["field"]: (value["value"], value["origin"]) for value in status.to_object()["recipe"]}
+    assert shown["loss.gspo.clipLow"] == ("3e-4", "preset: GSPO, arXiv 2507.18071 [P]")
+    assert shown["offPolicy.ppo.stepsPerBatch"] == ("4", "preset: GSPO, arXiv 2507.18071 [S]")
+    assert shown["temperature"] == ("0.9", "spec")
+    assert shown["kl.none"] == ("{}", "default")
+    assert shown["length.interruption.phrase"] == ("x" * 256, "spec"), (
+        "cut: a status is no place for long texts"
+    )
