@@ -1,4 +1,4 @@
-"""Rollouts with drafts from past responses, beside what vLLM has: tokens a verification, and seconds.
+"""Rollouts with drafts from past responses, beside what vLLM has: acceptance length, and seconds.
 
 A run on op-graph problems gives the weights of three epochs, really trained: a warm start on worked solutions, then
 reinforcement learning on 48 prompts, six steps an epoch. Each rival then samples all prompts under the weights of the first
@@ -271,7 +271,7 @@ def of_the_model(
 
 
 def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bool) -> dict[str, Any]:
-    """Tokens a verification of each drafter over what was sampled; drafts of at most 32 tokens."""
+    """Acceptance length of each drafter over what was sampled; drafts of at most 32 tokens."""
     epochs = asyncio.run(sampled_epochs(folder, made, temperature))
     prompts = prompts_of(folder)
     prompts_t = [np.array(prompt, np.int32) for prompt in prompts]
@@ -295,19 +295,18 @@ def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bo
         f"temperature {temperature:g}: entropy {', '.join(f'{value:.2f}' for value in entropy)} nats a token"
     )
     print(
-        f"{'tokens a verification (drafted)':32}"
+        f"{'acceptance length (draft length)':32}"
         + "".join(f"   epoch {at}    " for at in range(1, EPOCHS + 1))
     )
     for name, outcomes in figures.items():
         columns = "".join(
-            f"{one.tokens_per_verification:7.2f} ({one.drafted / one.verifications:4.1f})" for one in outcomes
+            f"{one.acceptance_length:7.2f} ({one.drafted / one.verifications:4.1f})" for one in outcomes
         )
         print(f"{name:32}{columns}")
     per_verification = {
-        name: [round(one.tokens_per_verification, 3) for one in outcomes]
-        for name, outcomes in figures.items()
+        name: [round(one.acceptance_length, 3) for one in outcomes] for name, outcomes in figures.items()
     }
-    return {"entropy": [round(value, 3) for value in entropy], "tokens a verification": per_verification}
+    return {"entropy": [round(value, 3) for value in entropy], "acceptance length": per_verification}
 
 
 def drafting(folder: Path, made: list[Path]) -> dict[str, float]:
@@ -383,7 +382,7 @@ BATCHES = {"full, 256 sequences": Batch(16, 16, PROMPTS), "tail, 8 sequences": B
 async def fight(
     folder: Path, made: list[Path], name: str, arctic: Path | None
 ) -> dict[str, dict[str, float]]:
-    """Seconds, seconds of processor and tokens a verification of the second epoch, in batches of each size."""
+    """Seconds, seconds of processor and acceptance length of the second epoch, in batches of each size."""
     prompts = prompts_of(folder)
     figures = {}
     for label, batch in BATCHES.items():
@@ -413,11 +412,11 @@ async def fight(
             "tokens": tokens,
             "tokens a second": tokens / seconds,
             "tokens a processor second": tokens / cpu,
-            "tokens a verification": tokens / (tokens - accepted),
+            "acceptance length": tokens / (tokens - accepted),
         }
         print(
             f"{name:10} {label:22} {tokens / seconds:8.0f} tokens/s {tokens / cpu:8.0f} tokens/s of processor "
-            f"{tokens / (tokens - accepted):6.2f} tokens a verification",
+            f"{tokens / (tokens - accepted):6.2f} acceptance length",
             flush=True,
         )
     return figures

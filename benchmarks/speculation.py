@@ -1,4 +1,4 @@
-"""Speculative decoding at 64 generators and 16 trainers, simulated from the tokens a verification that ``rollout.py`` measured.
+"""Speculative decoding at 64 generators and 16 trainers, simulated from the acceptance length that ``rollout.py`` measured.
 
 The work is that of ``schedule.py``: three epochs under PipelineRL-8, completions up to 16,384 tokens, groups to the least loaded
 generator. In the first epoch nothing is drafted. Speeds are those of an 8 B model in bfloat16 on an H100, with two costs of a

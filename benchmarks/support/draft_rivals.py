@@ -1,4 +1,4 @@
-"""Replays what was sampled through drafters: tokens that a verification yields. Exact in distribution for drafts of one token a
+"""Replays what was sampled through drafters: acceptance length. Exact in distribution for drafts of one token a
 position, since a token is accepted exactly if the model sampled it."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
     drafted: int = 0
 
     @property
-    def tokens_per_verification(self) -> float:
+    def acceptance_length(self) -> float:
         return self.tokens / max(self.verifications, 1)
 
 

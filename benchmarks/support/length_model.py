@@ -24,9 +24,15 @@ SPREAD = 0.02
 
 
 def make_length_model(
-    directory: Path, mean_tokens: float, context_tokens: int, hidden: int = 128, seed: int = 0
+    directory: Path,
+    mean_tokens: float,
+    context_tokens: int,
+    hidden: int = 128,
+    seed: int = 0,
+    kv_heads: int | None = None,
 ) -> int:
-    """Write model and tokenizer; returns the number of parameters."""
+    """Write model and tokenizer; returns the number of parameters. kv_heads: of each layer; by default one for each attention head."""
+    kv_heads = kv_heads or hidden // HEAD_SIZE
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -43,7 +49,7 @@ def make_length_model(
         "intermediate_size": 3 * hidden,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": hidden // HEAD_SIZE,
-        "num_key_value_heads": hidden // HEAD_SIZE,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": context_tokens,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
@@ -61,7 +67,7 @@ def make_length_model(
     weights[vocabulary[" "]] = 6.0
     weights[1] = weights.sum() / (mean_tokens - 1)
     generator = np.random.default_rng(seed)
-    tensors = _layers(hidden, generator)
+    tensors = _layers(hidden, kv_heads * HEAD_SIZE, generator)
     # All tokens have nearly one embedding, which the layers barely move. The head makes the log-weights of what is common
     # to all, and reads a little of the rest, so that gradients reach every layer.
     noise = SPREAD * generator.standard_normal((2, len(vocabulary), hidden), np.float32)
@@ -72,9 +78,9 @@ def make_length_model(
     return sum(tensor.size for tensor in tensors.values())
 
 
-def _layers(hidden: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+def _layers(hidden: int, kv_size: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
     shapes = {
-        **{f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"},
+        **{f"self_attn.{name}_proj": (hidden if name in "qo" else kv_size, hidden) for name in "qkvo"},
         "mlp.gate_proj": (3 * hidden, hidden),
         "mlp.up_proj": (3 * hidden, hidden),
         "mlp.down_proj": (hidden, 3 * hidden),

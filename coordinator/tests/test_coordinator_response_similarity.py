@@ -141,3 +141,18 @@ def test_unwritable_lines_leave_the_store_alone(tmp_path: Path, store: ResponseS
     store.close()
     assert store.counters.stored == 2
     assert store.counters.dropped.total() == 0
+
+
+def test_a_group_that_cannot_be_compared_is_stored(
+    store: ResponseStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise ValueError("not comparable")
+
+    monkeypatch.setattr("scalerl_coordinator.response_similarity.reused_tokens", fail)
+    put(store, 0, [0] * 15)
+    put(store, 1, [0] * 15)
+    store.close()
+    assert store.counters.stored == 2
+    assert store.counters.dropped.total() == 0
+    assert [record.message for record in caplog.records] == ["a group is not compared with the one before it"]

@@ -130,7 +130,7 @@ def test_segments_of_another_format_are_discarded(tmp_path: Path, monkeypatch: p
         opened.close()
     opened = Opened(tmp_path / "history")
     assert opened.find(0) == []
-    assert opened.store.counters.damaged == 1
+    assert (opened.store.counters.discarded_segments, opened.store.counters.damaged) == (1, 0)
     assert segments(tmp_path / "history") == []
     opened.close()
 

@@ -1,5 +1,7 @@
 """The limit on sequences at the server follows its KV cache."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,58 +9,85 @@ from hypothesis import strategies as st
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.vllm_replies import BadReply, CachePressure, read_cache_pressure
 
+CONTEXT, CACHE = 1000, 8000
+"""Tokens of the longest sequence, and of the cache."""
+
 
 @given(
     st.integers(1, 300),
     st.integers(1, 32),
-    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 5), st.integers(0, 300)), max_size=50),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 300), st.integers(0, 50)), max_size=50),
 )
 def test_concurrency_stays_between_a_group_and_the_most(
     most: int, least: int, seen: list[tuple[float, int, int]]
 ) -> None:
-    concurrency = Concurrency(most, least)
-    for used, preemptions, running in seen:
-        concurrency.follow(CachePressure(used, preemptions, running))
+    concurrency = Concurrency(most, least, adaptive=True)
+    assert concurrency.limit == min(least, most)
+    for used, running, ended in seen:
+        concurrency.follow(CachePressure(used, running, ended, 3.0))
         assert min(least, most) <= concurrency.limit <= most
 
 
-@pytest.mark.parametrize("room", [20, 100, 180])
-def test_concurrency_settles_where_the_cache_is_used_and_not_full(room: int) -> None:
-    """``room`` sequences fill the cache; those beyond it are preempted."""
-    concurrency = Concurrency(most=256, least=8)
-    preemptions, used, limits = 0, 0.0, []
-    for look in range(100):
-        running = concurrency.limit
-        preemptions += max(running - room, 0)
-        used = min(running / room, 1.0)
-        concurrency.follow(CachePressure(used, preemptions, running))
-        if look >= 50:
+def test_concurrency_that_is_not_adaptive_is_the_most() -> None:
+    assert Concurrency(256, 8, adaptive=False).limit == 256
+
+
+@pytest.mark.parametrize(("mean", "low", "high"), [(100, 72, 90), (400, 23, 29), (1000, 17, 21)])
+def test_concurrency_fills_the_cache_with_sequences_of_all_ages(mean: float, low: int, high: int) -> None:
+    """Exponential lengths, cut at the context. A sequence that runs has 100, 310 or 418 tokens in the mean (E[L²] / 2 E[L]): 72, 23 or 17
+    of them fill 0.9 of the cache."""
+    draw = random.Random(1)
+    concurrency = Concurrency(most=256, least=8, adaptive=True)
+    running: list[tuple[int, int]] = []
+    ended, limits, full = 0, [], 0
+    for look in range(3000):
+        grown = [(age + 10, length) for age, length in running]
+        running = [one for one in grown if one[0] < one[1]]
+        ended += len(grown) - len(running)
+        while len(running) < concurrency.limit:
+            running.append((0, min(int(draw.expovariate(1 / mean)) + 1, CONTEXT)))
+        used = sum(age for age, _ in running) / CACHE
+        full += used > 1
+        concurrency.follow(CachePressure(min(used, 1.0), len(running), ended, CACHE / CONTEXT))
+        if look >= 500:
             limits.append(concurrency.limit)
-            assert running <= room
-    assert 0.5 * room < min(limits) <= max(limits) < 0.95 * room
+    assert low <= sum(limits) / len(limits) <= high
+    assert full < 1500
 
 
-def test_concurrency_is_not_cut_again_before_the_sequences_of_the_cut_have_ended() -> None:
-    """256 are at a server whose cache holds 60, and one in 30 ends between two measurements."""
-    concurrency = Concurrency(most=256, least=8)
-    sent, preemptions, limits = 256, 0, []
-    for _ in range(200):
-        running = min(sent, 60)
-        preemptions += sent > 60
-        concurrency.follow(CachePressure(running / 60, preemptions, running))
-        limits.append(concurrency.limit)
-        sent = max(sent - -(-running // 30), concurrency.limit)
-    assert 30 < min(limits) <= limits[-1] < 57
+def test_concurrency_does_not_grow_before_sequences_have_ended() -> None:
+    """All are young, and would fit many times."""
+    concurrency = Concurrency(most=256, least=8, adaptive=True)
+    for used in (0.0, 0.01, 0.02):
+        concurrency.follow(CachePressure(used, 14, 0, CACHE / CONTEXT))
+        assert concurrency.limit == 14
 
 
-def test_concurrency_is_not_lowered_by_a_new_server() -> None:
-    concurrency = Concurrency(most=64, least=8)
-    concurrency.follow(CachePressure(0.9, 10, 64))
-    before = concurrency.limit
-    concurrency.follow(CachePressure(0.7, 0, 40))
-    assert concurrency.limit == before
+def test_concurrency_stays_when_a_new_server_counts_from_nothing() -> None:
+    concurrency = Concurrency(most=256, least=8, adaptive=True)
+    for pressure in (CachePressure(0.6, 40, 4000, 8.0), CachePressure(0.0, 0, 0, 8.0)):
+        concurrency.follow(pressure)
+        assert concurrency.limit == 60
+    concurrency.follow(CachePressure(0.0, 40, 0, 8.0))
+    assert concurrency.limit == 60
 
 
-def test_cache_pressure_of_a_server_without_stats_is_refused() -> None:
+METRICS = b"""\
+vllm:num_requests_running{engine="0"} 19.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:request_success_total{engine="0",finished_reason="stop"} 3.0
+vllm:request_success_total{engine="0",finished_reason="length"} 125.0
+vllm:cache_config_info{block_size="128",kv_cache_max_concurrency="4.5",num_gpu_blocks="256"} 1.0
+"""
+
+
+def test_cache_pressure_is_read_from_metrics() -> None:
+    assert read_cache_pressure(METRICS) == CachePressure(used=0.25, running=19, ended=128, longest=4.5)
+
+
+@pytest.mark.parametrize(
+    "missing", [b"num_requests_running", b"request_success", b"kv_cache_max_concurrency"]
+)
+def test_cache_pressure_of_a_server_without_stats_is_refused(missing: bytes) -> None:
     with pytest.raises(BadReply, match="--stats"):
-        read_cache_pressure(b"process_cpu_seconds_total 3\n")
+        read_cache_pressure(METRICS.replace(missing, b"other"))

@@ -11,7 +11,7 @@ from scalerl_generator.vllm_drafts import HistoryProposer
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 
 KEY, PROMPT = "4e842f2f50cc089e", [5, 6, 7]
-CONTEXT, SEQUENCES, STEP_TOKENS = 128, 4, 40
+CONTEXT, SEQUENCES, STEP_TOKENS, STOP = 128, 4, 40, 1
 
 
 class Runner:
@@ -25,6 +25,8 @@ class Runner:
             additional_config={MEMORY_TOKENS: 10_000},
         )
         self.rows: dict[str, list[int]] = {}
+        self.max_tokens = CONTEXT
+        self.requests: dict[str, SimpleNamespace] = {}
         self.input_batch = SimpleNamespace(req_ids=[], req_id_to_index={}, num_prompt_tokens=[])
         self.effective_drafter_max_model_len = 0
         self.proposer = HistoryProposer(config)
@@ -36,6 +38,8 @@ class Runner:
         for name, tokens in sampled.items():
             self.rows.setdefault(name, list(PROMPT)).extend(tokens)
         ids = [IDS.get(name, name) for name in names]
+        params = SimpleNamespace(max_tokens=self.max_tokens, all_stop_token_ids={STOP})
+        self.requests = dict.fromkeys(ids, SimpleNamespace(sampling_params=params))
         self.input_batch.req_ids = ids
         self.input_batch.req_id_to_index = {one: at for at, one in enumerate(ids)}
         self.input_batch.num_prompt_tokens = [len(PROMPT)] * len(ids)
@@ -53,9 +57,13 @@ RESPONSE = list(range(10, 60))
 
 def remembering(**options: int) -> Runner:
     runner = Runner(**options)
-    wire = np.array(PROMPT, "<i4").tobytes()
-    runner.proposer.remember(PastResponses(KEY, wire, [np.array(RESPONSE, "<i4").tobytes()]))
+    runner.proposer.remember(past(RESPONSE))
     return runner
+
+
+def past(response: list[int]) -> PastResponses:
+    prompt, tokens = (np.array(one, "<i4").tobytes() for one in (PROMPT, response))
+    return PastResponses(KEY, prompt, [tokens])
 
 
 def test_proposer_drafts_what_was_remembered_and_counts_it() -> None:
@@ -90,6 +98,29 @@ def test_proposer_frees_sequences_that_leave_and_takes_them_back() -> None:
     drafted, accepted = runner.proposer.take_tally(KEY)
     assert all(at_most >= here for at_most, here in zip(drafted, accepted, strict=True))
     assert sum(accepted) > 0
+
+
+def test_proposer_ignores_tokens_after_a_stop_token() -> None:
+    """vLLM discards them after the step, so they are not accepted."""
+    runner = remembering()
+    runner.proposer.remember(past([70, STOP, 71, 72]))
+    assert runner.step(a=[70]) == {"a": [STOP, 71, 72]}
+    assert runner.step(a=[STOP, 71, 72, 73]) == {"a": []}
+    assert runner.proposer.take_tally(KEY) == ([1, 1, 1, *[0] * 5], [1, *[0] * 7])
+
+
+def test_proposer_does_not_remember_tokens_after_a_stop_token() -> None:
+    for stop, drafted in ((STOP, []), (2, [43])):
+        runner = Runner()
+        runner.step(a=[40, stop, 41, 42, 43])
+        assert runner.step(b=[41, 42]) == {"b": drafted}
+
+
+def test_proposer_drafts_no_more_than_the_request_asks_for() -> None:
+    runner = remembering()
+    runner.max_tokens = 6
+    assert runner.step(a=[10]) == {"a": RESPONSE[1:5]}
+    assert runner.step(a=RESPONSE[1:6]) == {"a": []}
 
 
 def test_proposer_stays_within_the_context() -> None:

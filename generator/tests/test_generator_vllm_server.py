@@ -62,6 +62,14 @@ def test_vllm_arguments_use_one_process_on_cpus() -> None:
     assert "--distributed-executor-backend" not in vllm_arguments(two, True)
 
 
+def test_vllm_arguments_have_the_watermark_that_is_set() -> None:
+    assert "--watermark" not in vllm_arguments(OPTIONS, True)
+    assert (
+        value(vllm_arguments(ServerOptions(model="/m", port=8000, watermark=0.1), True), "--watermark")
+        == "0.1"
+    )
+
+
 def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)

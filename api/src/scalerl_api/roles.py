@@ -63,7 +63,8 @@ class GeneratorSpec(Model):
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
     """Completions that one server samples concurrently, at most."""
     adaptive_concurrency: bool = False
-    """Samples fewer while the server's KV cache is more than 0.8 full or preempts completions, and more again below 0.6."""
+    """Samples as many completions at once as the server's KV cache holds at the lengths of those that run, at most
+    maxConcurrentSequences."""
     kv_cache: MemoryQuantity | None = None
     """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""
     memory_fraction: PositiveUnitDecimal = "0.9"

@@ -96,7 +96,7 @@ def test_report_of_drafts_by_position_and_difficulty(
         ("8 4", "6 3"),
         ("8", "2"),
     ]
-    assert float(rows[1]["tokens_a_verification"]) == pytest.approx(20 / 11)
+    assert float(rows[1]["acceptance_length"]) == pytest.approx(20 / 11)
     report = (run / "report.md").read_text()
     assert "| 2 | 2 | 1 |  | 10.0 | 2.0 |  | 0.0% | 1.82 | 1.09 | 75.0% | 75.0% | 75.0% |" in report
     assert "| 2 |  | 3 |  | 10.0 | 2.0 |  | 0.0% | 1.38 | 0.69 | 55.0% | 50.0% | 75.0% |" in report

@@ -47,7 +47,7 @@ class HistoryCounters:
     damaged: int = 0
     """Frames and segments."""
     discarded_segments: int = 0
-    """Of another task or tokenizer."""
+    """Of another task, tokenizer or format."""
     nbytes: int = 0
     prompts: int = 0
 
@@ -277,7 +277,7 @@ class ResponseLog:
         self._counters.prompts = self._index.prompts
         if self._counters.discarded_segments:
             log.info(
-                "history: deleted %d segments of another task or tokenizer from %s",
+                "history: deleted %d segments of another task, tokenizer or format from %s",
                 *(self._counters.discarded_segments, self.directory),
             )
 

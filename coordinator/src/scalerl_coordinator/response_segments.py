@@ -56,9 +56,12 @@ def encode_segment_header(number: int, identity: bytes) -> bytes:
 
 
 def decode_segment_header(data: bytes, number: int) -> bytes | None:
-    """The identity of segment ``number``; None where ``data`` does not begin with its header."""
+    """The identity of segment ``number``; empty of one in another release's format. None where ``data`` begins with neither header."""
     if len(data) < SEGMENT_HEADER_BYTES:
         return None
+    family = len(SEGMENT_MAGIC) - 1
+    if data[:family] == SEGMENT_MAGIC[:family] and data[family] != SEGMENT_MAGIC[family]:
+        return b""
     magic, found, identity = _SEGMENT.unpack_from(data)
     (crc,) = _CRC.unpack_from(data, _SEGMENT.size)
     if (magic, found) != (SEGMENT_MAGIC, number) or zlib.crc32(data[: _SEGMENT.size]) != crc:

@@ -233,10 +233,13 @@ class ResponseStore:
         prompt = group.prompt.task, group.prompt.index
         head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
         if self._similarity is not None and before is not None:
-            old = _decode(before[1])
-            self._similarity.add(
-                prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
-            )
+            try:
+                old = _decode(before[1])
+                self._similarity.add(
+                    prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
+                )
+            except Exception:  # the group itself can be stored
+                log.exception("a group is not compared with the one before it")
         try:
             if not self._log.make_room(size):
                 self._drop(group, "no_space")

@@ -207,7 +207,7 @@ async def run_actor(
             teacher=teacher,
             past_responses=past_responses,
         )
-        concurrency = Concurrency(most=capacity, least=per_group)
+        concurrency = Concurrency(capacity, per_group, adaptive=spec.generator.adaptive_concurrency)
         delivery = Delivery(coordinator, registration, metrics)
         leasing = Leasing(
             coordinator,

@@ -1,13 +1,16 @@
 """How many sequences the server samples at once: as many as its KV cache holds.
 
-A server whose cache is full preempts sequences and computes their tokens again, which costs more the longer they are. What a sequence
-needs depends on its length, which is not known in advance and changes as the policy learns. So the actor measures how full the
-cache is every two seconds, and changes the limit by::
+A server whose cache is full preempts sequences and computes their tokens again; of completions of thousands of tokens it may compute
+more again than it samples. How many fit depends on their lengths, which are not known in advance and change as the policy learns. So
+the actor measures every two seconds which share of the cache a running sequence takes, and::
 
-    more run than the actor sends for it       no change: an earlier cut has not taken effect yet
-    preemptions since the last measurement     a quarter fewer, or than run if these are fewer
-    more than .8 in use                        an eighth fewer
-    less than .6 in use, and the limit binds   an eighth more, at most maxConcurrentSequences
+    limit = 0.9 / mean share of a sequence        at least a group, at most maxConcurrentSequences
+
+The mean is a running one over the time in which as many sequences end as run, so that it is of young and old ones. It begins
+with half of a sequence as long as the context. Every share is of what the cache really holds, shared prompts once.
+
+That is a mean: for the moments in which more is needed, vLLM itself leaves a tenth of the cache free when it admits a
+sequence (``--watermark``).
 """
 
 from __future__ import annotations
@@ -23,57 +26,49 @@ from scalerl_generator.vllm_replies import CachePressure, VllmError
 logger = logging.getLogger("scalerl.actor.concurrency")
 
 _SECONDS = 2.0
-_LOW, _HIGH = 0.6, 0.8
+_FULL = 0.9
 
 
 class Concurrency:
     """The limit on sequences at the server.
 
     Args:
-        most: ``generator.maxConcurrentSequences``, with which it begins.
+        most: ``generator.maxConcurrentSequences``.
         least: a group, so that generation never stops.
+        adaptive: begin with ``least`` and follow the cache; otherwise the limit is ``most``.
     """
 
-    def __init__(self, most: int, least: int) -> None:
+    def __init__(self, most: int, least: int, *, adaptive: bool) -> None:
         self._most, self._least = most, min(least, most)
-        self.limit = most
-        self._preemptions = 0
+        self.limit = self._least if adaptive else most
+        self._share: float | None = None
+        self._ended = 0
 
     def follow(self, pressure: CachePressure) -> None:
         """Adapt the limit.
 
-        >>> concurrency = Concurrency(most=256, least=16)
-        >>> concurrency.follow(CachePressure(used=0.9, preemptions=3, running=256)); concurrency.limit
-        192
-        >>> concurrency.follow(CachePressure(used=0.9, preemptions=4, running=240)); concurrency.limit
-        192
-        >>> concurrency.follow(CachePressure(used=0.85, preemptions=4, running=190)); concurrency.limit
-        168
-        >>> concurrency.follow(CachePressure(used=0.7, preemptions=4, running=168)); concurrency.limit
-        168
-        >>> concurrency.follow(CachePressure(used=0.5, preemptions=4, running=160)); concurrency.limit
-        189
+        >>> concurrency = Concurrency(most=256, least=16, adaptive=True)
+        >>> concurrency.follow(CachePressure(used=0.0, running=0, ended=0, longest=16.0)); concurrency.limit
+        28
+        >>> concurrency.follow(CachePressure(used=0.3, running=30, ended=15, longest=16.0)); concurrency.limit
+        43
         """
-        preempted = pressure.preemptions > self._preemptions  # fewer than before: the server is a new one
-        self._preemptions = pressure.preemptions
-        limit = self.limit
-        if pressure.running > limit + max(limit // 8, self._least):  # the actor's surplus
-            return
-        if preempted:
-            limit = 3 * min(limit, pressure.running) // 4
-        elif pressure.used > _HIGH:
-            limit -= limit // 8
-        elif pressure.used < _LOW and pressure.running >= 7 * limit // 8:
-            limit += max(limit // 8, 1)
-        self.limit = min(max(limit, self._least), self._most)
+        if self._share is None:
+            self._share = 0.5 / pressure.longest
+        before, self._ended = self._ended, pressure.ended
+        ended = pressure.ended - before if pressure.ended >= before else pressure.ended  # a new server
+        if pressure.running:
+            weight = min(ended / pressure.running, 1.0)
+            self._share += weight * (pressure.used / pressure.running - self._share)
+        self.limit = int(min(max(_FULL / max(self._share, 1e-9), self._least), self._most))
 
     async def run(self, server: VllmClient, state: ServerState, metrics: ActorMetrics) -> None:
         """Follow a server's cache, until cancelled."""
         while True:
-            await asyncio.sleep(_SECONDS)
             if state.is_serving:
                 try:
                     self.follow(await server.cache_pressure())
                 except VllmError as error:
                     logger.debug("the limit stays: %s", error)
                 metrics.concurrency.set(self.limit)
+            await asyncio.sleep(_SECONDS)

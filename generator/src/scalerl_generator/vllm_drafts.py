@@ -90,6 +90,8 @@ class HistoryProposer:
             self._end(self._drafter, ended)
         rows: list[int] = []
         slots: list[int] = []
+        lengths: list[int] = []
+        ends: list[int] = []
         prefilled = False
         for row, sampled in enumerate(sampled_token_ids):
             if not sampled:  # its prompt is not complete
@@ -104,14 +106,21 @@ class HistoryProposer:
                 slot = self._drafter.begin(prompt, np.ascontiguousarray(prompt_t, np.int32))
                 self._slots[request] = slot
             if slot is not None:
+                params = self._runner.requests[request].sampling_params
+                discarded = _after_stop(sampled, params.all_stop_token_ids)
+                length = int(num_tokens_no_spec[row])
                 rows.append(row)
                 slots.append(slot)
+                lengths.append(length - (discarded or 0))
+                end = min(self._max_model_len, int(batch.num_prompt_tokens[row]) + params.max_tokens)
+                ends.append(end if discarded is None else 0)
         row_r = np.array(rows, np.int32)
         slot_r = np.array(slots, np.int32)
-        length_r = num_tokens_no_spec[row_r].astype(np.int32)
+        length_r = np.array(lengths, np.int32)
+        end_r = np.array(ends, np.int32)
         # A sequence for which the step has no room leaves the batch, and is read into memory again when it returns.
         room = max(self._step_tokens // max(len(sampled_token_ids), 1) - 1, 0)
-        limit_r = np.clip(self._max_model_len - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
+        limit_r = np.clip(end_r - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
         threshold = self._threshold.value(len(rows)) if rows else 1.0
         if self._threshold.is_probe:
             limit_r[np.arange(len(rows)) % _PROBE_ROWS > 0] = 0
@@ -148,3 +157,15 @@ class HistoryProposer:
         if key is not None:
             self._tallies[key] = self._tallies.get(key, 0) + drafter.take_tally(slot)
         drafter.end(slot)
+
+
+def _after_stop(sampled: list[int], stop_token_ids: set[int]) -> int | None:
+    """How many tokens follow the first stop token, which vLLM discards later; None where no token stops the sequence.
+
+    >>> _after_stop([5, 1, 6, 7], {1}), _after_stop([5, 1], {1}), _after_stop([5, 6], {1})
+    (2, 0, None)
+    """
+    for at, token in enumerate(sampled):
+        if token in stop_token_ids:
+            return len(sampled) - at - 1
+    return None

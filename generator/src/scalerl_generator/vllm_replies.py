@@ -178,12 +178,14 @@ class _DraftReply(msgspec.Struct):
 class CachePressure:
     """How full the server's KV cache is.
 
-    used: fraction of its blocks. preemptions: of sequences, since the server's start. running: sequences in the batch.
+    used: fraction of its blocks. running: sequences in the batch. ended: sequences since the server's start. longest: how many
+    sequences of the longest context it holds.
     """
 
     used: float
-    preemptions: int
     running: int
+    ended: int
+    longest: float
 
 
 class _TallyReply(msgspec.Struct):
@@ -207,8 +209,9 @@ _RPC = msgspec.json.Decoder(_RpcReply)
 _JOIN = msgspec.json.Decoder(_JoinReply)
 _DRAFTS = msgspec.json.Decoder(_DraftReply)
 _METRIC = re.compile(
-    r"^vllm:(kv_cache_usage_perc|num_preemptions_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
+    r"^vllm:(kv_cache_usage_perc|request_success_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
 )
+_LONGEST = re.compile(r'^vllm:cache_config_info\{.*kv_cache_max_concurrency="([^"]+)"', re.MULTILINE)
 _TALLY = msgspec.json.Decoder(_TallyReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
@@ -340,14 +343,18 @@ def read_cache_pressure(content: bytes) -> CachePressure:
     Raises:
         BadReply
     """
-    found = dict(_METRIC.findall(content.decode(errors="replace")))
+    text = content.decode(errors="replace")
     try:
+        found: dict[str, float] = {}
+        for name, value in _METRIC.findall(text):  # a line for each reason why requests end
+            found[name] = found.get(name, 0.0) + float(value)
         return CachePressure(
-            used=float(found["kv_cache_usage_perc"]),
-            preemptions=int(float(found["num_preemptions_total"])),
-            running=int(float(found["num_requests_running"])),
+            used=found["kv_cache_usage_perc"],
+            running=int(found["num_requests_running"]),
+            ended=int(found["request_success_total"]),
+            longest=max(float(_LONGEST.findall(text)[0]), 1.0),
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, OverflowError) as error:
         raise BadReply(f"vLLM's metrics lack or garble {error}: was it started with --stats?") from error
 
 

@@ -64,6 +64,8 @@ class ServerOptions:
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None
     """Memory of the KV cache; none: on CPUs 256 MiB, on GPUs what ``memory_fraction`` leaves."""
+    watermark: float = 0.0
+    """Fraction of the KV cache that stays free when a sequence is admitted, for those that run to grow."""
     memory_fraction: float = 0.9
     """GPU only: fraction of the device's memory that vLLM may use."""
     threads: int = 1
@@ -95,6 +97,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--max-model-len", type=int, default=d.max_model_len)
     p.add_argument("--max-num-seqs", type=int, default=d.max_num_seqs)
     p.add_argument("--kv-cache-bytes", type=int, default=d.kv_cache_bytes)
+    p.add_argument("--watermark", type=float, default=d.watermark)
     p.add_argument("--memory-fraction", type=float, default=d.memory_fraction)
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
@@ -131,6 +134,8 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         # 30,000 lines for 60 requests. The engine and the output handler log it once anyway.
         "--no-log-error-stack",
     ]
+    if options.watermark:
+        argv += ["--watermark", str(options.watermark)]
     if not options.stats:
         argv.append("--disable-log-stats")
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)

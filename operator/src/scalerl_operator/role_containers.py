@@ -36,6 +36,8 @@ def plan(run: ScaleRLRun) -> Plan:
 # again and again.
 _STARTUP_SECONDS = 1800
 _STARTUP_PERIOD_SECONDS = 1.0
+_WATERMARK = "0.1"
+"""Part of a server's KV cache that stays free when it admits a sequence, with ``generator.adaptiveConcurrency``."""
 
 
 class _Probes(TypedDict):
@@ -193,7 +195,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     if generator.kv_cache:
         options += ["--kv-cache-bytes", str(quantity_bytes(generator.kv_cache))]
     if generator.adaptive_concurrency:
-        options.append("--stats")
+        options += ["--stats", "--watermark", _WATERMARK]
     if generator.speculation and (history := generator.speculation.history):
         options += ["--max-draft-tokens", str(history.max_draft_tokens)]
         options += ["--draft-memory-tokens", str(history.memory_tokens)]

@@ -48,7 +48,7 @@ def test_server_is_given_options_and_memory_for_drafts() -> None:
     )
     line = " ".join(server.argv)
     assert line.endswith(
-        "--kv-cache-bytes 1073741824 --stats --max-draft-tokens 8 --draft-memory-tokens 1000000"
+        "--kv-cache-bytes 1073741824 --stats --watermark 0.1 --max-draft-tokens 8 --draft-memory-tokens 1000000"
     )
     assert server.resources.memory_bytes == 2**30 + 56 * 1_000_000
 

@@ -34,8 +34,8 @@ class EpochRow:
     reuse: share of the tokens in a run of eight or more that also occurs in a response of the epoch before; None where none
         was compared. mean_tokens, previous_tokens: per response. rank_correlation: of the prompts' mean lengths in the two
         epochs (Spearman); None where all are equal. moved: share of the prompts whose rank by length changed by more than
-        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where none were drafted. tokens_a_verification: tokens
-        that a decoding step yields of a response, and drafted_a_verification: those that are drafted for it, in the groups of
+        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where none were drafted. acceptance_length: tokens
+        that a decoding step yields of a response, and draft_length: those that are drafted for it, in the groups of
         which generators reported drafts; None without any. by_position: in a draft.
     """
 
@@ -49,8 +49,8 @@ class EpochRow:
     rank_correlation: float | None
     moved: float
     accepted: float | None
-    tokens_a_verification: float | None
-    drafted_a_verification: float | None
+    acceptance_length: float | None
+    draft_length: float | None
     drafted_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
 
@@ -131,8 +131,8 @@ def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> Epo
         rank_correlation=float(np.corrcoef(new, old)[0, 1]) if varies else None,
         moved=float(np.mean(np.abs(new - old) > MOVED * len(lines))),
         accepted=accepted / drafted if drafted else None,
-        tokens_a_verification=(steps + accepted) / steps if steps > 0 else None,
-        drafted_a_verification=drafted / steps if steps > 0 else None,
+        acceptance_length=(steps + accepted) / steps if steps > 0 else None,
+        draft_length=drafted / steps if steps > 0 else None,
         drafted_by_position=_sums(line.drafted_by_position for line in lines),
         accepted_by_position=_sums(line.accepted_by_position for line in lines),
     )
@@ -153,12 +153,12 @@ def _ranks(values: list[float]) -> np.ndarray:
 def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
     """The header and a line a row; the run, and what was not measured, are left out."""
     runs = len({row.run for row in rows}) > 1
-    drafts = any(row.tokens_a_verification is not None for row in rows)
+    drafts = any(row.acceptance_length is not None for row in rows)
     values = any(row.difficulty for row in rows)
     positions = [at for at in POSITIONS if any(len(row.accepted_at) >= at for row in rows)]
     head = [*(["run"] if runs else []), "epoch", *(["difficulty"] if values else [])]
     head += ["prompts", "tokens reused", "mean length", "before", "rank correlation", f"moved > {MOVED:.0%}"]
-    head += ["tokens a verification", "drafted a verification", "drafts accepted"] if drafts else []
+    head += ["acceptance length", "draft length", "drafts accepted"] if drafts else []
     head += [f"at {at}" for at in positions]
     return [
         head,
@@ -170,8 +170,8 @@ def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
                 *(f"{row.mean_tokens:.1f}", f"{row.previous_tokens:.1f}"),
                 "" if row.rank_correlation is None else formatting.reward(row.rank_correlation, 3),
                 _percent(row.moved),
-                *([_decimals(row.tokens_a_verification)] if drafts else []),
-                *([_decimals(row.drafted_a_verification), _percent(row.accepted)] if drafts else []),
+                *([_decimals(row.acceptance_length)] if drafts else []),
+                *([_decimals(row.draft_length), _percent(row.accepted)] if drafts else []),
                 *(
                     _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
                     for at in positions

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scalerl_coordinator.off_policy import OffPolicy
+
+_Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,10 @@ class Drafts:
         return cls(low) if min(drafted, tokens - 1) > 0 else cls()
 
 
-def _yield(acceptance: float, length: float) -> float:
+def _yield(acceptance: _Numbers, length: _Numbers) -> _Numbers:
     """Tokens of a verification of so many drafted ones: 1 + p + p² + …"""
-    return float((1 - acceptance ** (length + 1)) / (1 - acceptance))
+    tokens: _Numbers = (1 - acceptance ** (length + 1)) / (1 - acceptance)
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class DecodeSpeed:
         thresholds_t = _LOG_THRESHOLDS if np.isnan(fixed_k).any() else _LOG_THRESHOLDS[:1]
         pays_tk = (thresholds_t[:, None] / np.log(acceptance_k)).clip(0, longest) // 1
         length_tk = np.where(np.isnan(fixed_k), pays_tk, fixed_k)
-        tokens_tk = (1 - acceptance_k ** (length_tk + 1)) / (1 - acceptance_k)
+        tokens_tk = _yield(acceptance_k, length_tk)
         seconds_t = [self.seconds(running, drafted) for drafted in (length_tk * count_k).sum(1)]
         best = int(np.argmax((tokens_tk * count_k).sum(1) / seconds_t))
         return seconds_t[best], list(tokens_tk[best])
