@@ -30,5 +30,6 @@ def test_opgraph_example_starts(
         assert run.finish(500) == 0, run.tail()
         summary, rows = run.summary(), run.metrics()
     assert_nothing_left(run.directory)
-    assert_counts_add_up(summary, spec)
+    ends_between_steps = "maxSteps" in budget  # one of tokens ends inside the window
+    assert_counts_add_up(summary, spec, complete=ends_between_steps)
     assert rows
