@@ -9,7 +9,7 @@ import pytest
 import yaml
 from runs import ROOT, assert_counts_add_up, assert_nothing_left, start_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_opgraph_example_starts(
     spec["spec"]["task"]["heldOut"]["size"] = 8
     spec["spec"]["budget"] = budget
     with start_run(tmp_path, spec) as run:
-        assert run.finish(500) == 0, run.tail()
+        assert run.finish(1000) == 0, run.tail()
         summary, rows = run.summary(), run.metrics()
     assert_nothing_left(run.directory)
     ends_between_steps = "maxSteps" in budget  # one of tokens ends inside the window
