@@ -219,7 +219,7 @@ def test_stale_tokens_are_not_continued():
 
 
 def test_tokens_of_lost_lineage_are_continued(world):
-    """A member that lives goes on with them: where only what has not ended begins again, long completions are rarer."""
+    """As a generator that was not killed continues them. To begin again what has not ended favors short completions."""
     train(world)
     world.checkpoint("t", [1])
     world.beat(world.member, 1)

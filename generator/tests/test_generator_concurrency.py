@@ -40,7 +40,7 @@ def test_concurrency_fills_the_cache_with_sequences_of_all_ages(mean: float, low
     concurrency = Concurrency(most=256, least=8, adaptive=True)
     running: list[tuple[int, int]] = []
     ended, limits, full = 0, [], 0
-    for look in range(3000):
+    for reading in range(3000):
         grown = [(age + 10, length) for age, length in running]
         running = [one for one in grown if one[0] < one[1]]
         ended += len(grown) - len(running)
@@ -49,10 +49,30 @@ def test_concurrency_fills_the_cache_with_sequences_of_all_ages(mean: float, low
         used = sum(age for age, _ in running) / CACHE
         full += used > 1
         concurrency.follow(CachePressure(min(used, 1.0), len(running), ended, CACHE / CONTEXT))
-        if look >= 500:
+        if reading >= 500:
             limits.append(concurrency.limit)
     assert low <= sum(limits) / len(limits) <= high
     assert full < 1500
+
+
+def test_concurrency_outlasts_the_end_of_a_batch() -> None:
+    """Where each batch is generated to its end before the next, the last to run are the longest."""
+    draw = random.Random(1)
+    concurrency = Concurrency(most=256, least=8, adaptive=True)
+    ended, first = 0, []
+    for _ in range(6):
+        waiting = [min(int(draw.expovariate(1 / 400)) + 1, CONTEXT) for _ in range(200)]
+        running: list[tuple[int, int]] = []
+        first.append(concurrency.limit)
+        while waiting or running:
+            grown = [(age + 10, length) for age, length in running]
+            running = [one for one in grown if one[0] < one[1]]
+            ended += len(grown) - len(running)
+            while waiting and len(running) < concurrency.limit:
+                running.append((0, waiting.pop()))
+            used = min(sum(age for age, _ in running) / CACHE, 1.0)
+            concurrency.follow(CachePressure(used, len(running), ended, CACHE / CONTEXT))
+    assert min(first[1:]) >= 18
 
 
 def test_concurrency_does_not_grow_before_sequences_have_ended() -> None:

@@ -101,7 +101,11 @@ def test_rank_batch_freshness_ends_at_first_older_version() -> None:
         msgspec.structs.replace(sequence(np.random.default_rng(1), 0, at, 4), versions=spans[at])
         for at in range(2)
     ]
-    batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch
+    made = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec())
+    assert made.staleness == Staleness(
+        tokens=8, total=4, largest=1
+    )  # a version of a lost lineage is not newer than its step
+    batch = made.batch
     assert batch.fresh_n is not None
     assert batch.fresh_n.tolist() == [True, True, True, False, False, False, False, False]
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences, ambiguous=True)

@@ -26,19 +26,25 @@ _SYNCHRONOUS: Final = [
 """Presets that generate each step with the weights that train it."""
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
 _PENALTY: Final = "self.recipe.length.penalty"
+_NO_BUFFER: Final = f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENALTY}.maxTokens) || !has({_PENALTY}.bufferTokens)"
 
 
-def _shortest(spec: RunSpec) -> int:
-    """Length limit of the completions of the task with the lowest one."""
-    limits = [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
-    return min([spec.recipe.max_completion_tokens, *limits])
+def _buffer_without_max(spec: RunSpec) -> int:
+    """``penalty.bufferTokens`` where it counts from the length limit of completions; else 0."""
+    penalty = spec.recipe.length.penalty
+    return 0 if penalty is None or penalty.max_tokens is not None else penalty.buffer_tokens or 0
 
 
-def _below_completions(path: str, below: str) -> str:
-    """CEL: a number of the recipe is below (``<``, ``<=``) the length limit of the completions of every task."""
+def _limits_of_mix(spec: RunSpec) -> list[int]:
+    """Length limits of the completions of the tasks of a mix that have one of their own."""
+    return [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
+
+
+def _below_limits_of_mix(path: str, below: str) -> str:
+    """CEL: a number of the recipe is below (``<``, ``<=``) the length limit of the completions of every task of a mix."""
     return (
-        f"({path} {below} self.recipe.maxCompletionTokens && (!has(self.task.mix) || "
-        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {path} {below} t.maxCompletionTokens)))"
+        "(!has(self.task.mix) || "
+        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {path} {below} t.maxCompletionTokens))"
     )
 
 
@@ -50,11 +56,11 @@ def _within_completions(path: str) -> Rule:
     def holds(spec: RunSpec) -> bool:
         chosen = getattr(spec.recipe.length, to_snake(rule))
         given = None if chosen is None else getattr(chosen, to_snake(field))
-        return given is None or given < _shortest(spec)
+        return given is None or given < min([spec.recipe.max_completion_tokens, *_limits_of_mix(spec)])
 
     return Rule(
         f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
-        f"{_below_completions(f'{length}.{field}', '<')}",
+        f"({length}.{field} < self.recipe.maxCompletionTokens && {_below_limits_of_mix(f'{length}.{field}', '<')})",
         f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
         f"recipe.length.{path}",
         holds,
@@ -129,17 +135,20 @@ RUN_RULES: Final = (
             or (penalty.max_tokens or 0) <= spec.recipe.max_completion_tokens
         ),
     ),
+    # Two rules: an API server cannot tell of one with a list whether a run accepted before broke it already.
     Rule(
-        f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENALTY}.maxTokens) || !has({_PENALTY}.bufferTokens) || "
-        f"{_below_completions(f'{_PENALTY}.bufferTokens', '<=')}",
-        "%(recipe.length.penalty.bufferTokens)s must be at most %(recipe.maxCompletionTokens)s, and that of each of task.mix, "
-        "where recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
+        f"{_NO_BUFFER} || {_PENALTY}.bufferTokens <= self.recipe.maxCompletionTokens",
+        "%(recipe.length.penalty.bufferTokens)s must be at most %(recipe.maxCompletionTokens)s where "
+        "recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
         "recipe.length.penalty.bufferTokens",
-        lambda spec: (
-            (penalty := spec.recipe.length.penalty) is None
-            or penalty.max_tokens is not None
-            or (penalty.buffer_tokens or 0) <= _shortest(spec)
-        ),
+        lambda spec: _buffer_without_max(spec) <= spec.recipe.max_completion_tokens,
+    ),
+    Rule(
+        f"{_NO_BUFFER} || {_below_limits_of_mix(f'{_PENALTY}.bufferTokens', '<=')}",
+        "%(recipe.length.penalty.bufferTokens)s must be at most maxCompletionTokens of each of task.mix where "
+        "recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
+        "recipe.length.penalty.bufferTokens",
+        lambda spec: all(_buffer_without_max(spec) <= limit for limit in _limits_of_mix(spec)),
     ),
     Rule(
         "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",

@@ -183,8 +183,8 @@ class GeneratorRequests:
         if lease.split is Split.HELD_OUT:
             # One that does not hold a publish is continued with newer weights than those that it measures.
             return range(max(lease.policy_version, state.lost + 1), member.version + 1)
-        # Also of newer weights, and of a lost lineage, as members that live sample them: to begin again only what did not end
-        # in time would make long completions rarer.
+        # Also of newer weights, and of a lost lineage, as generators that were not killed continue them: to begin again what
+        # has not ended favors short completions.
         return range(state.step_of(lease.slot) - k, state.newest + 1)
 
     def _evaluation_issues(

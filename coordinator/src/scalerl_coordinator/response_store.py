@@ -109,6 +109,7 @@ class ResponseStore:
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
         self._similarity = None if lines is None else SimilarityFile(lines, self._log.report, disk)
+        self._comparison_failed = False
         self._difficulty = difficulty
         self._max_queue_bytes = queue_bytes
         self._wake = threading.Condition()
@@ -239,7 +240,12 @@ class ResponseStore:
                     prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
                 )
             except Exception:  # the group itself can be stored
-                log.exception("a group is not compared with the one before it")
+                log.log(
+                    logging.DEBUG if self._comparison_failed else logging.ERROR,
+                    "a group is not compared with the one before it",
+                    exc_info=True,
+                )
+                self._comparison_failed = True
         try:
             if not self._log.make_room(size):
                 self._drop(group, "no_space")

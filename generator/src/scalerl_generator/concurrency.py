@@ -57,18 +57,22 @@ class Concurrency:
             self._share = 0.5 / pressure.longest
         before, self._ended = self._ended, pressure.ended
         ended = pressure.ended - before if pressure.ended >= before else pressure.ended  # a new server
-        if pressure.running:
+        # Where fewer run than may, as at the end of a batch, those left are the long ones, and say little of the next.
+        binds = pressure.running >= 7 * self.limit // 8 or pressure.used > _FULL
+        if pressure.running and binds:
             weight = min(ended / pressure.running, 1.0)
             self._share += weight * (pressure.used / pressure.running - self._share)
         self.limit = int(min(max(_FULL / max(self._share, 1e-9), self._least), self._most))
 
     async def run(self, server: VllmClient, state: ServerState, metrics: ActorMetrics) -> None:
         """Follow a server's cache, until cancelled."""
+        problem = ""
         while True:
             if state.is_serving:
                 try:
                     self.follow(await server.cache_pressure())
                 except VllmError as error:
-                    logger.debug("the limit stays: %s", error)
+                    if problem != (problem := str(error)):
+                        logger.warning("at most %d sequences are sampled at once: %s", self.limit, problem)
                 metrics.concurrency.set(self.limit)
             await asyncio.sleep(_SECONDS)

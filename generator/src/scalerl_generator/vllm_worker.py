@@ -11,8 +11,8 @@ vLLM loads this module in every process of the server through its ``vllm.general
    model then holds its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds.
    Either way the engine can join a new group and start again.
 
-Failures are reported, not raised: of an exception that several tensor-parallel workers raise, vLLM (0.32) reads the first
-worker's answer alone, and takes the others' for those to its next call, and so on.
+A failed join or receive is reported, not raised: of an exception that several tensor-parallel workers raise, vLLM (0.32) reads
+the first worker's answer alone, and takes the others' for those to its next call, and so on.
 """
 
 from __future__ import annotations
@@ -268,11 +268,11 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         try:
             self._receive(update_info, report)
         except Exception as error:
-            self._abort_update()
             report.error = (
                 f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
                 f"(received {report.buckets} bucket(s), weights are {report.state})"
             )
+            self._abort_update()
         finally:
             self.report = report
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from scalerl_operator.local.devices import machine_devices
+from operator_tests.children import run_spec
+from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.local.ports import Ports
+from scalerl_operator.role_containers import plan
 
 LISTING = """#!/bin/sh
 echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'
@@ -40,6 +42,12 @@ def test_machine_devices_of_the_driver(
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine_devices({}) == expected
+
+
+def test_a_trainer_has_no_devices_that_deepspeed_cannot_read() -> None:
+    check(plan(run_spec(generator={"devices": 1}, trainer={"devices": 0})), ("GPU-1",))
+    with pytest.raises(NotEnoughDevices, match="names GPU-1, but the trainer's DeepSpeed reads only numbers"):
+        check(plan(run_spec(generator={"devices": 1}, trainer={"devices": 1})), ("GPU-1", "GPU-2"))
 
 
 def test_ports_are_reserved_for_their_server() -> None:

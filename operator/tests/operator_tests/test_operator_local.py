@@ -252,15 +252,6 @@ def test_runtime_refuses_a_plan_with_too_few_devices(tmp_path: Path, monkeypatch
         )
 
 
-def test_runtime_refuses_devices_named_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VISIBLE, "GPU-1,GPU-2")
-    with pytest.raises(NotEnoughDevices, match="names GPU-1, but DeepSpeed reads only numbers"):
-        Harness(
-            tmp_path,
-            workload(Role.TRAINER, Lifetime.GANG, *SLEEP, replicas=2, resources=Resources(devices=1)),
-        )
-
-
 async def test_kill_ends_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     up = tmp_path / "up"
     code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w'); time.sleep(600)"

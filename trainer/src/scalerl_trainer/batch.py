@@ -91,7 +91,8 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
                 f"{meta.trained_tokens[sequence.sample]} announced"
             )
         age = shard.step - version[trained]
-        staleness += Staleness(len(age), int(age.sum()), int(age.max(initial=0)))
+        stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
+        staleness += Staleness(len(age), int(stale.sum()), int(stale.max(initial=0)))
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
         mask = None if trained.all() else trained.tolist()
         sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))

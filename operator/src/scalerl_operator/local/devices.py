@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from scalerl_operator.workloads import Plan, Workload
+from scalerl_operator.workloads import Plan, Role, Workload
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _LIST_SECONDS = 30
@@ -41,10 +41,13 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def check(plan: Plan, available: Sequence[str]) -> None:
     """Raises NotEnoughDevices unless each process can have devices of its own."""
     if plan.devices() <= len(available):
-        if plan.devices() and (named := [name for name in available if not name.isdecimal()]):
+        trains = any(
+            c.resources.devices for w in plan.workloads if w.role is Role.TRAINER for c in w.containers
+        )
+        if trains and (named := [name for name in available if not name.isdecimal()]):
             # DeepSpeed (0.19) ends with a ValueError.
             raise NotEnoughDevices(
-                f"{VISIBLE} names {named[0]}, but DeepSpeed reads only numbers: give those of nvidia-smi -L"
+                f"{VISIBLE} names {named[0]}, but the trainer's DeepSpeed reads only numbers: give those of nvidia-smi -L"
             )
         return
     asked = "; ".join(
@@ -64,7 +67,7 @@ class Pool:
     """Assigns this machine's devices to processes: disjoint, neighbours together.
 
     Raises:
-        NotEnoughDevices: the plan needs more than there are.
+        NotEnoughDevices: see :func:`check`.
     """
 
     def __init__(self, plan: Plan) -> None:
