@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import ks_2samp
 
-from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
+from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.workload import (
     Cluster,
@@ -94,6 +94,7 @@ def run(scenario: Scenario, seed: int) -> tuple[dict[str, dict[str, float]], flo
         "least loaded (default)": lambda: simulate(work, cluster, LeastLoaded(), history, scheme),
         "tail batching": lambda: tail_batching(work, cluster),
         "APRIL": lambda: april(work, cluster),
+        "HistoPipe": lambda: simulate(work, cluster, HistoPipe(), history, scheme),
         "byLength": lambda: simulate(work, cluster, ByLength(), history, scheme),
         "oracle": lambda: simulate(work, cluster, ByLength(), lengths, scheme),
     }

@@ -11,7 +11,7 @@ from scipy.stats import ks_2samp
 
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import say
-from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
+from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import RunTrace, TraceProblem, read_trace
@@ -143,6 +143,7 @@ def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -
         "slotOrder": SlotOrder(),
         "roundRobin": RoundRobin(),
         "leastLoaded": LeastLoaded(),
+        "histoPipe": HistoPipe(),
     }
     expected = known(work) if name == "oracle" else from_history(work)
     return simulate(work, cluster, policies.get(name, ByLength()), expected, scheme)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
-from scalerl_cli.simulation.rivals import RoundRobin, SlotOrder, april, tail_batching
+from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
 from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_cli.simulation.trace_file import read_trace
@@ -29,11 +29,11 @@ from scalerl_cli.simulation.workload import (
     lower_bound,
 )
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
+from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Place, Policy, View
 from scalerl_generator.draft_threshold import DraftThreshold
 
 SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)
-POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength())
+POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength(), HistoPipe())
 
 
 @st.composite
@@ -107,6 +107,17 @@ def test_longest_first_ends_sooner_and_history_is_enough() -> None:
     by_length = ends[POLICIES[3]]
     assert by_length[0] == first == 120  # nothing is known yet
     assert (second - first, by_length[1] - by_length[0]) == (120, 100)
+
+
+def test_histopipe_alternates_ranges_of_length() -> None:
+    places = [
+        Place(slot, step, tokens)
+        for step in (1, 2)
+        for slot, tokens in enumerate((5.0, 9.0, 1.0, 7.0), 4 * step)
+    ]
+    assigned = HistoPipe().assign(View(places, [Generator("b", 8), Generator("a", 3)]))
+    tokens = {name: [place.tokens for place in mine] for name, mine in assigned.items()}
+    assert tokens == {"a": [1.0, 5.0, 9.0], "b": [7.0, 9.0, 7.0, 5.0, 1.0]}
 
 
 # --- drafts ---------------------------------------------------------------------------------------

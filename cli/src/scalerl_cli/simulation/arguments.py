@@ -12,6 +12,7 @@ POLICIES = {
     "byLength": "spec.schedule.byLength",
     "slotOrder": "to whoever asks first, as earlier releases",
     "roundRobin": "slot order, equally many to all",
+    "histoPipe": "RhymeRL's ranges of length, ascending and descending",
     "oracle": "as byLength, with the lengths known in advance",
     "tailBatching": "RollPacker's rounds; synchronous",
     "april": "APRIL's rounds, which continue partial completions",

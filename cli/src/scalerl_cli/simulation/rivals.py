@@ -1,7 +1,7 @@
 """Schedules that the coordinator does not run.
 
-Two policies in slot order; and published schedules that move groups between steps: rounds of generation, each followed by training and
-a publish. Those get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
+Two policies in slot order; one by length (HistoPipe's); and published schedules that move groups between steps: rounds of generation,
+each followed by training and a publish. Those get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from scalerl_cli.simulation.fleet import Fleet, Spans
 from scalerl_cli.simulation.workload import Cluster, Outcome, Workload
@@ -35,6 +35,27 @@ class RoundRobin:
 
     def assign(self, view: View) -> Assignment:
         return spread(view.places, view, lambda generator: 0.0, lambda place: 1.0)
+
+
+class HistoPipe:
+    """RhymeRL's first tier (arXiv 2508.18588 [S]): the places of a step, by length, are cut into a range for each generator.
+
+    Odd steps give the ranges in ascending order, even ones in descending order, so that a generator with the longest groups of one step has
+    the shortest of the next. Places for which their generator has no room go to the next one that has.
+    """
+
+    def assign(self, view: View) -> Assignment:
+        generators = sorted(view.generators, key=lambda one: one.name)
+        assigned: Assignment = {one.name: [] for one in generators}
+        for step, places in groupby(view.places, key=lambda place: place.step):
+            ranked = sorted(places, key=lambda place: place.tokens, reverse=step % 2 == 0)
+            for rank, place in enumerate(ranked):
+                first = rank * len(generators) // len(ranked)
+                for one in (*generators[first:], *generators[:first]):
+                    if len(assigned[one.name]) < one.room:
+                        assigned[one.name].append(place)
+                        break
+        return assigned
 
 
 @dataclass(slots=True)
