@@ -298,10 +298,10 @@ class Coordinator(RuleBasedStateMachine):
         ]
         assert len(versions) == len(ids)
         if lease.split is Split.HELD_OUT:
-            assert set(versions) <= {lease.policy_version}
-        k = self.world.settings.identity.max_staleness_steps
-        oldest = state.step_of(lease.slot) - k if lease.split is Split.TRAIN else 0
-        assert all(max(oldest, state.lost + 1) <= version <= lease.policy_version for version in versions)
+            assert set(versions) <= {lease.policy_version} - set(range(state.lost + 1))
+        else:
+            oldest = state.step_of(lease.slot) - self.world.settings.identity.max_staleness_steps
+            assert all(oldest <= version <= state.newest for version in versions)
         self.handed_over += len(versions)
         return versions
 

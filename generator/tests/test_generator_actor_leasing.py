@@ -66,7 +66,7 @@ class Hands:
             *(client, self.membership, monitor, server, metrics), vocabulary_size=9, max_staleness_steps=1
         )
         parts = client, self.membership, server, maker, self.delivery, metrics, partials
-        self.leasing = Leasing(*parts, concurrency=Concurrency(most=16, least=4), per_group=4)
+        self.leasing = Leasing(*parts, concurrency=Concurrency(most=16, least=4, adaptive=False), per_group=4)
 
     def take(
         self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 60.0

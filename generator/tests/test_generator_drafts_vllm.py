@@ -90,8 +90,8 @@ async def test_vllm_drafts_leave_the_law_of_outputs(server: Server) -> None:
         await client.remember(PastResponses(KEY, WIRE, past))
         completions = [
             tuple(c.token_ids.tolist())
-            for _ in range(4)
-            for c in await sample(client, requests=50, n=64, max_tokens=3)
+            for _ in range(200)  # in small batches, where drafts pay on every machine
+            for c in await sample(client, requests=4, n=16, max_tokens=3)
         ]
         report = await client.draft_report()
     assert report.remembered_responses == 40
