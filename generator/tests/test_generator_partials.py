@@ -104,7 +104,7 @@ def test_read_completions_are_those_given() -> None:
     assert ended.finish_reason == "stop"
     (cut,) = read(given_group(finish_reason="length"), lease(max_tokens=3))
     assert cut.finish_reason == "length"
-    # Training went back to a checkpoint, or an older generator goes on.
+    # Training went back to a checkpoint, or a generator with older weights continues.
     (older,) = read(given_group(versions=[VersionSpan(5, 0), VersionSpan(4, 1)]), lease(policy_version=4))
     assert older.weight_versions == (Span(5, 0, 1), Span(4, 1, 3))
     (empty,) = read(given_group(token_ids=b"", logprobs=b"", versions=[]), lease())

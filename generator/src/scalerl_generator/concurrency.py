@@ -72,7 +72,8 @@ class Concurrency:
                 try:
                     self.follow(await server.cache_pressure())
                 except VllmError as error:
-                    if problem != (problem := str(error)):
+                    if str(error) != problem:
+                        problem = str(error)
                         logger.warning("at most %d sequences are sampled at once: %s", self.limit, problem)
                 metrics.concurrency.set(self.limit)
             await asyncio.sleep(_SECONDS)

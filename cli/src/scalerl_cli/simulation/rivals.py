@@ -1,7 +1,8 @@
 """Schedules that the coordinator does not run.
 
-Two policies in slot order; one by length (HistoPipe's); and published schedules that move groups between steps: rounds of generation,
-each followed by training and a publish. Those get what favours them: continuing a partial completion costs nothing, and no completion is lost to a bound on staleness.
+Two policies in slot order; one by length (HistoPipe's); and published schedules that move groups between steps: rounds of
+generation, each followed by training and a publish. Those get what favours them: continuing a partial completion costs nothing, and
+no completion is lost to a bound on staleness.
 """
 
 from __future__ import annotations
