@@ -199,12 +199,12 @@ def test_a_status_survives_the_server_and_a_newer_operator() -> None:
         status="False",
         observed_generation=3,
         last_transition_time="2026-08-01T12:00:00Z",
-        reason=Reason.CLAIM_NOT_FOUND,
+        reason=Reason.REFERENCE_NOT_FOUND,
         message="spec.storage.claimName: no claim c",
     )
     status = RunStatus(phase=Phase.PENDING, conditions=[condition])
     written = status.to_object()
-    assert written["conditions"][0]["reason"] == "ClaimNotFound"
+    assert written["conditions"][0]["reason"] == "ReferenceNotFound"
     assert RunStatus.model_validate(written | {"ofTomorrow": 1}) == status
     assert status.condition("Accepted") == condition
     assert status.condition(ConditionType.FAILED) is None

@@ -89,7 +89,7 @@ async def held(served: Cluster, namespace: str, log: Path) -> dict[str, float]:
             await until(lambda r: r["status"]["phase"] == "Running")
             for role, count in (("coordinator", 1), ("generator", 1), ("trainer", 2)):
                 await there.begin(role, count)
-            await until(lambda r: condition(r, "ForecastReady") == "Forecasting")
+            await until(lambda r: condition(r, "ForecastReady") == "Ready")
             there.coordinator.phase = wire.Phase.FINISHED
             there.coordinator.stop_reason = "maxSteps"
             await there.end("trainer", count=2)

@@ -110,7 +110,7 @@ async def test_a_storage_class_that_is_not_there_is_named_by_an_operator_of_a_fe
 
             def named(run: Object) -> bool:
                 at.now += 1.0
-                return said(run, "Prepared").get("reason") == "StorageClassNotFound"
+                return said(run, "Prepared").get("reason") == "ReferenceNotFound"
 
             run = await at.reconcile_until(named, name="invalid", times=400)
             assert 'storageclass.storage.k8s.io "none" not found' in said(run, "Prepared")["message"]

@@ -371,7 +371,7 @@ async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -
     team.there.coordinator.phase = wire.Phase.FINISHED
     await team.there.end("trainer", 0, count=2)
     await team.reaches("rests", lambda r: phase(r) == "Suspended")
-    assert condition(await team.run(), "Admitted") == "RunSuspended"
+    assert condition(await team.run(), "Admitted") == "Suspended"
     await team.saves("trainer")
     deadline = time.monotonic() + 120
     while await team.workloads():

@@ -56,9 +56,11 @@ async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, 
                 break
             await asyncio.sleep(0.5)
         await there.create(run)
-        await there.reconcile_until(lambda r: condition(r, "Admitted") == "QueueNotFound", times=3)
+        await there.reconcile_until(lambda r: condition(r, "Admitted") == "ReferenceNotFound", times=3)
         await kubectl("create", "--raw", path, "-f", "-", manifest=queue)
         there.now += ASK_QUEUE_SECONDS + 1.0
-        await there.reconcile_until(lambda r: condition(r, "Admitted") not in ("", "QueueNotFound"), times=3)
+        await there.reconcile_until(
+            lambda r: condition(r, "Admitted") not in ("", "ReferenceNotFound"), times=3
+        )
     finally:
         await kubectl("delete", "crd", f"{PLURAL}.{GROUP}", "--wait")

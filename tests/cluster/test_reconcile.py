@@ -143,11 +143,8 @@ async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind:
     await there.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, **body})
     await there.create(tiny())
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
-    reason = "ClaimTaken" if kind == "PersistentVolumeClaim" else "NameTaken"
-    assert (condition(run, "Accepted"), await names(there, *WORKLOADS, "PersistentVolumeClaim")) == (
-        reason,
-        set(),
-    )
+    made = await names(there, *WORKLOADS, "PersistentVolumeClaim")
+    assert (condition(run, "Accepted"), made) == ("NameTaken", set())
     live = await there.get(kind, name)
     assert live is not None
     assert "scalerl.dev/run" not in live["metadata"].get("labels", {})
@@ -161,9 +158,9 @@ async def test_what_a_run_names_has_to_be_there(there: Stage) -> None:
     await there.create(tiny("a", storage={"claimName": "shared"}))
     await there.create(tiny("b", storage={"storageClassName": "fast"}))
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), "a")
-    assert condition(run, "Accepted") == "ClaimNotFound"
+    assert condition(run, "Accepted") == "ReferenceNotFound"
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), "b")
-    assert condition(run, "Accepted") == "StorageClassNotFound"
+    assert condition(run, "Accepted") == "ReferenceNotFound"
     assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
     claim = {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}}
     await there.create(
@@ -281,7 +278,7 @@ async def test_deleted_token_is_restored(there: Stage) -> None:
         }
     )
     there.now = 20.0
-    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "SecretNotFound")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ReferenceNotFound")
     assert run["status"]["phase"] == "Running"
     await there.reconcile()
     again = await there.get("Secret", "tiny-addition-token")
@@ -434,7 +431,7 @@ async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
     run = await there.reconcile_until(lambda r: r["spec"].get("suspend") is True)
     assert run["status"]["rest"] == "Asked", "first it is written down, then asked for"
     run = await there.reconcile_until(lambda r: r["status"]["rest"] == "Resting")
-    assert condition(run, "Suspended") == "SuspendedByForecast"
+    assert condition(run, "Suspended") == "StoppedByForecast"
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
     await there.reconcile_until(phase("Preparing"))
     await there.end("prepare")
@@ -477,5 +474,5 @@ async def test_generators_that_fail_again_and_again_degrade_a_run_and_do_not_end
     ]
     status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
-    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "GeneratorsFailing")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "BackOff")
     assert run["status"]["phase"] == "Running"

@@ -193,7 +193,7 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     # Whoever wants the name again sees to what they have kept.
     await there.create(tiny())
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
-    assert condition(run, "Accepted") in ("NameTaken", "ClaimTaken")
+    assert condition(run, "Accepted") == "NameTaken"
     command = re.search(r"^kubectl (delete job,.*)$", OPERATIONS.read_text(), re.MULTILINE)
     assert command is not None, "the page says how"
     words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()

@@ -374,7 +374,7 @@ def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
     try:
         took = until(over, 1100, "the stop", every=3)
         say("started, stopped by its forecast", took, 1100)
-        assert run.condition("Suspended")[:2] == ("True", "SuspendedByForecast")
+        assert run.condition("Suspended")[:2] == ("True", "StoppedByForecast")
         status = run.status()
         print(
             "measured: stopped at step",

@@ -111,17 +111,18 @@ class ConditionType(_Explained):
 
 
 RENAMED: Final = {
-    "AsExpected": "Healthy",
-    "GoingOn": "StopCancelled",
-    "NoSteps": "Stalled",
+    "Forecasting": "Ready",
+    "NoFit": "NoForecast",
+    "NotRecorded": "AutoscalerFailed",
     "RestartsExhausted": "BackoffLimitExceeded",
-    "SomeReady": "PartiallyReady",
+    "StartsFailed": "BackoffLimitExceeded",
+    "TooFewPoints": "NoForecast",
 }
-"""Reasons of the release before, and what they are called now."""
+"""Reasons of the release before that are read from a status, and what they are called now."""
 
 
 class Reason(_Explained):
-    """Why a condition is as it is. ``text`` says what to do."""
+    """Why a condition is as it is, where the run's phase does not say it. ``text`` says what to do."""
 
     @classmethod
     def read(cls, name: str) -> Reason:
@@ -151,68 +152,36 @@ class Reason(_Explained):
     )
     SPEC_INVALID = (
         "SpecInvalid",
-        "Fix the field that the message names. Until then, no part of the edit takes effect, except suspend.",
+        "Fix the field that the message names. Until then, no part of an edit takes effect, except suspend.",
     )
-    DEADLINE_PASSED = (
-        "DeadlinePassed",
-        "spec.autoscaling.deadline had passed when the run was created: set a later time, or remove it.",
-    )
-    CLAIM_NOT_FOUND = (
-        "ClaimNotFound",
-        "Create the claim named by spec.storage.claimName or by a volume of a podTemplate, or name another one.",
-    )
-    CLAIM_TAKEN = (
-        "ClaimTaken",
-        "A claim with that name has the data of another run. To continue from it, set it as spec.storage.claimName of a "
-        "new run; otherwise delete it, or rename the run.",
+    REFERENCE_NOT_FOUND = (
+        "ReferenceNotFound",
+        "Create the object that the message names (a claim, StorageClass, Secret, ConfigMap or a key of it, PriorityClass, "
+        "RuntimeClass or LocalQueue), or name another one.",
     )
     CLAIM_LOST = (
         "ClaimLost",
-        "The run is held. Restore its claim from its volume, a snapshot or a backup, or discard the steps: "
-        "docs/operations.md, A claim that was deleted.",
+        "The claim with the run's steps is deleted, or will be with the last pod that mounts it. Retain its volume before "
+        "the run is suspended or ends, or restore the claim: docs/operations.md, A claim that was deleted.",
     )
     CLAIM_NOT_ENLARGED = (
         "ClaimNotEnlarged",
         "The claim keeps its size, and the run continues. If the storage supports it, set allowVolumeExpansion: true in "
         "the StorageClass; the operator retries every five minutes. Otherwise revert spec.storage.size.",
     )
-    CLAIM_DELETED = (
-        "ClaimDeleted",
-        "Retain the volume before the run is suspended or ends: docs/operations.md, A claim that was deleted.",
-    )
-    STORAGE_CLASS_NOT_FOUND = (
-        "StorageClassNotFound",
-        "Set spec.storage.storageClassName to a StorageClass from `kubectl get storageclass`, or remove it.",
-    )
-    SECRET_NOT_FOUND = (
-        "SecretNotFound",
-        "Create the Secret that the message names in the namespace of the run.",
-    )
-    CONFIG_MAP_NOT_FOUND = (
-        "ConfigMapNotFound",
-        "Create the ConfigMap that the message names in the namespace of the run.",
-    )
-    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound", "Use a PriorityClass that exists in the cluster."
-    RUNTIME_CLASS_NOT_FOUND = (
-        "RuntimeClassNotFound",
-        "Use a RuntimeClass that exists in the cluster and whose handler is installed on the nodes.",
-    )
     NAME_TAKEN = (
         "NameTaken",
-        "An object with a name that the run needs belongs to someone else: rename or delete it, or rename the run.",
+        "An object with a name that the run needs belongs to someone else: rename or delete it, or rename the run. To "
+        "continue from the claim of another run, set it as spec.storage.claimName of a new run.",
     )
     OBJECT_REFUSED = (
         "ObjectRefused",
-        "The API server rejected an object of the run; the message quotes it. Usual causes: an invalid podTemplate, or a "
-        "policy of the namespace.",
+        "The API server rejected an object of the run; the message quotes it. Usual causes: an invalid podTemplate, a "
+        "policy of the namespace, or a permission that the operator lacks (the RBAC templates of the chart).",
     )
     QUOTA_EXCEEDED = (
         "QuotaExceeded",
         "Request less, or have the ResourceQuota of the namespace raised; the run then continues automatically.",
-    )
-    FORBIDDEN = (
-        "Forbidden",
-        "Grant the operator the permission that the message names; see the RBAC templates of the chart.",
     )
 
     # Admitted
@@ -221,26 +190,16 @@ class Reason(_Explained):
         "WaitingForQuota",
         "Wait for Kueue, or check `kubectl describe workload` for the missing quota.",
     )
-    QUEUE_NOT_FOUND = (
-        "QueueNotFound",
-        "The namespace has no LocalQueue with that name, or the cluster has no Kueue. With Kueue, the run waits "
-        "indefinitely; without, it starts immediately and bypasses all quotas. Create the queue, or remove the label "
-        "kueue.x-k8s.io/queue-name from the run.",
-    )
     QUEUE_ADMITTED = "QueueAdmitted", NOTHING_TO_DO
 
     # pods of any role
-    NOT_STARTED = "NotStarted", "Wait until the run is accepted, admitted and prepared."
-    RUN_SUSPENDED = "RunSuspended", "Nothing to do: the run is suspended and has no pods."
-    RUN_COMPLETED = "RunCompleted", "Nothing to do: the run has completed."
-    RUN_FAILED = "RunFailed", "The run has failed: the condition Failed has the reason."
     STARTING = "Starting", "Wait; the first start pulls images, loads weights and compiles kernels."
     READY = "Ready", NOTHING_TO_DO
     PARTIALLY_READY = (
         "PartiallyReady",
         "The run continues with the ready ones; the message states what the others need.",
     )
-    BACK_OFF = "BackOff", "It failed and restarts after a back-off; the message quotes its last log line."
+    BACK_OFF = "BackOff", "It failed and restarts after a back-off; see the message, and the log of the pod."
     UNSCHEDULABLE = (
         "Unschedulable",
         "No node has enough capacity; the message is the scheduler's. Request less, add nodes, or check "
@@ -250,14 +209,10 @@ class Reason(_Explained):
         "ImagePullFailed",
         "Check spec.images (or the images of the chart) and podTemplate.imagePullSecrets.",
     )
-    CONTAINER_CONFIG_INVALID = (
-        "ContainerConfigInvalid",
-        "A Secret, ConfigMap or key that a podTemplate refers to is missing: create it, or change the template.",
-    )
     CONTAINER_START_FAILED = (
         "ContainerStartFailed",
-        "The node pulled the image but cannot start the container; the message is the container runtime's. Check that "
-        "spec.images has the image of that role for the architecture of the node.",
+        "The node cannot start the container; the message is the node's. Check that spec.images has the image of that role "
+        "for the architecture of the node, the securityContext, and the network plug-in of the node.",
     )
     VOLUME_NOT_WRITABLE = (
         "VolumeNotWritable",
@@ -280,17 +235,8 @@ class Reason(_Explained):
         "The kubelet rejected the pod, for example because a device plug-in restarted or capacity was taken. The operator "
         "retries without limit, with back-off. If it persists, check the node.",
     )
-    SANDBOX_FAILED = (
-        "SandboxFailed",
-        "The node cannot create the pod sandbox, usually because of its network plug-in: see the message, and check the "
-        "node.",
-    )
 
     # Prepared
-    PREPARING = (
-        "Preparing",
-        "Wait; the message has the source of the model, the log of the pod the progress.",
-    )
     PREPARED = "Prepared", NOTHING_TO_DO
     PREPARE_FAILED = (
         "PrepareFailed",
@@ -298,7 +244,6 @@ class Reason(_Explained):
     )
 
     # Progressing
-    STEPS_TRAINED = "StepsTrained", NOTHING_TO_DO
     STALLED = (
         "Stalled",
         "No step has completed for a long time: check CoordinatorReady, GeneratorsReady and TrainerReady, then the logs.",
@@ -313,37 +258,28 @@ class Reason(_Explained):
         "docs/operations.md, Upgrade. Wrong token: the Secret of the run was changed after its pods read it; restore it, "
         "or delete the pods.",
     )
-    TRAINER_NOT_READY = (
-        "TrainerNotReady",
-        "Training waits for missing ranks: TrainerReady states what they need.",
-    )
-    NOT_RUNNING = "NotRunning", "Nothing to do: the run is not supposed to train now."
 
     # ForecastReady
-    FORECASTING = "Forecasting", NOTHING_TO_DO
     AUTOSCALING_OFF = "AutoscalingOff", "Set spec.autoscaling.mode to Advisory or Auto for forecasts."
-    TOO_FEW_POINTS = (
-        "TooFewPoints",
-        "Wait for more evaluations, or evaluate more often (evaluation.everySteps).",
+    NO_FORECAST = (
+        "NoForecast",
+        "The points do not determine a curve yet. Wait for more evaluations, or evaluate more often "
+        "(evaluation.everySteps); docs/autoscaling.md explains each message.",
     )
-    NO_FIT = "NoFit", "The points do not determine a curve yet; docs/autoscaling.md explains each reason."
     SIDECAR_UNREACHABLE = (
         "SidecarUnreachable",
         "No decisions are made meanwhile. Check the log of the container curvefit in the operator pod.",
     )
-    NOT_RECORDED = (
-        "NotRecorded",
-        "A decision could not be written to `decisions.jsonl` on the run's volume, so it is not executed; the operator "
-        "retries. The message has the response of the coordinator, or the line that cannot be read.",
-    )
     AUTOSCALER_FAILED = (
         "AutoscalerFailed",
-        "Internal error of the operator; its log has the details. The run continues, and no decisions are made meanwhile.",
+        "A decision could not be made or recorded, so none is executed; the operator retries, and the run continues. The "
+        "message has the line of `decisions.jsonl` that cannot be read, the response of the coordinator, or an internal "
+        "error, whose details are in the log of the operator.",
     )
     BROKEN = (
         "Broken",
-        "The reward fell, too many completions are truncated, or a value is not finite. See docs/autoscaling.md; the last "
-        "good checkpoint is kept.",
+        "The reward fell, too many completions are truncated, or a value is not finite; the last good checkpoint is kept. "
+        'See docs/autoscaling.md, "A run that is held". A suspended run continues when spec.suspend is set to false.',
     )
 
     # Degraded
@@ -389,21 +325,9 @@ class Reason(_Explained):
         "continues. The coordinator log has the slots, the trainer log the cause. Clears after ten minutes without "
         "another; three in a row end the attempt.",
     )
-    GENERATORS_FAILING = "GeneratorsFailing", "Check the logs of the generator that the message names."
 
     # Suspended
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to continue."
-    SUSPENDED_BY_FORECAST = (
-        "SuspendedByForecast",
-        "The predicted gain is not worth its cost. Set spec.suspend to false to continue anyway.",
-    )
-    SUSPENDED_AS_BROKEN = (
-        "SuspendedAsBroken",
-        'The reward fell, too many completions are truncated, or a value is not finite. See docs/autoscaling.md, "A run '
-        'that is held". Set spec.suspend to false to continue anyway.',
-    )
-    SUSPENDING = "Suspending", "Wait until the checkpoint is written."
-    NOT_SUSPENDED = "NotSuspended", NOTHING_TO_DO
 
     # Completed
     BUDGET_REACHED = (
@@ -412,9 +336,9 @@ class Reason(_Explained):
     )
     STOPPED_BY_FORECAST = (
         "StoppedByForecast",
-        "The predicted gain was not worth its cost; the decision has the reasons.",
+        "The predicted gain was not worth its cost; the decision has the reasons. A suspended run continues when "
+        "spec.suspend is set to false.",
     )
-    NOT_FINISHED = "NotFinished", "Nothing to do: the run has not ended."
 
     # Failed
     BAD_INPUT = (
@@ -427,12 +351,8 @@ class Reason(_Explained):
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
-        "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "
-        "caused the failures.",
-    )
-    STARTS_FAILED = (
-        "StartsFailed",
-        "The role never became ready: check its log. Usual causes: memory, devices, the image.",
+        "The role that the message names failed too often, or never became ready: check its log. Usual causes of the "
+        "latter: memory, devices, the image. Raise its maxRestarts only if the cluster caused the failures.",
     )
 
     # events alone

@@ -87,14 +87,14 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     first = stepped.report(curve[:39])
     assert (first.known, first.stop, first.decisions) == (False, "", ())
     early = await stepped.settled(curve[:5])
-    assert (early.ready, early.reason, early.state) == (False, Reason.TOO_FEW_POINTS, "INSUFFICIENT")
+    assert (early.ready, early.reason, early.state) == (False, Reason.NO_FORECAST, "INSUFFICIENT")
     await stepped.settled(curve[:40])
     assert not stepped.report(curve[:40]).stop
     report = await stepped.settled(curve)
     assert report.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
     report = stepped.report(curve)
     assert (report.stop, report.state, report.event) == (FORECAST, "STOP", "")
-    assert (report.ready, report.reason) == (True, Reason.FORECASTING)
+    assert (report.ready, report.reason) == (True, Reason.READY)
     assert report.forecast is not None
     assert report.forecast.startswith("0.6")
     assert report.forecast.count("-") == 1
@@ -303,7 +303,7 @@ async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> 
         stepped.report(flat_curve())
         await stepped.woken.wait()
         report = stepped.report(flat_curve())
-        assert (report.known, report.reason) == (False, Reason.NOT_RECORDED)
+        assert (report.known, report.reason) == (False, Reason.AUTOSCALER_FAILED)
         assert "decisions.jsonl cannot be read" in report.message
         assert stepped.loop._task is None, "not before its time"
         stepped.woken.clear()
@@ -319,7 +319,7 @@ async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate:
     stepped.api.fate = [fate]
     report = await stepped.settled(curve)
     report = stepped.report(curve)
-    assert (report.ready, report.reason) == (False, Reason.NOT_RECORDED)
+    assert (report.ready, report.reason) == (False, Reason.AUTOSCALER_FAILED)
     assert bool(report.stop) == (fate == LOST)
     stepped.now += FIRST_RETRY_SECONDS
     await stepped.settled(curve)

@@ -66,18 +66,18 @@ def conditions(
 
 
 @pytest.mark.parametrize(
-    ("phase", "end", "reason", "other"),
+    ("phase", "end", "other"),
     [
-        (Phase.COMPLETED, End.COMPLETED, "RunCompleted", ConditionType.FAILED),
-        (Phase.FAILED, End.FAILED, "RunFailed", ConditionType.COMPLETED),
+        (Phase.COMPLETED, End.COMPLETED, ConditionType.FAILED),
+        (Phase.FAILED, End.FAILED, ConditionType.COMPLETED),
     ],
 )
 def test_conditions_of_an_ended_run_say_that_it_has_ended(
-    phase: Phase, end: End, reason: str, other: ConditionType
+    phase: Phase, end: End, other: ConditionType
 ) -> None:
     found = conditions(phase, outcome=Outcome(end, Reason.BUDGET_REACHED, "maxSteps"))
     for type_ in (*ROLES, other):
-        assert (found[type_].status, found[type_].reason) == ("False", reason), type_
+        assert (found[type_].status, found[type_].reason) == ("False", phase), type_
     said = " ".join(c.message for c in found.values())
     assert "under way" not in said
     assert "comes before" not in said
@@ -85,8 +85,8 @@ def test_conditions_of_an_ended_run_say_that_it_has_ended(
 
 def test_conditions_of_a_suspended_run_say_that_it_is_suspended() -> None:
     found = conditions(Phase.SUSPENDED)
-    assert {found[type_].reason for type_ in ROLES} == {"RunSuspended"}
-    assert {conditions(Phase.PREPARING)[type_].reason for type_ in ROLES} == {"NotStarted"}
+    assert {found[type_].reason for type_ in ROLES} == {"Suspended"}
+    assert {conditions(Phase.PREPARING)[type_].reason for type_ in ROLES} == {"Preparing"}
 
 
 def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
@@ -102,9 +102,10 @@ def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
 def test_steps_are_not_progressing_without_a_trainer() -> None:
     running = pod("t-0", Role.TRAINER, {"running": {}}, ready=True)
     up = conditions(Phase.RUNNING, observed(running, jobs=(Role.TRAINER,)), coordinator_report=QUIET)
-    assert (up["Progressing"].status, up["Progressing"].reason) == ("True", "StepsTrained")
+    assert (up["Progressing"].status, up["Progressing"].reason) == ("True", "Healthy")
     down = conditions(Phase.RUNNING, observed(), coordinator_report=QUIET)["Progressing"]
-    assert (down.status, down.reason, down.message) == ("False", "TrainerNotReady", "after step 3")
+    assert (down.status, down.reason) == ("False", "Starting")
+    assert down.message == "the trainer is not ready, after step 3"
     assert conditions(Phase.FINISHING, observed(), coordinator_report=QUIET)["Progressing"].status == "True"
 
 
@@ -154,7 +155,7 @@ def test_a_queue_that_does_not_exist_is_named(phase: Phase) -> None:
     queued = cluster_run(labels={QUEUE: "team"})
     found = observed(jobs=(Role.PREPARE,))
     said = conditions(phase, found, run=queued, queue_missing=missing)["Admitted"]
-    assert (said.status, said.reason, said.message) == ("False", "QueueNotFound", missing)
+    assert (said.status, said.reason, said.message) == ("False", "ReferenceNotFound", missing)
     assert conditions(phase, found, queue_missing="")["Admitted"].reason == "NoQueue"
 
 
@@ -165,5 +166,5 @@ def test_the_claims_own_event_says_more_than_the_scheduler() -> None:
     pending["status"] = {"phase": "Pending", "conditions": [scheduled]}
     found = observed(pending, jobs=(Role.PREPARE,))
     assert conditions(Phase.PREPARING, found)["Prepared"].reason == "VolumeNotReady"
-    why = Problem(Reason.STORAGE_CLASS_NOT_FOUND, 'storageclass.storage.k8s.io "fast" not found')
-    assert conditions(Phase.PREPARING, found, blocked=why)["Prepared"].reason == "StorageClassNotFound"
+    why = Problem(Reason.REFERENCE_NOT_FOUND, 'storageclass.storage.k8s.io "fast" not found')
+    assert conditions(Phase.PREPARING, found, blocked=why)["Prepared"].reason == "ReferenceNotFound"

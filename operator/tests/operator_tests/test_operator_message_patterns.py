@@ -38,7 +38,7 @@ STARTED = 1_000_000.0
             "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims.",
             Reason.VOLUME_NOT_READY,
         ),
-        ('0/1 nodes are available: persistentvolumeclaim "c" not found.', Reason.CLAIM_NOT_FOUND),
+        ('0/1 nodes are available: persistentvolumeclaim "c" not found.', Reason.REFERENCE_NOT_FOUND),
     ],
 )
 def test_why_a_pod_has_no_node(message: str, reason: Reason) -> None:
@@ -48,20 +48,20 @@ def test_why_a_pod_has_no_node(message: str, reason: Reason) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ('MountVolume.SetUp failed for volume "x" : secret "s" not found', Reason.SECRET_NOT_FOUND),
-        ('MountVolume.SetUp failed for volume "x" : configmap "c" not found', Reason.CONFIG_MAP_NOT_FOUND),
+        ('MountVolume.SetUp failed for volume "x" : secret "s" not found', Reason.REFERENCE_NOT_FOUND),
+        ('MountVolume.SetUp failed for volume "x" : configmap "c" not found', Reason.REFERENCE_NOT_FOUND),
         (
             'MountVolume.SetUp failed for volume "x" : references non-existent secret key: foo',
-            Reason.CONTAINER_CONFIG_INVALID,
+            Reason.REFERENCE_NOT_FOUND,
         ),
         (
             "Failed to create pod sandbox: rpc error: code = Unknown desc = failed to get sandbox runtime: no "
             'runtime for "nvidia" is configured',
-            Reason.RUNTIME_CLASS_NOT_FOUND,
+            Reason.REFERENCE_NOT_FOUND,
         ),
         (
             'Failed to create pod sandbox: plugin type="calico" failed (add): error getting ClusterInformation',
-            Reason.SANDBOX_FAILED,
+            Reason.CONTAINER_START_FAILED,
         ),
         ("MountVolume.MountDevice failed: timed out waiting for the condition", Reason.VOLUME_NOT_READY),
     ],
@@ -77,6 +77,21 @@ def test_unpullable_image_is_reported(waiting: str) -> None:
     problem = pod_view(a_pod({"waiting": {"reason": waiting, "message": "words"}})).problem
     assert problem is not None
     assert (problem.reason, problem.message) == (Reason.IMAGE_PULL_FAILED, "c: words")
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('secret "hub" not found', Reason.REFERENCE_NOT_FOUND),
+        ("couldn't find key token in Secret team/hub", Reason.REFERENCE_NOT_FOUND),
+        ("container has runAsNonRoot and image will run as root", Reason.CONTAINER_START_FAILED),
+    ],
+)
+def test_config_errors_say_whether_something_is_missing(message: str, reason: Reason) -> None:
+    waiting = {"reason": "CreateContainerConfigError", "message": message}
+    problem = pod_view(a_pod({"waiting": waiting})).problem
+    assert problem is not None
+    assert (problem.reason, problem.message) == (reason, f"c: {message}")
 
 
 @pytest.mark.parametrize(

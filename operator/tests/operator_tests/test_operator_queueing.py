@@ -173,7 +173,7 @@ def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: Condi
         (seen(suspend=False), Phase.RUNNING, "False", ("True", Reason.QUEUE_ADMITTED)),
         # Between two attempts.
         (nothing(), Phase.RUNNING, "True", ("True", Reason.QUEUE_ADMITTED)),
-        (nothing(), Phase.SUSPENDED, "True", ("False", Reason.RUN_SUSPENDED)),
+        (nothing(), Phase.SUSPENDED, "True", ("False", Phase.SUSPENDED)),
     ],
 )
 def test_admitted_says_what_the_queue_has_done(

@@ -135,7 +135,7 @@ class Autoscaler:
         if self.spec.autoscaling.mode == "Off":
             return AutoscalerReport()
         if not self.record.loaded:
-            reason, message = self._problem or (Reason.TOO_FEW_POINTS, "the decision log is being read")
+            reason, message = self._problem or (Reason.NO_FORECAST, "the decision log is being read")
             return AutoscalerReport(reason=reason, message=message)
         report = report_of(self.record.known, self.spec, self._problem, resumed=self.resumed)
         return replaced(report, event=event, alarming=alarming)
@@ -166,7 +166,7 @@ class Autoscaler:
             else:
                 changed = False
         except RecordError as error:
-            problem = (Reason.NOT_RECORDED, str(error))
+            problem = (Reason.AUTOSCALER_FAILED, str(error))
         except Exception as error:
             log.exception("%s: the autoscaler failed", self._name)
             problem = (Reason.AUTOSCALER_FAILED, f"{type(error).__name__}: {error}")
@@ -178,7 +178,7 @@ class Autoscaler:
             self._wake()
 
     def _note(self, step: Step) -> None:
-        self._problem = (Reason.NOT_RECORDED, step.trouble) if step.trouble else None
+        self._problem = (Reason.AUTOSCALER_FAILED, step.trouble) if step.trouble else None
         decision = self.decision = step.decision
         self._on_decision(decision.state)
         if step.changed:

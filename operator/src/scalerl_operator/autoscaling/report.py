@@ -21,7 +21,6 @@ from scalerl_operator.autoscaling.forecast_client import NO_ANSWER
 from scalerl_operator.autoscaling.forecast_request import UNBELIEVABLE
 from scalerl_operator.autoscaling.models import State
 from scalerl_operator.autoscaling.observation import limits, recipe
-from scalerl_operator.autoscaling.vote import ENOUGH_POINTS
 
 _STOPS: Final = {"stop": FORECAST, "hold": BROKEN}
 """Actions that end a run, and the reason that its coordinator gets."""
@@ -102,14 +101,13 @@ def _forecast(evaluated: Line | None) -> str | None:
 def _forecast_ready(evaluated: Line | None) -> tuple[bool, Reason, str]:
     """Status, reason and message of the condition ForecastReady."""
     if evaluated is None:
-        return False, Reason.TOO_FEW_POINTS, "no evaluation yet"
+        return False, Reason.NO_FORECAST, "no evaluation yet"
     observation, state, why = evaluated.observation, evaluated.decision.state, evaluated.decision.reasons[0]
     answer = observation.forecast
     if state is State.BROKEN:
         return False, Reason.BROKEN, why
     if answer is None and observation.trouble.startswith((NO_ANSWER, UNBELIEVABLE)):
         return False, Reason.SIDECAR_UNREACHABLE, observation.trouble
-    used = observation.points.used if answer is None else answer.fit.points_used
     if state is State.INSUFFICIENT:
-        return False, Reason.TOO_FEW_POINTS if used < ENOUGH_POINTS else Reason.NO_FIT, why
-    return True, Reason.FORECASTING, why
+        return False, Reason.NO_FORECAST, why
+    return True, Reason.READY, why

@@ -2,7 +2,7 @@
 
 :data:`CONDITIONS` is the table: each type with the function that says whether it is true and why, its Events, and which status
 is a problem, for the metric. A condition's time is when its ``status`` last changed. What is not observed while a run is
-suspended or finished (its pods) is ``False``, with the reason why there are none.
+suspended or finished (its pods) is ``False``, with the run's phase as the reason.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ before."""
 _MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
-_WITHOUT_PODS: Final = {
-    Phase.SUSPENDED: Reason.RUN_SUSPENDED,
-    Phase.COMPLETED: Reason.RUN_COMPLETED,
-    Phase.FAILED: Reason.RUN_FAILED,
-}
-"""Why a suspended or finished run has no pods; in any other phase they are yet to be created."""
-_SUSPENDED_BY: Final = {FORECAST: Reason.SUSPENDED_BY_FORECAST, BROKEN: Reason.SUSPENDED_AS_BROKEN}
+_SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
 
 Value = tuple[bool, Problem]
 """Whether a condition is true, and why; without a message, the reason's text is it."""
@@ -92,9 +86,9 @@ def _admitted(context: RunContext) -> Value:
     if queue is None:
         return True, Problem(Reason.NO_QUEUE, "")
     if context.decision.phase is Phase.SUSPENDED:
-        return False, _without_pods(context)
+        return False, _phase(context)
     if context.queue_missing:
-        return False, Problem(Reason.QUEUE_NOT_FOUND, context.queue_missing)
+        return False, Problem(Reason.REFERENCE_NOT_FOUND, context.queue_missing)
     jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
     waiting = [role for role, job in jobs.items() if job.held]
     for role in (Role.COORDINATOR, Role.GENERATOR):
@@ -120,17 +114,17 @@ def _prepared(context: RunContext) -> Value:
     if job.held:
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
     if context.decision.phase in _SUSPENDED_OR_ENDED:
-        return was, Problem(Reason.PREPARED, "") if was else _without_pods(context)
+        return was, Problem(Reason.PREPARED, "") if was else _phase(context)
     problem = _exact(context.observed.problem(Role.PREPARE), context.blocked)
     if problem is None and job.ends and job.state is JobState.ACTIVE:
         last = job.ends[-1]
         problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
-    return False, problem or context.blocked or Problem(Reason.PREPARING, _source(context.run.spec.model))
+    return False, problem or context.blocked or Problem(Phase.PREPARING, _source(context.run.spec.model))
 
 
 def _coordinator_ready(context: RunContext) -> Value:
     if _has_no_pods(context):
-        return False, _without_pods(context)
+        return False, _phase(context)
     if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
         return False, _unheard(context, "")
     return _role_ready(context, Role.COORDINATOR, 1, _unwritable(context))
@@ -138,13 +132,13 @@ def _coordinator_ready(context: RunContext) -> Value:
 
 def _generators_ready(context: RunContext) -> Value:
     if _has_no_pods(context):
-        return False, _without_pods(context)
+        return False, _phase(context)
     return _role_ready(context, Role.GENERATOR, context.run.spec.generator.replicas)
 
 
 def _trainer_ready(context: RunContext) -> Value:
     if _has_no_pods(context):
-        return False, _without_pods(context)
+        return False, _phase(context)
     memory, problem = context.decision.memory, None
     if context.observed.trainer.held:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
@@ -169,7 +163,7 @@ def _role_ready(context: RunContext, role: Role, wanted: int, else_: Problem | N
 def _progressing(context: RunContext) -> Value:
     coordinator, memory, now = context.coordinator, context.decision.memory, context.unix_seconds
     if context.decision.phase not in _TRAINING:
-        return False, Problem(Reason.NOT_RUNNING, "")
+        return False, _phase(context)
     if coordinator is None:
         return False, _unheard(context, context.decision.note)
     if (unwritable := _unwritable(context)) is not None:
@@ -183,8 +177,8 @@ def _progressing(context: RunContext) -> Value:
         return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
     # At the end the trainer leaves before the run is over.
     if context.decision.phase is Phase.RUNNING and not context.observed.trainer.ready:
-        return False, Problem(Reason.TRAINER_NOT_READY, f"after step {coordinator.step}")
-    return True, Problem(Reason.STEPS_TRAINED, "")
+        return False, Problem(Reason.STARTING, f"the trainer is not ready, after step {coordinator.step}")
+    return True, Problem(Reason.HEALTHY, "")
 
 
 def _forecast_ready(context: RunContext) -> Value:
@@ -207,21 +201,17 @@ def _degraded(context: RunContext) -> Value:
 
 def _suspended(context: RunContext) -> Value:
     decision = context.decision
-    if decision.phase is Phase.SUSPENDING:
-        return False, Problem(Reason.SUSPENDING, decision.note)
     if decision.phase is not Phase.SUSPENDED:
-        return False, Problem(Reason.NOT_SUSPENDED, "")
+        return False, Problem(decision.phase, decision.note if decision.phase is Phase.SUSPENDING else "")
     by = _SUSPENDED_BY.get(context.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
     return True, Problem(by, "")
 
 
 def _ended(end: End, context: RunContext) -> Value:
     outcome = context.decision.memory.outcome
-    if outcome is None:
-        return False, Problem(Reason.NOT_FINISHED, "")
-    if outcome.end is end:
+    if outcome is not None and outcome.end is end:
         return True, Problem(outcome.reason, outcome.message)
-    return False, Problem(Reason.RUN_COMPLETED if outcome.end is End.COMPLETED else Reason.RUN_FAILED, "")
+    return False, _phase(context)
 
 
 @dataclass(frozen=True)
@@ -259,24 +249,14 @@ CONDITIONS: Final[Mapping[str, Row]] = {
 
 _NEEDS_A_PERSON: Final = frozenset(
     {
-        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CONFIG_INVALID),
+        *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.REFERENCE_NOT_FOUND),
         *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
-        *(Reason.SANDBOX_FAILED, Reason.COORDINATOR_REFUSED, Reason.CONTAINER_START_FAILED),
-        *(Reason.CLAIM_NOT_FOUND, Reason.STORAGE_CLASS_NOT_FOUND, Reason.VOLUME_NOT_WRITABLE),
+        *(Reason.CONTAINER_START_FAILED, Reason.COORDINATOR_REFUSED, Reason.VOLUME_NOT_WRITABLE),
     }
 )
 """Reasons that get a Warning with a condition of any type that is False."""
 _NO_PROBLEM: Final = frozenset(
-    {
-        *(
-            Reason.NOT_STARTED,
-            Reason.RUN_SUSPENDED,
-            Reason.RUN_COMPLETED,
-            Reason.RUN_FAILED,
-            Reason.NOT_RUNNING,
-        ),
-        *(Reason.PREPARED, Reason.READY, Reason.AUTOSCALING_OFF, Reason.TOO_FEW_POINTS, Reason.NO_FIT),
-    }
+    {*Phase, Reason.PREPARED, Reason.READY, Reason.AUTOSCALING_OFF, Reason.NO_FORECAST}
 )
 """Reasons of what has not begun, is off, or ended as the spec says."""
 
@@ -292,8 +272,10 @@ def event_type(condition: Condition) -> EventType | None:
 def is_problem(condition: Condition) -> bool:
     """Whether a condition indicates a problem. One that is slow to become true does; the alert waits for the time that it
     may take."""
-    if condition.reason == Reason.SUSPENDED_AS_BROKEN:
+    if condition.reason == Reason.BROKEN:
         return True
+    if condition.reason == Phase.PREPARING:
+        return condition.type == ConditionType.PREPARED
     return condition.status == CONDITIONS[condition.type].problem and condition.reason not in _NO_PROBLEM
 
 
@@ -306,8 +288,8 @@ def _has_no_pods(context: RunContext) -> bool:
     return context.decision.phase in _SUSPENDED_OR_ENDED or context.decision.phase is Phase.PREPARING
 
 
-def _without_pods(context: RunContext) -> Problem:
-    return Problem(_WITHOUT_PODS.get(context.decision.phase, Reason.NOT_STARTED), "")
+def _phase(context: RunContext) -> Problem:
+    return Problem(context.decision.phase, "")
 
 
 def _exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
@@ -353,7 +335,7 @@ def _role_problem(context: RunContext) -> Problem | None:
     generators = context.observed.service(Role.GENERATOR)
     if generators.restarts > context.run.spec.generator.max_restarts:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
-        return Problem(Reason.GENERATORS_FAILING, text)
+        return Problem(Reason.BACK_OFF, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
         problem = context.observed.problem(role)
         # Waiting in a queue is no fault; Admitted reports it.

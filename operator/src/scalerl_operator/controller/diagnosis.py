@@ -125,6 +125,11 @@ async def queue_problem(api: KubeApi, context: RunContext) -> str:
         found = await api.get("LocalQueue", context.namespace, queue)
     except errors.Forbidden:
         found = {}  # by a role that is not the chart's
-    problem = "" if found is not None else f"no LocalQueue {queue} in the namespace {context.namespace}"
+    problem = ""
+    if found is None:
+        problem = (
+            f"no LocalQueue {queue} in the namespace {context.namespace}: with Kueue, the run waits for it; "
+        )
+        problem += "in a cluster without Kueue it starts, and counts in no quota"
     context.state.queue_asked = (context.unix_seconds, problem)
     return problem

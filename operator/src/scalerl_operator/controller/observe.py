@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.conditions import Phase, Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
@@ -24,7 +24,10 @@ LONGEST_BACK_OFF: Final = "back-off 5m0s"
 """Part of the kubelet's message about a container that it will start again, where it has its defaults."""
 QUIET_SECONDS: Final = 600.0
 """Restarts that are further apart are none in a row."""
-PLACING_SECONDS: Final = {Reason.UNSCHEDULABLE: 10.0, Reason.VOLUME_NOT_READY: 30.0}
+PLACING_SECONDS: Final[dict[Reason | Phase, float]] = {
+    Reason.UNSCHEDULABLE: 10.0,
+    Reason.VOLUME_NOT_READY: 30.0,
+}
 """For so long it is no problem that a new pod waits for a node, or for its volume, which is made only now."""
 
 _WAITING: Final = {
@@ -35,11 +38,13 @@ _WAITING: Final = {
     "RegistryUnavailable": Reason.IMAGE_PULL_FAILED,
     "SignatureValidationFailed": Reason.IMAGE_PULL_FAILED,
     "ErrImageNeverPull": Reason.IMAGE_PULL_FAILED,
-    "CreateContainerConfigError": Reason.CONTAINER_CONFIG_INVALID,
+    "CreateContainerConfigError": Reason.CONTAINER_START_FAILED,
     "CreateContainerError": Reason.CONTAINER_START_FAILED,
     "RunContainerError": Reason.CONTAINER_START_FAILED,
     "CrashLoopBackOff": Reason.BACK_OFF,
 }
+_MISSING: Final = ("not found", "couldn't find key")
+"""In the kubelet's message about a container whose Secret or ConfigMap, or a key of it, does not exist."""
 _NEVER_STARTED: Final = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of containers that ended before their program began: it is not in the image, or is of another architecture."""
 _TAKEN: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
@@ -265,7 +270,9 @@ def _problem(
         if waiting in _WAITING:
             line = _last_log_line(before) if waiting == "CrashLoopBackOff" and before is not None else ""
             message = line or state["waiting"].get("message", waiting)
-            return Problem(_WAITING[waiting], f"{name}: {message}")
+            missing = waiting == "CreateContainerConfigError" and any(t in message for t in _MISSING)
+            reason = Reason.REFERENCE_NOT_FOUND if missing else _WAITING[waiting]
+            return Problem(reason, f"{name}: {message}")
     return None
 
 

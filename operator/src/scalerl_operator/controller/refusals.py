@@ -42,7 +42,7 @@ async def preflight(
         return None
     run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
     if (late := past_deadline(run.spec, created)) is not None:
-        return Problem(Reason.DEADLINE_PASSED, str(late))
+        return Problem(Reason.SPEC_INVALID, str(late))
     problem = await _check_storage(api, context, namespaced=namespaced)
     objects = render_all()
     names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
@@ -58,7 +58,7 @@ async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool)
     claim, storage_class = storage.claim_name, storage.storage_class_name
     if claim is not None:
         if await api.get(CLAIM, context.namespace, claim) is None:
-            return Problem(Reason.CLAIM_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
+            return Problem(Reason.REFERENCE_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
     elif storage_class is not None and not namespaced:
         try:
             found = await api.get("StorageClass", None, storage_class)
@@ -66,7 +66,7 @@ async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool)
             found = {}  # by a role that is not the chart's; the claim's events will say
         if found is None:
             message = f"spec.storage.storageClassName: {storage_class} does not exist"
-            return Problem(Reason.STORAGE_CLASS_NOT_FOUND, message)
+            return Problem(Reason.REFERENCE_NOT_FOUND, message)
     return None
 
 
@@ -107,7 +107,7 @@ def name_taken(live: Object, context: RunContext) -> Problem | None:
     kind = live["kind"]
     what = f"{kind} {live['metadata']['name']}"
     if kind == CLAIM:
-        return Problem(Reason.CLAIM_TAKEN, f"{what} holds another run's data")
+        return Problem(Reason.NAME_TAKEN, f"{what} holds another run's data")
     owners = live["metadata"].get("ownerReferences") or ()
     if is_deleted(live) or any(o.get("kind") == KIND and o.get("name") == context.name for o in owners):
         return Problem(
@@ -121,11 +121,8 @@ def refused(error: errors.ApiError, obj: Object, context: RunContext) -> Problem
     what = f"{obj['kind']} {obj['metadata']['name']}"
     if isinstance(error, errors.QuotaExceeded):
         return Problem(Reason.QUOTA_EXCEEDED, f"{what}: {error.message}")
-    if isinstance(error, errors.Forbidden) and "cannot" in error.message and "User" in error.message:
-        return Problem(Reason.FORBIDDEN, f"{what}: {error.message}")
-    return Problem(
-        creation_problem(error.message), f"{what}: {in_terms_of_the_spec(error, obj, context.obj)}"
-    )
+    text = in_terms_of_the_spec(error, obj, context.obj)
+    return Problem(creation_problem(error.message), f"{what}: {text}")
 
 
 def in_terms_of_the_spec(error: errors.ApiError, obj: Object, run: Object) -> str:

@@ -110,8 +110,7 @@ class LocalAutoscaler:
         return self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
 
     def _apply(self, report: AutoscalerReport) -> None:
-        failed = report.reason in (Reason.NOT_RECORDED, Reason.AUTOSCALER_FAILED)
-        problem = report.message if failed else ""
+        problem = report.message if report.reason is Reason.AUTOSCALER_FAILED else ""
         if problem and problem != self._problem:
             self._event(problem, is_problem=True)
         self._problem = problem

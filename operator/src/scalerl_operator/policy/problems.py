@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.conditions import Phase, Reason
 
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _OF_VOLUMES: Final = ("volume", "free storage")
@@ -19,9 +19,10 @@ _OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is not as it should be, with the cluster's message."""
+    """Why something is not as it should be, with the cluster's message. reason: the phase, where nothing is wrong but that the
+    run is in it."""
 
-    reason: Reason
+    reason: Reason | Phase
     message: str
 
 
@@ -30,38 +31,29 @@ def creation_problem(message: str) -> Reason:
     text = message.lower()
     if "exceeded quota" in text:
         return Reason.QUOTA_EXCEEDED
-    if "priorityclass" in text or "priority class" in text:
-        return Reason.PRIORITY_CLASS_NOT_FOUND
-    if "runtimeclass" in text:
-        return Reason.RUNTIME_CLASS_NOT_FOUND
-    return Reason.OBJECT_REFUSED
+    missing = any(name in text for name in ("priorityclass", "priority class", "runtimeclass"))
+    return Reason.REFERENCE_NOT_FOUND if missing else Reason.OBJECT_REFUSED
 
 
 def mount_problem(message: str) -> Reason:
     """Reason of the kubelet's message about a pod that it cannot start."""
     text = message.lower()
-    if "configmap" in text and "not found" in text:
-        return Reason.CONFIG_MAP_NOT_FOUND
-    if "secret" in text and "not found" in text:
-        return Reason.SECRET_NOT_FOUND
-    if "references non-existent" in text:
-        return Reason.CONTAINER_CONFIG_INVALID
-    if "runtime" in text and ("handler" in text or "no runtime for" in text):
-        return Reason.RUNTIME_CLASS_NOT_FOUND
-    if "sandbox" in text:
-        return Reason.SANDBOX_FAILED
-    return Reason.VOLUME_NOT_READY
+    missing = ("configmap" in text or "secret" in text) and "not found" in text
+    handler = "runtime" in text and ("handler" in text or "no runtime for" in text)
+    if missing or handler or "references non-existent" in text:
+        return Reason.REFERENCE_NOT_FOUND
+    return Reason.CONTAINER_START_FAILED if "sandbox" in text else Reason.VOLUME_NOT_READY
 
 
 def claim_problem(message: str) -> Reason:
     """Reason of the volume controller's message about a claim that it cannot bind.
 
     >>> claim_problem('storageclass.storage.k8s.io "fast" not found').value
-    'StorageClassNotFound'
+    'ReferenceNotFound'
     """
     text = message.lower()
     named = "storageclass" in text and "not found" in text
-    return Reason.STORAGE_CLASS_NOT_FOUND if named else Reason.VOLUME_NOT_READY
+    return Reason.REFERENCE_NOT_FOUND if named else Reason.VOLUME_NOT_READY
 
 
 def placing_problem(message: str) -> Reason:
@@ -72,11 +64,11 @@ def placing_problem(message: str) -> Reason:
     >>> placing_problem("0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found").value
     'VolumeNotReady'
     >>> placing_problem('0/1 nodes are available: persistentvolumeclaim "a" not found.').value
-    'ClaimNotFound'
+    'ReferenceNotFound'
     """
     text = message.lower()
     if _MISSING_CLAIM.search(text):
-        return Reason.CLAIM_NOT_FOUND
+        return Reason.REFERENCE_NOT_FOUND
     if any(word in text for word in _OF_VOLUMES) and not any(word in text for word in _OF_ROOM):
         return Reason.VOLUME_NOT_READY
     return Reason.UNSCHEDULABLE
