@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from stage import Coordinator, Stage, own_control_plane, stage
 from test_unreachable import with_coordinator
