@@ -74,6 +74,23 @@ def processes(forkserver: Any) -> Iterator[Processes]:
     running.end()
 
 
+@pytest.fixture
+def new_run(processes: Processes, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes a :class:`trainer_run.Run`; prints its logs at the end, which pytest shows of a failed test."""
+    from trainer_run import Run
+
+    made: list[Run] = []
+
+    def new(**changes: Any) -> Run:
+        made.append(Run(processes, tmp_path / f"run{len(made)}", **changes))
+        return made[-1]
+
+    yield new
+    for run in made:
+        for log in sorted(run.paths.logs.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-5000:]}")
+
+
 @pytest.fixture(scope="module")
 def module_processes(forkserver: Any) -> Iterator[Processes]:
     running = Processes(forkserver)
