@@ -80,4 +80,6 @@ def test_a_reason_of_a_later_release_has_a_name_here() -> None:
     assert Reason.read("BudgetReached") is Reason.BUDGET_REACHED
     assert Reason.read("ProphecyFulfilled") is Reason.OTHER_RELEASE
     assert Reason.read("RestartsExhausted") is Reason.BACKOFF_LIMIT_EXCEEDED
+    assert Reason.read("SuspendedByForecast") is Reason.STOPPED_BY_FORECAST
     assert set(RENAMED.values()) <= set(Reason)
+    assert not set(RENAMED) & set(Reason)

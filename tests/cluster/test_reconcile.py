@@ -474,5 +474,5 @@ async def test_generators_that_fail_again_and_again_degrade_a_run_and_do_not_end
     ]
     status = {"conditions": [{"type": "Ready", "status": "False"}], "containerStatuses": containers}
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
-    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "BackOff")
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "GeneratorsFailing")
     assert run["status"]["phase"] == "Running"

@@ -71,9 +71,9 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     await there.start(tiny())
     claim = await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
-    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
     assert "tiny-addition-data is being deleted" in degraded(run)["message"]
-    assert any(reason == "ClaimLost" for reason, _ in await there.events())
+    assert any(reason == "ClaimDeleted" for reason, _ in await there.events())
     assert (run["status"]["phase"], condition(run, "TrainerReady")) == ("Running", "Ready")
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
@@ -200,7 +200,7 @@ async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -
     await there.edit(*CLAIM, {"metadata": {"finalizers": [IN_USE]}})
     await there.delete(*CLAIM)
     there.now += 31.0
-    await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
     await rests(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})

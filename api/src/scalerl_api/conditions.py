@@ -1,7 +1,7 @@
 """Condition types of a run on a cluster, and the reasons they carry, each with what a person can do about it.
 
-``docs/operations.md`` lists exactly these. A reason never changes its meaning; the message beside it has the
-particulars (which field, which pod, which object).
+``docs/operations.md`` lists exactly these. Where a condition is False only because of the phase of the run, the phase is its
+reason. The message beside a reason has the particulars (which field, which pod, which object).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Explained(StrEnum):
 class Phase(_Explained):
     """Where a run stands."""
 
-    PENDING = "Pending", "The run waits in its queue or for a valid spec; nothing is running."
+    PENDING = "Pending", "The run waits for its queue, a valid spec or its claim; nothing is started."
     PREPARING = "Preparing", "The preparation writes model, tokenizer and task to the volume."
     RUNNING = "Running", "The run is training or about to start training."
     FINISHING = "Finishing", "Training has ended; the last evaluation and checkpoint are in progress."
@@ -111,14 +111,32 @@ class ConditionType(_Explained):
 
 
 RENAMED: Final = {
+    "AsExpected": "Healthy",
+    "ClaimNotFound": "ReferenceNotFound",
+    "ClaimTaken": "NameTaken",
+    "ConfigMapNotFound": "ReferenceNotFound",
+    "ContainerConfigInvalid": "ReferenceNotFound",
+    "DeadlinePassed": "SpecInvalid",
+    "Forbidden": "ObjectRefused",
     "Forecasting": "Ready",
     "NoFit": "NoForecast",
+    "NoSteps": "Stalled",
     "NotRecorded": "AutoscalerFailed",
+    "PriorityClassNotFound": "ReferenceNotFound",
+    "QueueNotFound": "ReferenceNotFound",
     "RestartsExhausted": "BackoffLimitExceeded",
-    "StartsFailed": "BackoffLimitExceeded",
+    "RuntimeClassNotFound": "ReferenceNotFound",
+    "SandboxFailed": "ContainerStartFailed",
+    "SecretNotFound": "ReferenceNotFound",
+    "SomeReady": "PartiallyReady",
+    "StepsTrained": "Healthy",
+    "StorageClassNotFound": "ReferenceNotFound",
+    "SuspendedAsBroken": "Broken",
+    "SuspendedByForecast": "StoppedByForecast",
     "TooFewPoints": "NoForecast",
+    "TrainerNotReady": "Stalled",
 }
-"""Reasons of the release before that are read from a status, and what they are called now."""
+"""Reasons of the release before in a status, and what they are called now: an upgrade writes no Event for them again."""
 
 
 class Reason(_Explained):
@@ -157,12 +175,16 @@ class Reason(_Explained):
     REFERENCE_NOT_FOUND = (
         "ReferenceNotFound",
         "Create the object that the message names (a claim, StorageClass, Secret, ConfigMap or a key of it, PriorityClass, "
-        "RuntimeClass or LocalQueue), or name another one.",
+        "LocalQueue, or RuntimeClass, whose handler has to be installed on the nodes), or name another one.",
     )
     CLAIM_LOST = (
         "ClaimLost",
-        "The claim with the run's steps is deleted, or will be with the last pod that mounts it. Retain its volume before "
-        "the run is suspended or ends, or restore the claim: docs/operations.md, A claim that was deleted.",
+        "The run is held. Restore its claim from its volume, a snapshot or a backup, or discard the steps: "
+        "docs/operations.md, A claim that was deleted.",
+    )
+    CLAIM_DELETED = (
+        "ClaimDeleted",
+        "Retain the volume before the run is suspended or ends: docs/operations.md, A claim that was deleted.",
     )
     CLAIM_NOT_ENLARGED = (
         "ClaimNotEnlarged",
@@ -171,8 +193,8 @@ class Reason(_Explained):
     )
     NAME_TAKEN = (
         "NameTaken",
-        "An object with a name that the run needs belongs to someone else: rename or delete it, or rename the run. To "
-        "continue from the claim of another run, set it as spec.storage.claimName of a new run.",
+        "An object with a name that the run needs belongs to someone else: rename the run, or delete the object. A claim has "
+        "the data of another run: to continue from it, set it as spec.storage.claimName of a new run.",
     )
     OBJECT_REFUSED = (
         "ObjectRefused",
@@ -211,8 +233,9 @@ class Reason(_Explained):
     )
     CONTAINER_START_FAILED = (
         "ContainerStartFailed",
-        "The node cannot start the container; the message is the node's. Check that spec.images has the image of that role "
-        "for the architecture of the node, the securityContext, and the network plug-in of the node.",
+        "The node cannot start the container; the message is the node's. Usual causes: spec.images has another image than "
+        "that of the role, or one for another architecture; a securityContext that the image does not allow; the node's "
+        "network plug-in.",
     )
     VOLUME_NOT_WRITABLE = (
         "VolumeNotWritable",
@@ -246,7 +269,7 @@ class Reason(_Explained):
     # Progressing
     STALLED = (
         "Stalled",
-        "No step has completed for a long time: check CoordinatorReady, GeneratorsReady and TrainerReady, then the logs.",
+        "No training step completes: check CoordinatorReady, GeneratorsReady and TrainerReady, then the logs.",
     )
     COORDINATOR_UNREACHABLE = (
         "CoordinatorUnreachable",
@@ -325,6 +348,7 @@ class Reason(_Explained):
         "continues. The coordinator log has the slots, the trainer log the cause. Clears after ten minutes without "
         "another; three in a row end the attempt.",
     )
+    GENERATORS_FAILING = "GeneratorsFailing", "Check the logs of the generator that the message names."
 
     # Suspended
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to continue."
@@ -351,8 +375,12 @@ class Reason(_Explained):
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
-        "The role that the message names failed too often, or never became ready: check its log. Usual causes of the "
-        "latter: memory, devices, the image. Raise its maxRestarts only if the cluster caused the failures.",
+        "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "
+        "caused the failures.",
+    )
+    STARTS_FAILED = (
+        "StartsFailed",
+        "The role never became ready: check its log. Usual causes: memory, devices, the image.",
     )
 
     # events alone

@@ -157,7 +157,7 @@ LATE = {"reason": "UnexpectedAdmissionError", "message": ALLOCATE}
     [
         (a_pod("a", "Failed", **LATE), None),
         (a_pod("a", "Failed", code=2), Reason.BAD_INPUT),
-        (a_pod("a", "Running"), Reason.BACKOFF_LIMIT_EXCEEDED),  # it never comes
+        (a_pod("a", "Running"), Reason.STARTS_FAILED),  # it never comes
     ],
 )
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.PREPARE])
@@ -179,7 +179,7 @@ def test_job_failure_waits_for_pod_termination_reason(
     assert decision.again_seconds is not None
     assert decision.prepare, "its pods are kept"
     outcome = reconciled(news, NEWS_SECONDS, decision.memory).memory.outcome
-    if role is Role.PREPARE and reason is Reason.BACKOFF_LIMIT_EXCEEDED:
+    if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
     assert (outcome and outcome.reason) == reason
 
@@ -215,7 +215,7 @@ LOST = Job(JobState.FAILED, disrupted=True)
 def test_run_never_ready_fails_soon() -> None:
     memory, made = tries(Memory(attempt=1), CRASH, 3600)
     assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 5)
+    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
 def test_run_once_ready_survives_half_an_hour_without_start() -> None:
@@ -272,7 +272,7 @@ def test_restart_request_retries_at_once_and_resets_has_been_ready(
     assert (decision.trainer, decision.memory.record) == (2, Record())
     memory, made = tries(decision.memory, CRASH, 3600)
     assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 5)
+    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
 def test_evicted_preparation_is_recreated_with_back_off() -> None:

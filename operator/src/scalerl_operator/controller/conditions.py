@@ -335,7 +335,7 @@ def _role_problem(context: RunContext) -> Problem | None:
     generators = context.observed.service(Role.GENERATOR)
     if generators.restarts > context.run.spec.generator.max_restarts:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
-        return Problem(Reason.BACK_OFF, text)
+        return Problem(Reason.GENERATORS_FAILING, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
         problem = context.observed.problem(role)
         # Waiting in a queue is no fault; Admitted reports it.

@@ -97,7 +97,7 @@ async def _claim_problem(
     if steps and not mounted:
         return _lost(name, steps, "is being deleted", labels), True
     text = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
-    return Problem(Reason.CLAIM_LOST, text), False
+    return Problem(Reason.CLAIM_DELETED, text), False
 
 
 async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bool) -> Object | None:

@@ -320,6 +320,8 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
         reason = Reason.BAD_INPUT if verdict.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
         if worst.exit_code == DIVERGED_EXIT_CODE:
             reason = Reason.DIVERGED
+        elif ready_seconds is None and not (verdict.bad_input or memory.record.has_been_ready):
+            reason = Reason.STARTS_FAILED
         message = f"trainer: {verdict.reason}" + (f": {worst.message}" if worst.message else "")
         return replace(
             memory, outcome=Outcome(End.FAILED, reason, message), last_recorded_attempt=memory.attempt

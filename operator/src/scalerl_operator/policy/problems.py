@@ -29,7 +29,7 @@ class Problem:
 def creation_problem(message: str) -> Reason:
     """Reason of a controller's message about a pod that it cannot create."""
     text = message.lower()
-    if "exceeded quota" in text:
+    if "exceeded quota" in text or "insufficient quota" in text:
         return Reason.QUOTA_EXCEEDED
     missing = any(name in text for name in ("priorityclass", "priority class", "runtimeclass"))
     return Reason.REFERENCE_NOT_FOUND if missing else Reason.OBJECT_REFUSED
