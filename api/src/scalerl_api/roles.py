@@ -61,9 +61,9 @@ class GeneratorSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU; default: chosen by vLLM."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Completions that one server samples concurrently, at most."""
+    """Maximum number of completions that one server samples concurrently."""
     adaptive_concurrency: bool = False
-    """Samples as many completions at once as the server's KV cache holds at the lengths of those that run, at most
+    """Limits concurrent completions to the number that fits the server's KV cache at their present lengths, up to
     maxConcurrentSequences."""
     kv_cache: MemoryQuantity | None = None
     """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""

@@ -138,19 +138,18 @@ class OpGraphSource(Model):
         list[Annotated[int, Field(ge=2, le=50)]],
         Field(min_length=2, max_length=2),
     ]
-    """Least and greatest number of operations that an answer needs; each number between is as likely. A solution has letters
-    for 50."""
+    """Minimum and maximum number of operations that the answer needs; drawn uniformly between them."""
     contexts: Annotated[dict[str, ShareDecimal], Field(min_length=1, max_length=8)] = {"zoo": "1"}
     """Share of the problems by context: zoo, school, harbour, bakery. They sum to 1."""
     modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
-    """``forward``: all is given, and the value at the end is asked for. ``reverse``: that value is given, and a constant is
-    asked for. Each mode given is as likely."""
+    """``forward``: the constants are given, the final value is asked for. ``reverse``: the final value is given, a constant is
+    asked for. Drawn uniformly from the listed modes."""
     distractors: Annotated[int, Field(ge=0, le=10)] = 2
-    """Most sentences of a problem that its answer does not need; each number from 0 is as likely."""
+    """Maximum number of sentences that the answer does not need; drawn uniformly from 0 on."""
     seed: Seed = 0
-    """Of the problems; another seed gives others, and may give some again."""
+    """Seed of the problems; two seeds can have some problems in common."""
     size: Annotated[int, Field(ge=2, le=14_714_880)] = 1_000_000
-    """Problems, those held out included, no two of them the same. A greater size costs nothing."""
+    """Number of problems, including the held-out ones; all are different. A larger number costs nothing."""
 
     rules = (
         Rule(

@@ -175,9 +175,9 @@ class TeacherSpec(Model):
             )
         ),
     ]
-    """As generators reach it, and without ``/v1``: ``http://teacher.team.svc:8000``."""
+    """Address of the server for generators, without ``/v1``: ``http://teacher.team.svc:8000``."""
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """The name that it serves the teacher by; none: the first of those that it serves."""
+    """Name of the teacher on its server; default: the first model that the server lists."""
 
 
 class DistillationSpec(Model):
@@ -185,11 +185,12 @@ class DistillationSpec(Model):
     an estimate of the reverse KL, KL(π_gen ‖ π_teacher) (Thinking Machines [S]; GKD, arXiv 2306.13649 [P])."""
 
     teacher: TeacherSpec
-    """Who gives the log-probabilities of the student's tokens."""
+    """The server that computes the log-probabilities of the student's tokens."""
     coefficient: PositiveDecimal = "1"
-    """Weight of the teacher's part; 1 is Thinking Machines' [S]."""
+    """Weight of the teacher's term in the advantages; Thinking Machines use 1 [S]."""
     rewards: Literal["Ignored", "Added"] = "Ignored"
-    """Ignored: the teacher alone. Added: to the advantages that the rewards give. The curve is of the scores either way."""
+    """Ignored: the advantages come from the teacher alone. Added: the rewards' advantages are added. The curve shows scores in
+    both cases."""
 
 
 # --- off-policy --------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ class DifficultyPoolsSpec(Model):
 
 
 class EdgeOfCompetenceSpec(Model):
-    """Prompts that the model solves now and then, as its last two groups for each show; the others are measured again
+    """Prompts that the model solves sometimes, by its last two groups of each; the others are measured again
     as it learns (arXiv 2512.07783 [P]; the bounds [?])."""
 
     pass_rate: PositiveUnitDecimal = "0.8"
@@ -414,7 +415,7 @@ class SecSpec(Model):
     learning_rate: PositiveUnitDecimal = "0.5"
     """Weight of a step's mean absolute advantage in the value of its category."""
     temperature: PositiveDecimal = "0.4"
-    """Of the softmax over the categories' values; lower is greedier."""
+    """Temperature of the softmax over the values of the categories; lower is greedier."""
 
     rules = (_ASCENDING_EDGES,)
 
@@ -431,7 +432,7 @@ class CurriculumSpec(Model):
     difficulty_pools: DifficultyPoolsSpec | None = None
     """Weighted pools by pass rate."""
     edge_of_competence: EdgeOfCompetenceSpec | None = None
-    """Prompts that the model solves now and then."""
+    """Prompts that the model solves sometimes, but not reliably."""
     sec: SecSpec | None = None
     """A bandit over categories of difficulty, as in SEC."""
 
@@ -503,7 +504,7 @@ class RecipeSpec(Model):
     distillation: DistillationSpec | None = None
     """A teacher's log-probabilities as advantages, alone or beside the rewards. Left out: no teacher."""
     aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage", "Constant"] = "PromptAverage"
-    """What has equal weight in the loss: every prompt, every completion, or every token of the batch. Constant
+    """The unit of equal weight in the loss: every prompt, every completion, or every token of the batch. Constant
     divides the sum over tokens by completions times maxCompletionTokens (Dr. GRPO)."""
     advantage: AdvantageSpec = AdvantageSpec()
     """How a reward becomes an advantage."""
