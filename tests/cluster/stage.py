@@ -255,7 +255,7 @@ class Stage:
         """By somebody: not by the operator's name."""
         query = {"fieldManager": "somebody", "fieldValidation": "Strict"}
         call = Call("patch", kind_of(kind), self.namespace, name, subresource, patch, query)
-        return decode(await self._own._transport.ask(call))
+        return decode(await self._own._transport.request(call))
 
     async def get(self, kind: str, name: str) -> Object | None:
         return await self._own.get(kind, self.namespace, name)
