@@ -217,7 +217,7 @@ class Stage:
     async def ask_coordinators(self) -> None:
         """What the pollers do from time to time."""
         pollers = self.reconciler.coordinators
-        await asyncio.gather(*(pollers.ask(run) for run in pollers._pollers))
+        await asyncio.gather(*(pollers.refresh(run) for run in pollers._pollers))
 
     async def account(self) -> None:
         """Wait for the service account of the namespace, which a controller makes: without it a pod is refused."""
