@@ -217,7 +217,7 @@ class Stage:
     async def ask_coordinators(self) -> None:
         """What the pollers do from time to time."""
         pollers = self.reconciler.coordinators
-        await asyncio.gather(*(pollers.ask(run) for run in pollers._pollers))
+        await asyncio.gather(*(pollers.refresh(run) for run in pollers._pollers))
 
     async def account(self) -> None:
         """Wait for the service account of the namespace, which a controller makes: without it a pod is refused."""
@@ -255,7 +255,7 @@ class Stage:
         """By somebody: not by the operator's name."""
         query = {"fieldManager": "somebody", "fieldValidation": "Strict"}
         call = Call("patch", kind_of(kind), self.namespace, name, subresource, patch, query)
-        return decode(await self._own._transport.ask(call))
+        return decode(await self._own._transport.request(call))
 
     async def get(self, kind: str, name: str) -> Object | None:
         return await self._own.get(kind, self.namespace, name)

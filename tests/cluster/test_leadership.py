@@ -28,7 +28,7 @@ from stage import stage, tiny
 from testcluster import Cluster
 
 from scalerl_operator import main
-from scalerl_operator.kube import connection, errors
+from scalerl_operator.kube import connection, errors, leader_election
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.leader_election import LEASE_NAME, Leader
 from scalerl_operator.kube.types import Key, Object
@@ -90,11 +90,14 @@ async def has_stopped(operator: main.Operator, work: Work) -> None:
 
 
 async def test_a_lease_that_is_taken_away_ends_all_work_until_it_is_had_again(
-    api: KubeApi, namespace: str, at_work: tuple[main.Operator, Work]
+    api: KubeApi,
+    namespace: str,
+    at_work: tuple[main.Operator, Work],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     operator, work = at_work
-    # Long enough that it does not run out by itself before the rival is seen.
-    operator.leader._duration = 90
+    # Long enough that it does not expire before the rival is seen.
+    monkeypatch.setattr(leader_election, "DURATION_SECONDS", 90)
     await until(lambda: operator.leader._leads_until > operator.leader._clock() + 30)
     rival = {
         "holderIdentity": "somebody",
@@ -128,7 +131,7 @@ async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_t
             operator.queue.wake((namespace, name))
         await asyncio.sleep(10 * PACE_SECONDS)
         assert work.reconciled == []
-        assert await asked(operator, "/readyz") == (200, "does not lead, and who does is not known\n")
+        assert await asked(operator, "/readyz") == (200, "does not lead; the leader is not known\n")
     await until(operator.leader.is_leader, 120)
     await until(lambda: {"a", "b", "long"} <= set(work.reconciled), 120)
 
@@ -178,9 +181,9 @@ async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
         await until(lambda: operator.address)
         deadline = time.monotonic() + 120
         while (answer := await asked(operator, "/readyz"))[0] != 200:
-            assert answer[1].startswith("waits for "), answer
+            assert answer[1].startswith("waiting for "), answer
             assert time.monotonic() < deadline, answer
-        assert answer[1] == "does not lead, and who does is not known\n"
+        assert answer[1] == "does not lead; the leader is not known\n"
 
 
 async def test_non_leader_sends_no_request_to_coordinator(

@@ -415,15 +415,15 @@ async def test_it_waits_for_its_crd_and_lives_through_its_loss(
     bare: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chart may bring the operator before its CRDs; then it is not ready, says why, and does not end."""
-    monkeypatch.setattr(main, "SAY_SECONDS", 1.0)
+    monkeypatch.setattr(main, "WAIT_LOG_SECONDS", 1.0)
     reconciled: list[Key] = []
     namespace = "default"
     configuration = await connection.load(str(bare.kubeconfig))
     made = await an_operator(bare, namespace, reconciled)
     async with KubeApi(configuration) as api, running(made) as operator:
-        await until(lambda: operator.address and "waits for the first list of ScaleRLRun" in caplog.text)
+        await until(lambda: operator.address and "waiting for the first list of ScaleRLRun" in caplog.text)
         await asyncio.sleep(3)  # all but the runs are listed
-        assert await asked(operator, "/readyz") == (503, "waits for the first list of ScaleRLRun\n")
+        assert await asked(operator, "/readyz") == (503, "waiting for the first list of ScaleRLRun\n")
         assert (await asked(operator, "/healthz"))[0] == 200
         serve_runs(bare)
         await until(lambda: operator.leader.is_leader(), 120)

@@ -10,7 +10,7 @@ import pytest
 from stage import Stage, condition, tiny
 from testcluster import KubectlError
 
-from scalerl_operator.controller.diagnosis import ASK_QUEUE_SECONDS
+from scalerl_operator.controller.diagnosis import QUEUE_SECONDS
 from scalerl_operator.names import QUEUE
 
 pytestmark = pytest.mark.cluster
@@ -58,7 +58,7 @@ async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, 
         await there.create(run)
         await there.reconcile_until(lambda r: condition(r, "Admitted") == "ReferenceNotFound", times=3)
         await kubectl("create", "--raw", path, "-f", "-", manifest=queue)
-        there.now += ASK_QUEUE_SECONDS + 1.0
+        there.now += QUEUE_SECONDS + 1.0
         await there.reconcile_until(
             lambda r: condition(r, "Admitted") not in ("", "ReferenceNotFound"), times=3
         )

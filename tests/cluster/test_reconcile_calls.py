@@ -14,7 +14,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build import render
 from scalerl_operator.controller import apply
-from scalerl_operator.controller.diagnosis import ASK_SECONDS, SILENT_SECONDS, START_CHECK_SECONDS
+from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS
@@ -151,11 +151,11 @@ async def test_events_are_asked_for_after_a_while_and_now_and_then(there: Stage)
         return there.calls.counts["list"] - before
 
     assert await questions(0.0) == 0, "most pods begin soon"
-    assert await questions(SILENT_SECONDS + 1.0) == 1
-    assert await questions(ASK_SECONDS / 2) == 0
-    assert await questions(ASK_SECONDS / 2 + 1.0) == 1
+    assert await questions(MIN_AGE_SECONDS + 1.0) == 1
+    assert await questions(EVENTS_SECONDS / 2) == 0
+    assert await questions(EVENTS_SECONDS / 2 + 1.0) == 1
     await there.begin("prepare")
-    assert await questions(ASK_SECONDS + 1.0) == 0
+    assert await questions(EVENTS_SECONDS + 1.0) == 0
 
 
 async def test_coordinator_is_polled_once_a_reconcile_and_sooner_while_awaited(

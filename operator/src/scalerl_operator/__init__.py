@@ -2,7 +2,7 @@
 
 A reconcile, on a cluster::
 
-    watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.ask() ◀─── coordinator
+    watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
     timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step fills in a RunContext
                                         │
                                         ├ accept()            the spec that is carried out            controller/accept

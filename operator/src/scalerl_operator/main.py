@@ -1,15 +1,15 @@
 """The operator's process: ``python -m scalerl_operator.main``.
 
-What runs in its one event loop, and who owns it::
+Tasks of its event loop; all but the queue also run in a standby::
 
-    Operator ─┬─ watches   kopf's streams → cache → wake        always, also as a standby
-              ├─ resync    cache against lists → wake           always
-              ├─ leader    the Lease                            always
-              ├─ queue     wake → reconcile(key)                only while leading
-              ├─ pulse     how late the event loop is           always
-              └─ server    /healthz /readyz /metrics            always
+    Operator ─┬─ watches   kopf's stream, informers → cache → wake
+              ├─ resync    comparison of the cache with a list → wake
+              ├─ leader    the Lease
+              ├─ queue     wake → reconcile(key)
+              ├─ lag       delay of the event loop
+              └─ server    /healthz /readyz /metrics
 
-SIGTERM: no reconcile is begun any more, those under way may end, the Lease is given up, and the exit code is 0.
+After SIGTERM the operator begins no reconcile, lets those in work end, releases the Lease, and exits with 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
@@ -48,11 +48,12 @@ from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings, SettingsError
 
-PULSE_SECONDS: Final = 0.5
+LAG_SECONDS: Final = 0.5
+"""Between two measurements of the event loop's delay."""
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
-"""After so long without kopf's streams (not: without the API server) another process may do better."""
-SAY_SECONDS: Final = 10.0
-"""Between two log lines of a replica that is not ready, saying what it waits for."""
+"""After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
+WAIT_LOG_SECONDS: Final = 10.0
+"""Between two log lines of a replica that is not ready yet."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
 MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
@@ -62,20 +63,20 @@ log = logging.getLogger("scalerl_operator")
 
 @dataclass
 class Parts:
-    """What a reconciler is made of: given to :data:`MakeReconcile` once they are all there."""
+    """The argument of :data:`MakeReconcile`."""
 
     settings: Settings
     api: KubeApi
     cache: Cache
     metrics: Metrics
     wake: Callable[[Key], None]
-    """Wakes a run when its coordinator or its autoscaler has something new. Not to retry a failed reconcile."""
+    """Wakes a run for its coordinator or its autoscaler; a failed reconcile is not retried sooner."""
     on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Called when this replica no longer leads and nothing is in work."""
+    """Called when this replica no longer leads and no reconcile is in work."""
 
 
 class Operator:
-    """One replica. :meth:`run` until :meth:`stop`, or until something that must not end has ended."""
+    """One replica."""
 
     def __init__(
         self, settings: Settings, configuration: Configuration, make_reconcile: MakeReconcile
@@ -120,118 +121,115 @@ class Operator:
         )
         self.metrics.watch(self.queue, self.cache, self.leader)
         self._stopping = asyncio.Event()
-        self._filled = False
+        self._cache_complete = False
         self._reconcile: Reconcile
         self.address: tuple[str, int] | None = None
-        """Where health and metrics are served, once they are."""
+        """Of health and metrics, once they are served."""
 
     def stop(self) -> None:
-        """End in good order."""
+        """Ends :meth:`run`."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serves until :meth:`stop`. Raises what a part raised that must not end."""
-        self._take_signals()
+        """Runs until :meth:`stop`, or raises the error of a task that failed."""
+        self._handle_signals()
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
             wake = functools.partial(self.queue.wake, patient=True)
             self._parts = Parts(self._settings, self.api, self.cache, self.metrics, wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
-            listeners = asyncio.create_task(self._inform(), name="listeners")
+            tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}
             try:
-                if not await self._until_stop(self._warm(), listeners):
-                    await self._serve(listeners)
+                if not await self._completed_before_stop(self._fill_cache(), tasks["watches"]):
+                    return
+                tasks |= {
+                    name: asyncio.create_task(part, name=name)
+                    for name, part in (
+                        ("resync", self._resync.run()),
+                        ("leader", self.leader.run()),
+                        ("queue", self._lead()),
+                        ("lag", self._measure_lag()),
+                    )
+                }
+                try:
+                    await self._completed_before_stop(None, *tasks.values())
+                finally:
+                    await self._end(tasks["queue"], tasks["leader"])
             finally:
-                await _cancelled(listeners)
+                await _cancelled(*tasks.values())
+                log.info("stopped")
 
-    async def _serve(self, listeners: asyncio.Task[None]) -> None:
-        """The cache is filled: leads, or stands by, until :meth:`stop`."""
-        tasks = {
-            name: asyncio.create_task(part, name=name)
-            for name, part in (
-                ("resync", self._resync.run()),
-                ("leader", self.leader.run()),
-                ("queue", self._lead()),
-                ("pulse", self._pulse()),
-            )
-        }
-        stop = asyncio.create_task(self._stopping.wait(), name="stop")
+    async def _completed_before_stop(
+        self, part: Coroutine[Any, Any, None] | None, *tasks: asyncio.Task[None]
+    ) -> bool:
+        """Waits for ``part`` (None: never completes); False if :meth:`stop` came first. Raises if one of ``tasks``, which must
+        not end, has ended."""
+        stop = asyncio.create_task(self._stopping.wait())
+        awaited: list[asyncio.Task[Any]] = [stop] if part is None else [stop, asyncio.create_task(part)]
         try:
-            done, _ = await asyncio.wait(
-                [stop, listeners, *tasks.values()], return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait([*awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise RuntimeError(f"the task {task.get_name()} has ended")
+            if awaited[-1].done():
+                awaited[-1].result()
+            return not self._stopping.is_set()
         finally:
-            await self._end(tasks, stop)
-        for task in done - {stop}:
-            task.result()
-            raise RuntimeError(f"{task.get_name()} ended by itself")
+            await _cancelled(*awaited)
 
     def _after_kopf(self) -> None:
-        self._take_signals()
-        self._resync.soon()
+        self._handle_signals()
+        self._resync.kopf_started.set()
 
-    def _take_signals(self) -> None:
-        """SIGTERM and SIGINT are ours. Again after each start of kopf, which takes them for itself."""
+    def _handle_signals(self) -> None:
+        """Stops at SIGTERM and SIGINT. Repeated after each start of kopf, which replaces the handlers."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
 
-    async def _end(self, tasks: Mapping[str, asyncio.Task[None]], stop: asyncio.Task[bool]) -> None:
-        """First the work, while the Lease is still held; then the Lease; then what only listens."""
+    async def _end(self, queue: asyncio.Task[None], leader: asyncio.Task[None]) -> None:
+        """Ends the reconciles while this replica holds the Lease, then releases it."""
         self._stopping.set()
-        await _cancelled(stop, tasks["queue"])
+        await _cancelled(queue)
         if late := await self.queue.drain(self._settings.drain_seconds):
-            log.warning("%d reconciles did not end in time and were stopped: %s", len(late), late)
-        await _cancelled(tasks["leader"])
+            log.warning("%d reconciles did not end in time and were cancelled: %s", len(late), late)
+        await _cancelled(leader)
         await self.leader.release()
-        await _cancelled(*tasks.values())
-        log.info("stopped")
 
-    async def _until_stop(self, part: Awaitable[None], other: asyncio.Task[None]) -> bool:
-        """Wait for ``part`` while ``other`` continues, or for the order to stop; True if that came first."""
-        task, stop = asyncio.ensure_future(part), asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait([task, other, stop], return_when=asyncio.FIRST_COMPLETED)
-            for one in (task, other):
-                if one.done():
-                    one.result()
-            return self._stopping.is_set()
-        finally:
-            await _cancelled(task, stop)
-
-    async def _inform(self) -> None:
-        """All that listens; each part waits out what the API server says, so one that ends is a mistake of ours."""
+    async def _watch(self) -> None:
+        """Runs all watches. They retry after errors of the API server, so none of them ends."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.watches.run())
             for informer in self._informers:
                 group.create_task(informer.run())
 
-    async def _warm(self) -> None:
-        """Until the first lists are complete; what is not there yet is said from time to time."""
-        for first in (self.watches.listed, *(informer.synced for informer in self._informers)):
-            while not first.is_set():
+    async def _fill_cache(self) -> None:
+        """Waits for the first lists."""
+        for complete in (self.watches.listed, *(informer.synced for informer in self._informers)):
+            while not complete.is_set():
                 try:
-                    async with asyncio.timeout(SAY_SECONDS):
-                        await first.wait()
+                    async with asyncio.timeout(WAIT_LOG_SECONDS):
+                        await complete.wait()
                 except TimeoutError:
-                    log.warning("waits for %s", self._awaited())
-        # All modules are there, and stay: a full collection need not visit them again, 40 ms each time.
+                    log.warning("waiting for %s", self._awaited())
+        # All modules are loaded: without them, a full garbage collection takes 40 ms less.
         gc.collect()
         gc.freeze()
-        self._filled = True
-        log.info("%d runs and what belongs to them: %d objects", len(self.cache.runs()), len(self.cache))
+        self._cache_complete = True
+        log.info("the cache holds %d runs and %d objects", len(self.cache.runs()), len(self.cache))
 
     def _awaited(self) -> str:
-        """What has to be there before this replica could lead, and is not yet."""
+        """What this replica waits for before it can lead."""
         lists = [] if self.watches.listed.is_set() else [RUN]
         lists += [informer.what for informer in self._informers if not informer.synced.is_set()]
         if lists:
             return f"the first list of {', '.join(lists)}"
-        return "kopf to start" if not self.watches.started.is_set() else "the cache to settle"
+        return "the cache" if self.watches.started.is_set() else "kopf to start"
 
     async def _lead(self) -> None:
-        """Work while this replica leads, from the first moment to the last."""
+        """Reconciles runs while this replica leads."""
         while True:
             await self.leader.wait_until_leader()
             for key in self.cache.runs():
@@ -243,11 +241,11 @@ class Operator:
             for forget in self._parts.on_lost:
                 await forget()
 
-    async def _pulse(self) -> None:
+    async def _measure_lag(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + PULSE_SECONDS
-            await asyncio.sleep(PULSE_SECONDS)
+            due = loop.time() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
             self.metrics.loop_lag.observe(max(0.0, loop.time() - due))
 
     @contextlib.asynccontextmanager
@@ -266,23 +264,23 @@ class Operator:
             await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Alive: the event loop answers (this does), and the streams are up or being started."""
+        """Alive: the event loop runs this handler, and kopf's stream is up or not down for long."""
         down = self.watches.down_seconds()
         if down > LONGEST_WITHOUT_WATCHES_SECONDS:
             return web.Response(status=503, text=f"no watches since {down:.0f} s\n")
         return web.Response(text="ok\n")
 
     async def _ready(self, _: web.Request) -> web.Response:
-        """Ready to lead: the cache is warm. A standby is ready too."""
+        """Ready to lead: the cache is complete. A standby is ready too."""
         if self._stopping.is_set():
             return web.Response(status=503, text="stopping\n")
-        if not self._filled or not self.watches.started.is_set():
-            return web.Response(status=503, text=f"waits for {self._awaited()}\n")
+        if not self._cache_complete or not self.watches.started.is_set():
+            return web.Response(status=503, text=f"waiting for {self._awaited()}\n")
         if self.leader.is_leader():
             return web.Response(text="leads\n")
         holder = self.leader.holder
-        if holder in ("", self._settings.identity):  # not read yet, given up, or ours and expired
-            return web.Response(text="does not lead, and who does is not known\n")
+        if holder in ("", self._settings.identity):  # not read yet, released, or this replica's and expired
+            return web.Response(text="does not lead; the leader is not known\n")
         return web.Response(text=f"{holder} leads\n")
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -290,24 +288,24 @@ class Operator:
 
 
 async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> None:
-    """Cancel, and wait until they are over; what they raise at their end is logged."""
+    """Cancels tasks and waits for their end; logs their errors."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
-            log.error("at the end: %s: %s", type(outcome).__name__, outcome)
+            log.error("a task ended with %s: %s", type(outcome).__name__, outcome)
 
 
 @contextlib.asynccontextmanager
 async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
-    """The operator's own reconcile, made of ``parts``."""
+    """The operator's own reconcile."""
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 
     def autoscaler(run: ScaleRLRun, uid: str) -> Autoscaler:
         key = (run.metadata.namespace or "", run.metadata.name)
         assert sidecar is not None
-        read, write = made.coordinators.decisions, made.coordinators.record_decision
+        read, write = runs.coordinators.decisions, runs.coordinators.record_decision
         return Autoscaler(
             "/".join(key),
             run.spec,
@@ -318,7 +316,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
             earlier=FinishedRuns(parts.cache, key[0], uid),
         )
 
-    made = Reconciler(
+    runs = Reconciler(
         parts.api,
         parts.cache,
         images=parts.settings.images,
@@ -328,11 +326,11 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         on_status=parts.metrics.run,
         wake=parts.wake,
     )
-    parts.on_lost.append(made.forget_all)
+    parts.on_lost.append(runs.forget_all)
     try:
-        yield made.reconcile
+        yield runs.reconcile
     finally:
-        await made.forget_all()
+        await runs.forget_all()
 
 
 async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) -> None:
@@ -341,7 +339,7 @@ async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) 
 
 
 def main() -> int:
-    """Exit code 0 after SIGTERM, 2 for settings that cannot be, 1 when a part ended that must not."""
+    """Exit code 0 after SIGTERM, 2 for invalid settings, 1 for any other error."""
     try:
         settings = Settings.read(os.environ)
     except SettingsError as error:
@@ -350,7 +348,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    # kopf logs every event of every object; what matters of it is logged here.
+    # kopf logs every event of every object.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         asyncio.run(serve(settings))
@@ -358,7 +356,7 @@ def main() -> int:
         log.error("%s", error)
         return 2
     except Exception:
-        log.exception("the operator ends: a part that must not end did")
+        log.exception("the operator failed")
         return 1
     return 0
 

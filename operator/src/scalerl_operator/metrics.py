@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics, registered here and nowhere else; their names are the API's."""
+"""The operator's Prometheus metrics; their names are those of :mod:`scalerl_api.operator_metric_names`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Metrics:
         self._events = counter(names.WATCH_EVENTS, "Events received from watches.", ["kind"])
         self.repairs = counter(names.CACHE_REPAIRS, "Objects that the watches missed and a list found.")
         for result in ("ok", "error", "cancelled"):
-            # A missing series could not be distinguished from a failed scrape.
+            # Without it, a series without samples looks like a failed scrape.
             self._reconciles.labels(result)
 
     def watch(self, queue: WorkQueue, cache: Cache, leader: Leader) -> None:
-        """Read these at each scrape."""
+        """Registers the metrics that are read from these at each scrape."""
         for name, text, value in (
             (names.QUEUE_DEPTH, "Runs that are due.", queue.depth),
             (names.QUEUE_IN_WORK, "Runs being reconciled.", queue.in_work),
@@ -87,14 +87,14 @@ class Metrics:
         self._events.labels(kind).inc()
 
     def run(self, key: Key, status: RunStatus | None) -> None:
-        """Record the status of a run; None: the run is deleted."""
+        """Records the status of a run; None: the run is deleted."""
         if status is None:
             self._runs.pop(key, None)
         else:
             self._runs[key] = _RunSample(status.phase, problems(status), status.trainer.restarts)
 
     def forget_runs(self) -> None:
-        """Drop all runs: this replica is no longer the leader, and the next leader reports them."""
+        """Drops all runs: this replica no longer leads, and the next leader reports them."""
         self._runs.clear()
 
     def decision(self, state: str) -> None:
@@ -118,7 +118,7 @@ class _RunSample(NamedTuple):
 
 
 class _RunCollector(Collector):
-    """Counts runs and cached objects at a scrape, not at every change."""
+    """Counts runs and cached objects at each scrape."""
 
     def __init__(self, cache: Cache, runs: dict[Key, _RunSample]) -> None:
         self._cache = cache

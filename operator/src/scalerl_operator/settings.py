@@ -1,19 +1,19 @@
-"""Settings of the operator's process, read once at its start. No other module reads the environment.
+"""Settings of the operator's process, read from the environment once at its start.
 
 =============================  =======================================================================================
-``SCALERL_WATCH_NAMESPACES``   namespaces whose runs are served, with commas; empty: all of the cluster
-``SCALERL_TRAINER_IMAGE``      images where a run names none (required, all three)
+``SCALERL_WATCH_NAMESPACES``   comma-separated namespaces whose runs are reconciled; empty: all of the cluster
+``SCALERL_TRAINER_IMAGE``      images of runs that name none (all three are required)
 ``SCALERL_GENERATOR_IMAGE``
 ``SCALERL_COORDINATOR_IMAGE``
 ``SCALERL_IMAGE_PULL_POLICY``  Always, IfNotPresent (default) or Never
-``SCALERL_SIDECAR_URL``        where the curve-fit sidecar answers; empty: there is none, and no run is forecast
+``SCALERL_SIDECAR_URL``        URL of the curve-fit sidecar; empty: no forecasts
 ``SCALERL_WORKERS``            runs reconciled at a time (16)
 ``SCALERL_LISTEN``             address and port of health and metrics (0.0.0.0:8080)
 ``SCALERL_LEASE``              name of the Lease that the leader holds (scalerl-operator)
 ``SCALERL_LOG_LEVEL``          DEBUG, INFO (default), WARNING or ERROR
-``POD_NAMESPACE``              the operator's own namespace, where its Lease is (default)
-``POD_NAME``                   who holds the Lease, and who is named in events (else the host's name and a number)
-``KUBECONFIG``                 where the API server is, outside of a cluster
+``POD_NAMESPACE``              the operator's namespace, which has its Lease (default)
+``POD_NAME``                   identity in the Lease and in events (default: the host's name and a random number)
+``KUBECONFIG``                 kubeconfig of the API server, outside of a cluster
 =============================  =======================================================================================
 """
 
@@ -33,12 +33,12 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class SettingsError(ValueError):
-    """A variable is missing or has a value that is not allowed; the message names it."""
+    """A variable is missing or invalid; the message names it."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The process's settings. ``namespaces`` empty: all of the cluster. ``sidecar_url`` None: no forecasts."""
+    """The process's settings. namespaces: empty for all of the cluster. sidecar_url: None for no forecasts."""
 
     images: Images
     namespaces: tuple[str, ...] = ()
@@ -52,13 +52,13 @@ class Settings:
     identity: str = ""
     kubeconfig: str | None = None
     drain_seconds: float = 15.0
-    """Time that running reconciles have to end after SIGTERM."""
+    """For running reconciles to end after SIGTERM."""
     resync_seconds: float = 300.0
-    """Time between two comparisons of the cache with the lists of the API server."""
+    """Between two comparisons of the cached runs with a list."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Settings:
-        """Read the environment; :class:`SettingsError` names the first variable that is wrong."""
+        """Reads the environment; :class:`SettingsError` names the first invalid variable."""
 
         def of(name: str, default: str = "") -> str:
             return environ.get(name, "").strip() or default

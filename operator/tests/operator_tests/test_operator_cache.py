@@ -130,7 +130,7 @@ def test_deletions_are_not_remembered_for_ever() -> None:
         cache.observe("DELETED", thing("Pod", f"p{number}", version=10))
     time = 200.0
     cache.observe("DELETED", thing("Pod", "last", version=10))
-    assert len(cache._buried) == 1
+    assert len(cache._tombstones) == 1
 
 
 def test_what_a_list_no_longer_holds_is_dropped_but_nothing_newer_than_the_list(

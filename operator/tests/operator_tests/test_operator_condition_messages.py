@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
+from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.run_context import RunState
 from scalerl_operator.controller.status import report
@@ -89,6 +90,39 @@ def test_conditions_of_a_suspended_run_say_that_it_is_suspended() -> None:
     assert {conditions(Phase.PREPARING)[type_].reason for type_ in ROLES} == {"Preparing"}
 
 
+def test_phase_reason_names_what_a_drain_waits_for() -> None:
+    decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), note="the checkpoint")
+    found = {c.type: c for c in report(context(RUN, observed=observed(), decision=decision)).conditions}
+    for type_ in ROLES:
+        assert (found[type_].reason, found[type_].message) == ("Preparing", "Waiting for the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("type_", "status", "reason", "expected"),
+    [
+        (ConditionType.ACCEPTED, "False", Reason.SPEC_INVALID, "Warning"),
+        (ConditionType.ACCEPTED, "True", Reason.ACCEPTED, "Normal"),
+        (ConditionType.ACCEPTED, "True", Reason.ACCEPTED_WITH_WARNINGS, "Warning"),
+        (ConditionType.ADMITTED, "False", Reason.WAITING_FOR_QUOTA, "Normal"),
+        (ConditionType.ADMITTED, "False", Reason.REFERENCE_NOT_FOUND, "Warning"),
+        (ConditionType.ADMITTED, "False", Phase.SUSPENDED, None),
+        (ConditionType.TRAINER_READY, "False", Reason.STARTING, None),
+        (ConditionType.TRAINER_READY, "False", Reason.UNSCHEDULABLE, "Warning"),
+        (ConditionType.TRAINER_READY, "False", Phase.PENDING, None),
+        (ConditionType.DEGRADED, "True", Reason.CLAIM_DELETED, "Warning"),
+        (ConditionType.DEGRADED, "False", Reason.HEALTHY, None),
+        (ConditionType.SUSPENDED, "True", Reason.BROKEN, "Normal"),
+        (ConditionType.FAILED, "True", Reason.DIVERGED, "Warning"),
+        (ConditionType.FAILED, "False", Phase.RUNNING, None),
+    ],
+)
+def test_event_type_of_a_changed_condition(
+    type_: ConditionType, status: Literal["True", "False"], reason: str, expected: str | None
+) -> None:
+    changed = Condition(type=type_, status=status, reason=reason, last_transition_time="2026-01-01T00:00:00Z")
+    assert event_type(changed) == expected
+
+
 def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
     coordinator_report = msgspec.structs.replace(QUIET, journal_error="No space left on device")
     running = pod("c-0", Role.COORDINATOR, {"running": {}}, started=True)
@@ -104,7 +138,7 @@ def test_steps_are_not_progressing_without_a_trainer() -> None:
     up = conditions(Phase.RUNNING, observed(running, jobs=(Role.TRAINER,)), coordinator_report=QUIET)
     assert (up["Progressing"].status, up["Progressing"].reason) == ("True", "Healthy")
     down = conditions(Phase.RUNNING, observed(), coordinator_report=QUIET)["Progressing"]
-    assert (down.status, down.reason) == ("False", "Starting")
+    assert (down.status, down.reason) == ("False", "Stalled")
     assert down.message == "the trainer is not ready, after step 3"
     assert conditions(Phase.FINISHING, observed(), coordinator_report=QUIET)["Progressing"].status == "True"
 

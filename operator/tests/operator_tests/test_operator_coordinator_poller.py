@@ -235,7 +235,7 @@ async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytes
     async with there.serving() as pod, coordinators(background=False) as ours:
         assert not (await ours.poll(RUN, [pod], token, 1)).known
         for _ in range(3):
-            await ours.ask(RUN)
+            await ours.refresh(RUN)
             refusal = "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
             assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
@@ -243,12 +243,12 @@ async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytes
         assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert token.again == 3
         there.refuses = ""
-        await ours.ask(RUN)
+        await ours.refresh(RUN)
         answer = await ours.poll(RUN, [pod], token, 1)
         assert answer.status is not None
         assert answer.refusal == ""
         there.refuses = "no"
-        await ours.ask(RUN)
+        await ours.refresh(RUN)
         answer = await ours.poll(RUN, [pod], token, 1)
         assert answer == Answer(True, refusal="GET /v1/status: HTTP 426: no")
         assert await ours.poll(RUN, [], token, 1) == Answer(True), "one that is gone says nothing"
@@ -281,10 +281,10 @@ async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_mo
     async with there.serving() as pod, coordinators(background=False) as ours:
         await ours.poll(RUN, [pod], token, 1)
         there.slow = late = asyncio.Event()
-        earlier = asyncio.create_task(ours.ask(RUN))
+        earlier = asyncio.create_task(ours.refresh(RUN))
         await asked(there, 1)
         there.reason = "interrupted"
-        await ours.ask(RUN)
+        await ours.refresh(RUN)
         late.set()
         await earlier
         answer = await ours.poll(RUN, [pod], token, 1)

@@ -190,7 +190,7 @@ async def test_an_event_that_cannot_be_written_stops_nothing(
 
 
 async def test_what_is_written_says_where_it_belongs(api: KubeApi, server: Faulty) -> None:
-    with pytest.raises(ValueError, match="says no namespace"):
+    with pytest.raises(ValueError, match="has no namespace"):
         await api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
     with pytest.raises(ValueError, match="written as batch/v1"):
         await api.apply({"apiVersion": "v1", "kind": "Job", "metadata": {"name": "a", "namespace": "n"}})

@@ -37,7 +37,7 @@ async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:
 
 def test_an_answer_that_cannot_be_read_is_worth_another_try() -> None:
     with (
-        pytest.raises(Unreachable, match="can be read"),
+        pytest.raises(Unreachable, match="cannot be read"),
         translated(Call("list", kind_of("Pod"), None), ""),
     ):
         msgspec.json.decode(b"<html>a proxy's page")

@@ -1,9 +1,9 @@
 """Renders the Kubernetes objects of a run. Pure: same input, same objects.
 
-Lives here: manifests, one file a role beside what all pods share (:mod:`.pods`). Command lines, environment and probes are
-the same on one machine and come from the plan.
+Lives here: manifests, one file per role, and the parts that all pods share (:mod:`.pods`). Command lines, environment and probes
+come from the plan, which is the same on one machine.
 
-Never lives here: the decision whether an object is to exist, or I/O.
+Never lives here: the decision whether an object exists, or I/O.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from scalerl_operator.kube.types import Object
 def render(
     run: ScaleRLRun, uid: str, desired: Desired, images: Images, *, operator_namespace: str
 ) -> list[Object]:
-    """All objects of a run that are to exist now, in the order of creation, without its token (:func:`secret`).
+    """All objects of a run that should exist, in the order of creation, without its token (:func:`secret`).
 
-    Always: the claim (unless the spec names one), the spec's ConfigMap, the NetworkPolicy. The Services exist as long as
-    the coordinator or the trainer does, Deployment and PodDisruptionBudget as long as a generator does.
+    The claim (unless the spec names one), the spec's ConfigMap and the NetworkPolicy always exist, the Services with the
+    coordinator or the trainer, Deployment and PodDisruptionBudget with a generator.
 
-    A Job is immutable: an existing one stays. If its annotation ``scalerl.dev/spec-hash`` differs from :func:`spec_hash`, it
-    was created for an earlier spec.
+    A Job is immutable. If the annotation ``scalerl.dev/spec-hash`` of an existing one differs from :func:`spec_hash`, it was
+    created for an earlier spec.
 
-    operator_namespace: where the operator runs; its pods may reach the coordinator.
+    operator_namespace: its operator pods may connect to the coordinator.
 
     Raises:
         ValueError: the run has no namespace.

@@ -1,7 +1,7 @@
 """The coordinator: a StatefulSet of one pod, so that no two pods write its journal.
 
-It has no PodDisruptionBudget. With one pod, a budget either forbids every eviction, and its node can never be drained, or
-forbids none. The coordinator restarts from its journal; actors and trainer retry until it answers.
+It has no PodDisruptionBudget, which for one pod forbids every eviction, so that its node cannot be drained, or none. The
+coordinator restarts from its journal; actors and trainer retry until it responds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
-"""To answer long polls and to write the end of the journal."""
+"""For responses to long polls and the end of the journal."""
 
 
 def stateful_set(scope: Scope) -> Object:
@@ -33,7 +33,7 @@ def stateful_set(scope: Scope) -> Object:
         "spec": {
             "replicas": 1,
             "serviceName": scope.names.coordinator,
-            # With OrderedReady, a pod that never becomes ready keeps a corrected template from replacing it.
+            # With OrderedReady, a corrected template does not replace a pod that never becomes ready.
             "podManagementPolicy": "Parallel",
             "revisionHistoryLimit": 2,
             "selector": {"matchLabels": names.selector(scope.uid, Role.COORDINATOR)},

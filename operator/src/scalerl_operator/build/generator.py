@@ -13,13 +13,11 @@ from scalerl_operator.workloads import ADDRESS, Role
 GRACE_SECONDS: Final = 60
 """For the actor to return its leases."""
 START_SECONDS: Final = 2100
-"""Longer than the startup probe: until that fails, a Deployment without progress is only slow."""
+"""Longer than the startup probe, before whose end a Deployment without progress may only be slow."""
 
 
 def deployment(scope: Scope, replicas: int) -> Object:
-    """With devices or a queue, an update deletes a pod before it creates the next, since there may be no room for both;
-    otherwise it creates one first.
-    """
+    """An update creates a pod before it deletes another; with devices or a queue the reverse, as there may be no room for both."""
     in_place = bool(scope.spec.generator.devices or scope.queue_labels)
     settings = PodSettings(
         role=Role.GENERATOR,

@@ -10,9 +10,9 @@ from scalerl_operator.workloads import MASTER_PORT, Role
 
 
 def network_policy(scope: Scope) -> Object:
-    """Allows ingress from the run's own pods on any port (weight transfer takes free ports); from the operator's pods to the
-    coordinator's API (and, on the same port, health and metrics of the ranks); from namespaces labelled
-    ``scalerl.dev/scrape: "true"`` to the ports with metrics. vLLM listens on loopback only.
+    """Allows ingress from the run's own pods to any port (weight transfer uses free ports), from the operator's pods to the
+    coordinator's API, and from namespaces labelled ``scalerl.dev/scrape: "true"`` to the ports with metrics. vLLM listens on
+    loopback only.
 
     Egress is not restricted: the preparation downloads, and a user's environment may name any service.
     """
@@ -42,12 +42,12 @@ def _tcp(port: str) -> Object:
 
 
 def coordinator_service(scope: Scope) -> Object:
-    """DNS name of the coordinator. It publishes addresses that are not ready, so that a busy coordinator stays reachable."""
+    """DNS name of the coordinator, published also while it is not ready, so that a busy coordinator stays reachable."""
     return _service(scope, Role.COORDINATOR, "http", PORTS["http"], {})
 
 
 def trainer_service(scope: Scope) -> Object:
-    """DNS names of the trainer's pods, published before they are ready: the ranks have to find each other first."""
+    """DNS names of the trainer's pods, published before they are ready, for the ranks to connect."""
     return _service(scope, Role.TRAINER, MASTER_PORT, MASTER_PORT_NUMBER, {"clusterIP": "None"})
 
 

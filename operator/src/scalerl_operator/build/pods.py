@@ -1,13 +1,11 @@
-"""Pod templates: a workload's containers with the environment, volumes and security context that all pods of a run have.
+"""Pod templates: a workload's containers with the environment, volumes and security context of all pods of a run.
 
-Every pod meets the restricted Pod Security Standard: no root, no privilege, no capability, a read-only root file system, no
-token of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory: an
-actor grades untrusted text, within :data:`TMP_LIMITS`) and ``/dev/shm``.
+Every pod meets the restricted Pod Security Standard: no root, privileges or capabilities, a read-only root file system, no token
+of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory) and ``/dev/shm``.
 
-``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles
-(the coordinator, the actor and the preparation read the task; the preparation reads the model). The preparation reports
-a path that is missing. A hub's access token comes from a Secret by ``podTemplate.env``, for the trainer's pods alone if
-need be.
+``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles: the
+coordinator, the actor and the preparation read the task, the preparation also the model, and reports a missing path. A hub's
+access token comes from a Secret by ``podTemplate.env``.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Wo
 
 USER_ID: Final = 10001
 SHM_GIB_PER_PROCESS: Final = 1
-"""Of ``/dev/shm`` where the spec sets no size; torch needs more than a container's default of 64 MiB."""
+"""Of ``/dev/shm`` if the spec sets no size; torch needs more than a container's default of 64 MiB."""
 LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")
-"""Before the command of a pod with several ranks: starts it once per rank."""
+"""Prefix of the command of a pod with several ranks; starts it once per rank."""
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
 TMP_LIMITS: Final = {"actor": {"sizeLimit": "1Gi"}}
-"""Of ``/tmp``, by container: a completion that fills it evicts its pod and does not fill the node's disk. The caches of other
-containers' libraries have no common bound."""
+"""Of ``/tmp``, by container. The actor grades untrusted text: if that fills ``/tmp``, its pod is evicted, and the node's disk is
+not full. The caches of other containers' libraries have no common bound."""
 
 NEVER_EVICT: Final = {
     # For node autoscalers; `kubectl drain` ignores it.
@@ -47,13 +45,14 @@ NEVER_EVICT: Final = {
 
 @dataclass(frozen=True)
 class PodSettings:
-    """What is specific to one role's pods.
+    """The settings of one role's pods.
 
-    name: SCALERL_NAME, which may refer to variables before it; None: the pod's name.
-    variables: environment entries before the name.
-    extra: environment of single containers, by their name.
     grace_seconds: from SIGTERM to SIGKILL.
+    name: SCALERL_NAME, which may refer to ``variables``; None: the pod's name.
+    variables: environment entries before the name.
+    extra: environment by the name of a container.
     metrics_port: port with Prometheus metrics; None: no metrics.
+    pod: fields of the pod's spec.
     """
 
     role: Role
@@ -81,7 +80,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
             "runAsUser": USER_ID,
             "runAsGroup": USER_ID,
             "fsGroup": USER_ID,
-            # A run's volume may hold many files, and changing the owner of each takes minutes at every start.
+            # Changing the owner of a volume's many files at every start takes minutes.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -150,7 +149,7 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        # Conditions quote the last line of a role's log.
+        # Conditions show the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     open_ports = [port for port in container.ports if port not in container.loopback]
@@ -179,7 +178,7 @@ def from_field(name: str, path: str) -> Object:
 def _environment(
     scope: Scope, settings: PodSettings, given: PodTemplate, container: Container
 ) -> list[Object]:
-    """The runtime's variables first, each refers only to those before it; then the plan's, then the user's. A user's variable
+    """The runtime's variables, each of which may refer to those before it, then the plan's, then the user's. A user's variable
     overrides the plan's, not the runtime's.
     """
     threads = container.resources.cpu_threads
@@ -195,18 +194,22 @@ def _environment(
         from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
         *(variable(port_variable(port), str(PORTS[port])) for port in ports),
     ]
-    own = {
+    planned = {
         "HOME": HOME,
-        # The image has no user of this number, and torch needs a name.
+        # torch needs a user name, and the image has no user with this number.
         "USER": "scalerl",
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         **settings.extra.get(container.name, {}),
         **container.env,
     }
-    taken = {entry["name"] for entry in fixed}
-    theirs = [entry for entry in given.env if entry["name"] not in taken]
-    replaced = {entry["name"] for entry in theirs}
-    return [*fixed, *(variable(name, text) for name, text in own.items() if name not in replaced), *theirs]
+    fixed_names = {entry["name"] for entry in fixed}
+    user = [entry for entry in given.env if entry["name"] not in fixed_names]
+    overridden = {entry["name"] for entry in user}
+    return [
+        *fixed,
+        *(variable(name, text) for name, text in planned.items() if name not in overridden),
+        *user,
+    ]
 
 
 # --- probes --------------------------------------------------------------------------------------------------
@@ -215,12 +218,12 @@ HTTP_PERIOD_SECONDS: Final = 5
 EXEC_PERIOD_SECONDS: Final = 10
 """Each exec probe starts a process."""
 READINESS_FAILURES: Final = 3
-"""One late answer of a busy process must not make its pod unavailable, which would block a node drain."""
+"""One late response of a busy process must not make its pod unavailable, which would block a node drain."""
 _START_SECONDS = 5
 """For an exec probe's interpreter to start on a busy machine."""
 
-# A bare socket imports nothing of site-packages and ignores proxy variables.
-_ASK = (
+# A socket needs no packages and ignores proxy variables.
+_HTTP_GET = (
     "import socket,sys; s=socket.create_connection(('127.0.0.1',{port}),{timeout}); "
     r"s.sendall(b'GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n'); "
     "sys.exit(not s.makefile('rb').readline().split()[1].startswith(b'2'))"
@@ -242,20 +245,20 @@ def probes(container: Container) -> Object:
 
 
 def _probe(probe: Probe, container: Container, *, readiness: bool) -> Object:
-    """Probes less often than the local runtime, where a probe is cheap; it fails after the same time."""
+    """A probe with a longer period than in the local runtime, where probes are cheap, and the same time until it fails."""
     inside = probe.port in container.loopback
     period = max(math.ceil(probe.period_seconds), EXEC_PERIOD_SECONDS if inside else HTTP_PERIOD_SECONDS)
     threshold = math.ceil(probe.failure_threshold * probe.period_seconds / period)
     timeout = math.ceil(probe.timeout_seconds)
-    how: Object
+    action: Object
     if inside:
-        code = _ASK.format(port=PORTS[probe.port], timeout=timeout, path=probe.path)
-        how = {"exec": {"command": ["python", "-I", "-S", "-c", code]}}
+        code = _HTTP_GET.format(port=PORTS[probe.port], timeout=timeout, path=probe.path)
+        action = {"exec": {"command": ["python", "-I", "-S", "-c", code]}}
         timeout += _START_SECONDS
     else:
-        how = {"httpGet": {"path": probe.path, "port": probe.port}}
+        action = {"httpGet": {"path": probe.path, "port": probe.port}}
     return {
-        **how,
+        **action,
         "periodSeconds": period,
         "timeoutSeconds": timeout,
         "failureThreshold": max(threshold, READINESS_FAILURES) if readiness else threshold,
@@ -291,7 +294,7 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
 
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
-    # The claim may be shared with other runs, or outlive its run: a later run of the same name resumes from it.
+    # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
     run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
@@ -15,14 +14,14 @@ from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
 RETRIES: Final = 4
-"""Of failures that may be transient: an unreachable hub, a node's disk. The Job waits 10 s before the first, then doubles."""
-HUB_CACHE: Final = (Path(RUN_DIR) / "hub").as_posix()
-"""On the run's volume: a node's own disk may be too small for a model, an interrupted download resumes, and files are
-linked into place rather than copied. ``HF_HOME`` in ``podTemplate.env`` names another cache, such as a shared one."""
+"""After failures that may be transient, such as an unreachable hub; the first after 10 s, then with doubled pauses."""
+HUB_CACHE: Final = f"{RUN_DIR}/hub"
+"""On the run's volume: a node's disk may be too small for a model, an interrupted download resumes, and files are linked rather
+than copied. ``HF_HOME`` in ``podTemplate.env`` sets another cache, such as a shared one."""
 
 
 def job(scope: Scope) -> Object:
-    """Retries :data:`RETRIES` times, not at all when the input is wrong, and without limit when its pod is disrupted."""
+    """Retries :data:`RETRIES` times, never after bad input, and without limit after a disruption of its pod."""
     extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
     settings = PodSettings(
         role=Role.PREPARE,

@@ -10,9 +10,8 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Container
 
 _MI: Final = 2**20
-# Requests by container: CPU where the spec sets no threads, and memory without any model, cache or grader.
-# Coordinator and actor wait more than they compute; a whole core for each would not fit on small clusters. Neither has a
-# limit. The spec does not say what a model needs on the CPU: users set that in podTemplate.
+# Requests by container: CPU if the spec sets no threads, and memory without any model, cache or grader, which users add in
+# podTemplate. Coordinator and actor mostly wait; a core for each would not fit on small clusters.
 _FLOORS: Final = {
     "prepare": ("1", 1024 * _MI),
     "coordinator": ("250m", 256 * _MI),
@@ -29,8 +28,7 @@ def resources(
 ) -> Object:
     """Requests and limits for ``processes`` processes of the container that share ``shm`` bytes of ``/dev/shm``.
 
-    ``given``, from podTemplate, overrides all but the devices. A limit without a request is also the request, as the API
-    server defaults it.
+    given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
     """
     cpu, memory = _FLOORS[container.name]
     needs = container.resources
@@ -47,7 +45,7 @@ def resources(
 
 
 def native(given: PodResources) -> PodResources:
-    """Without extended resources such as devices, which the preparation does not use."""
+    """Removes extended resources such as devices, which the preparation does not use."""
     return PodResources(
         requests={name: amount for name, amount in given.requests.items() if name in NATIVE},
         limits={name: amount for name, amount in given.limits.items() if name in NATIVE},

@@ -1,4 +1,4 @@
-"""Input of all manifests of one run: the run, images, metadata, and the hashes that objects carry."""
+"""The input of a run's manifests, their metadata, and their hashes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
 SPEC_HASH_VERSION: Final = "4"
-"""Of :func:`spec_hash`: raised with every change of its input, so that hashes of two releases are never compared."""
+"""Of :func:`spec_hash`: raised with every change of its input, since hashes of different inputs cannot be compared."""
 SECTION: Final = {
     Role.PREPARE: "trainer",
     Role.COORDINATOR: "coordinator",
     Role.GENERATOR: "generator",
     Role.TRAINER: "trainer",
 }
-"""The part of the spec with each role's podTemplate, and the name of its image in ``spec.images`` and :class:`Images`."""
+"""The section of the spec with each role's podTemplate, and the name of its image in ``spec.images`` and :class:`Images`."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Container images where a run's ``spec.images`` names none."""
+    """Container images of runs whose ``spec.images`` names none."""
 
     trainer: str
     generator: str
@@ -44,11 +44,11 @@ class Images:
 
 @dataclass(frozen=True)
 class Desired:
-    """Which objects of a run are to exist now.
+    """Which objects of a run should exist.
 
-    generators: replicas; at 0 there is no Deployment at all.
-    trainer_attempt: which start of the gang, from 1; None: no trainer.
-    trained: the run has trained steps, which its volume must then hold.
+    generators: replicas; 0: no Deployment.
+    trainer_attempt: number of the attempt, from 1; None: no trainer.
+    trained: the run has trained steps, which its volume must hold.
     """
 
     prepare: bool = False
@@ -60,7 +60,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Scope:
-    """The run to render, with what the spec does not hold."""
+    """The run to render, and the settings outside of its spec."""
 
     run: ScaleRLRun
     uid: str
@@ -73,7 +73,7 @@ class Scope:
 
     @property
     def namespace(self) -> str:
-        return namespace_of(self.run)
+        return str(self.run.metadata.namespace)
 
     @cached_property
     def names(self) -> Names:
@@ -98,7 +98,7 @@ class Scope:
         return metadata_of(self.run, self.uid, name, component, owned=owned)
 
     def workload_metadata(self, name: str, role: Role) -> Object:
-        """Metadata of a workload, with the operator's own image, which an upgrade does not replace during the run."""
+        """Metadata of a workload, with the operator's default image, which an upgrade does not replace during the run."""
         metadata = self.metadata(name, role)
         metadata["labels"] |= self.queue_labels
         metadata["annotations"][names.IMAGE] = getattr(self.images, SECTION[role])
@@ -109,20 +109,19 @@ class Scope:
         return str(getattr(self.spec.images, SECTION[role]) or getattr(self.images, SECTION[role]))
 
 
-def namespace_of(run: ScaleRLRun) -> str:
-    """Raises ValueError: the run was not read from an API server."""
-    if run.metadata.namespace is None:
-        raise ValueError(f"run {run.metadata.name} has no namespace; only what a cluster holds is rendered")
-    return run.metadata.namespace
-
-
 def metadata_of(
     run: ScaleRLRun, uid: str, name: str, component: str = "run", *, owned: bool = True
 ) -> Object:
-    """Metadata of an object of the run. owned: the garbage collector deletes it with the run."""
+    """Metadata of an object of the run. owned: the garbage collector deletes it with the run.
+
+    Raises:
+        ValueError: the run has no namespace.
+    """
+    if run.metadata.namespace is None:
+        raise ValueError(f"run {run.metadata.name} has no namespace; only runs of a cluster are rendered")
     metadata: Object = {
         "name": name,
-        "namespace": namespace_of(run),
+        "namespace": run.metadata.namespace,
         "labels": names.labels(run.metadata.name, uid, component),
         "annotations": {},
     }
@@ -150,38 +149,38 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """Hash of the fields whose edit restarts a role (:mod:`scalerl_api.edits`) and of its podTemplate: when it changes, the
     pods are replaced.
 
-    The operator's images and the defaults of new fields are not in it, so that an upgrade stops no trainer. The hash begins
-    with its version (:mod:`scalerl_operator.controller.accept`).
+    The operator's images and the defaults of new fields are left out, so that an upgrade stops no trainer. The hash begins with
+    its version, for :func:`.adopt_spec_hashes`.
     """
     spec = run.spec
-    read = _pruned(spec.model_dump(mode="json", exclude=_unread(role), exclude_defaults=True))
+    fields = _pruned(spec.model_dump(mode="json", exclude=_excluded(role), exclude_defaults=True))
     image = getattr(spec.images, SECTION[role])
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
-    digest = _digest([run.metadata.name, read, pods, image, spec.device_resource, spec.storage.claim_name])
-    return f"{SPEC_HASH_VERSION}-{digest}"
+    content = [run.metadata.name, fields, pods, image, spec.device_resource, spec.storage.claim_name]
+    return f"{SPEC_HASH_VERSION}-{_short_hash(_canonical(content))}"
 
 
 @cache
-def _unread(role: Role) -> dict[str, Any]:
-    """Fields whose edit does not restart ``role``, as ``model_dump`` excludes them; a section without others as a whole."""
+def _excluded(role: Role) -> dict[str, Any]:
+    """Fields whose edit does not restart ``role``, for ``exclude`` of ``model_dump``; sections with only such fields as a whole."""
 
-    def unread(model: type[BaseModel], path: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def excluded(model: type[BaseModel], path: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             here, nested = f"{path}{field.alias}", nested_model(field.annotation)
             entry = entry_model(field.annotation)
             if entry is not None and any(edited.startswith(f"{here}.") for edited in EDITS):
-                found[name] = {"__all__": unread(entry, f"{here}.")}
+                fields[name] = {"__all__": excluded(entry, f"{here}.")}
             elif nested is not None and nested.model_fields:
-                below = unread(nested, f"{here}.")
+                below = excluded(nested, f"{here}.")
                 whole = below.keys() == nested.model_fields.keys() and all(v is True for v in below.values())
-                found |= {name: True if whole else below} if below else {}
-            # Fields that cannot be edited are in the hash too, although they never change it.
+                fields |= {name: True if whole else below} if below else {}
+            # Fields that cannot be edited never change the hash, and are part of it.
             elif edit_of(here).effect is not Effect.REFUSED and role not in edit_of(here).effect.roles:
-                found[name] = True
-        return found
+                fields[name] = True
+        return fields
 
-    return unread(RunSpec, "")
+    return excluded(RunSpec, "")
 
 
 _SWITCHES: Final = frozenset(
@@ -190,11 +189,11 @@ _SWITCHES: Final = frozenset(
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )
-"""Fields that do something by being there, also without any field of their own."""
+"""Fields whose presence has an effect, also with an empty object."""
 
 
 def _pruned(value: Any) -> Any:
-    """Without empty objects: an object of defaults, written out or not, is no difference, unless its presence is one."""
+    """Removes empty objects, which are objects of defaults, unless their presence has an effect."""
     if not isinstance(value, dict):
         return value
     kept = {name: _pruned(item) for name, item in value.items()}
@@ -202,19 +201,15 @@ def _pruned(value: Any) -> Any:
 
 
 def finished(rendered: Object) -> Object:
-    """A deep copy with the hash of itself, by which the operator notices removed fields too."""
+    """A deep copy with its own hash, by which the operator also detects removed fields."""
     text = _canonical(rendered)
-    whole: Object = json.loads(text)
-    whole["metadata"]["annotations"][names.RENDERED_HASH] = _short_hash(text)
-    return whole
+    copied: Object = json.loads(text)
+    copied["metadata"]["annotations"][names.RENDERED_HASH] = _short_hash(text)
+    return copied
 
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _digest(value: Any) -> str:
-    return _short_hash(_canonical(value))
 
 
 def _short_hash(text: str) -> str:

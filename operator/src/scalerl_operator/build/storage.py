@@ -1,4 +1,4 @@
-"""What a run's pods read and write: its volume, its spec, its token; and its curve as a ConfigMap."""
+"""The volume, the spec and the token of a run's pods, and the run's curve as a ConfigMap."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from scalerl_operator.names import SPEC_KEY, TOKEN_KEY, Names
 
 CURVE_KEY: Final = "curve.csv"
 CURVE_DIGEST: Final = f"{GROUP}/curve-digest"
-"""Annotation: digest of the table, so that an unchanged one is not written again."""
+"""Annotation: digest of the table, by which an unchanged one is not written again."""
 CURVE_LEFT_OUT: Final = f"{GROUP}/curve-left-out"
 """Annotation: number of points left out; ``curve.csv`` on the run's volume has all."""
 MAX_CURVE_BYTES: Final = 900 * 1024
-"""Of the table: an object must be smaller than 1 MiB, its metadata included."""
+"""Of the table: an object with its metadata must be smaller than 1 MiB."""
 
 
 def claim(scope: Scope) -> Object | None:
-    """The run's volume; None where the spec names an existing claim.
-
-    A claim with ``onDelete: Retain`` has no owner, so the garbage collector leaves it. The API server refuses changes of its
-    immutable fields (class, access mode, a smaller size).
-    """
+    """The run's claim; None if the spec names an existing one. With ``onDelete: Retain`` it has no owner, so that the garbage
+    collector does not delete it."""
     storage = scope.spec.storage
     if storage.claim_name is not None:
         return None
@@ -51,12 +48,11 @@ def claim(scope: Scope) -> Object | None:
 
 
 def spec_map(scope: Scope, *, trained: bool) -> Object:
-    """The run file that all roles read: name and spec with every default. Labels and annotations are left out, since no role
-    reads them. trained: adds the file that marks a run with steps."""
+    """The run file of all roles: name and spec with every default. trained: adds the file that marks a run with steps."""
     manifest = scope.run.to_manifest()
     manifest["spec"]["recipe"] = with_earlier_names(manifest["spec"]["recipe"])
     manifest["metadata"] = {"name": scope.run.metadata.name, "namespace": scope.namespace}
-    # Each reconcile renders this: PyYAML's own writer would take most of its time.
+    # PyYAML's own writer would take most of the time of a rendering.
     text = yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     return {
         "apiVersion": "v1",
@@ -67,11 +63,7 @@ def spec_map(scope: Scope, *, trained: bool) -> Object:
 
 
 def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
-    """The run's bearer token: created once, never applied over an existing one.
-
-    Raises:
-        ValueError: the run has no namespace.
-    """
+    """The run's bearer token."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -82,13 +74,8 @@ def secret(run: ScaleRLRun, uid: str, token: str) -> Object:
 
 
 def curve_config_map(run: ScaleRLRun, uid: str, points: Sequence[EvaluationPoint]) -> Object:
-    """The ConfigMap ``<run>-curve``: the table of ``curve.csv``.
-
-    A curve that is too long is thinned out evenly, without its first and last point; :data:`CURVE_LEFT_OUT` has the number
-    of points left out.
-
-    Raises:
-        ValueError: the run has no namespace.
+    """The ConfigMap ``<run>-curve``: the table of ``curve.csv``. A curve that is too long loses points at even distances, except
+    its first and last; :data:`CURVE_LEFT_OUT` has their number.
     """
     table, kept = curve_csv(points), len(points)
     while len(table) > MAX_CURVE_BYTES:

@@ -1,16 +1,15 @@
 """The trainer: an Indexed Job per attempt, with a pod per node.
 
-NCCL takes a pod for a host: only ranks of one pod use NVLink and ``/dev/shm``. A pod with several ranks starts them with
-``scalerl_trainer.launch`` and exits as the rank that failed first; a pod with one rank is that rank.
+For NCCL a pod is a host: only ranks of one pod use NVLink and ``/dev/shm``. A pod with several ranks starts them with
+``scalerl_trainer.launch``, and has the exit code of the rank that failed first.
 
 One failed rank fails the Job and ends all ranks; the operator creates the next attempt as another Job. An evicted rank gets
-SIGTERM and notifies the others at the next step; all write a checkpoint and exit with 0. With ``podReplacementPolicy:
-Failed`` the Job waits for the evicted pod's exit instead of counting it as failed at once, and completes. If that takes too
-long, the Job's failure policy records the disruption, since the pod that would show it is gone by then.
+SIGTERM and notifies the others at the next step; all write a checkpoint and exit with 0. With ``podReplacementPolicy: Failed``
+the Job waits for the exit of the evicted pod, and completes. If that takes too long, the Job's failure policy records the
+disruption, since the pod is gone by then.
 
-There is no PodDisruptionBudget: for pods of a Job it can only keep a fixed number running, which forbids every eviction or
-none. Annotations ask node autoscalers not to evict the pods; a node drain ends the attempt in order, and the next one starts
-on another node.
+There is no PodDisruptionBudget: for pods of a Job it can only forbid every eviction or none. Annotations keep node autoscalers
+from evicting the pods; a node drain ends the attempt with a checkpoint, and the next one starts on another node.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from scalerl_operator.names import MASTER_PORT_NUMBER
 from scalerl_operator.workloads import Role, Workload
 
 GRACE_SECONDS: Final = 300
-"""For the rest of a step, and a checkpoint."""
+"""For the end of a step, and a checkpoint."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def job(scope: Scope, attempt: int) -> Object:
-    """The Job of one attempt. ``suspend`` is never set: with a queue, Kueue owns that field."""
+    """The Job of one attempt, without ``suspend``, which Kueue owns."""
     workload = scope.workload(Role.TRAINER)
     nodes = workload.replicas // workload.per_node
     label = {names.ATTEMPT: str(attempt)}
@@ -76,7 +75,7 @@ def job(scope: Scope, attempt: int) -> Object:
 
 
 def _position(workload: Workload) -> list[Object]:
-    """Environment with the rank of a pod, or with its node where the launcher numbers the ranks."""
+    """Environment with the rank of a pod, or with its node if the launcher numbers the ranks."""
     world = variable("WORLD_SIZE", str(workload.replicas))
     if workload.per_node == 1:
         return [from_field("RANK", _INDEX), world, variable("LOCAL_RANK", "0")]

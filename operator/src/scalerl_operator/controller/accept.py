@@ -1,7 +1,6 @@
-"""Which spec of a run is carried out, and what to take over from the release before.
+"""Validates a run's spec, and adopts objects of the previous release.
 
-While the present spec is invalid, the run continues with the one accepted before. That is kept in the run's status as it
-was written: an operator that starts later finds it, and nobody else writes it.
+While the current spec is invalid, the run continues with the spec accepted before, which the status holds as it was written.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ROLES: Final = (Role.PREPARE, Role.TRAINER)
 
 
 def accept(context: RunContext) -> None:
-    """Reads the run's spec into ``context``; pure."""
+    """Sets the run's accepted spec in ``context``; pure."""
     try:
         context.accepted, context.spec_text = run_from_object(context.obj), _text(context.obj)
     except SpecError as error:
@@ -43,27 +42,27 @@ def accept(context: RunContext) -> None:
 
 
 def _text(run: Object) -> str | None:
-    """The spec as the status keeps it; None where it is too large for that."""
+    """The spec for the status; None if it is too large."""
     text = json.dumps(run["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text if len(text) <= MAX_ACCEPTED_SPEC else None
 
 
 def with_spec(run: Object, text: str) -> Object:
-    """The run with that spec, and the present ``suspend``: a run can be suspended whatever else its spec says."""
+    """The run with that spec, and its current ``suspend``: a run with an invalid spec can be suspended too."""
     spec: dict[str, Any] = json.loads(text)
     suspend = run["spec"].get("suspend", False)
     return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
 
 
-# --- the release before -------------------------------------------------------------------------
+# --- the previous release -----------------------------------------------------------------------
 
 
 async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> None:
-    """Annotates Jobs of another release with the hash of the spec accepted last, which they were made for; where none is
-    kept, of the present one.
+    """Annotates Jobs of another release with the hash of the last accepted spec, for which they were created, or else of the
+    current one.
 
-    Another release may have hashed other fields: its hash does not say whether the spec has changed, and a run must not
-    stop for it. Not in a run that is being drained: its Jobs are for an earlier spec already, or about to go.
+    Another release may hash other fields, so its hash does not show whether the spec has changed. Jobs of a run that drains
+    are skipped: they are for an earlier spec, or end soon.
     """
     if context.accepted is None or context.memory.drain_since is not None:
         return
@@ -89,8 +88,8 @@ async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> 
 
 
 def generators_of_earlier_release(context: RunContext) -> int | None:
-    """The number of generators that the autoscaler of the release before had chosen, which it kept in the status; None: there
-    is none, a person's number stood against it, or it is in the spec by now."""
+    """The number of generators that the autoscaler of the previous release had set, which it kept in the status; None: there
+    is none, a user has set another, or the spec has it already."""
     if context.accepted is None or context.invalid is not None:
         return None
     spec, known = context.accepted.spec, context.before.generators

@@ -1,7 +1,6 @@
-"""Applies a run's objects: creates what is missing, applies what differs, removes what is no longer wanted.
+"""Applies a run's objects: creates missing ones, applies changed ones, deletes those that are no longer wanted.
 
-Only objects that carry the run's uid are changed or removed. An object of somebody else with the same name is reported and
-left alone.
+Only objects with the run's uid are changed or deleted; another object with the same name is reported.
 """
 
 from __future__ import annotations
@@ -36,21 +35,22 @@ from scalerl_operator.workloads import Role
 log = logging.getLogger(__name__)
 
 OWNERSHIP_TRIES: Final = 5
-"""How often the ownership of an object's fields is taken over again when somebody writes the object meanwhile."""
+"""To take over the ownership of an object's fields while controllers write the object."""
 SEARCH_SECONDS: Final = 15.0
-"""Between two searches for a coordinator's pod that its StatefulSet should have made and that is not in the cache."""
+"""Between two searches for the coordinator's pod when it is not in the cache."""
 FAILED_GANG_GRACE_SECONDS: Final = 5
-_REMOVED: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
-"""Kinds of which a run's objects are removed when they are no longer wanted; what holds data stays, and what guards it."""
-_SHOWN: Final = 60
-"""Characters of a value in a message."""
+_DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
+"""Kinds of objects that are deleted when they are no longer wanted; those with data, and the NetworkPolicy, stay."""
+_VALUE_CHARACTERS: Final = 60
+"""Of a value in a message."""
 
 
 class Applier:
     """Writes the objects of runs.
 
-    images: where a run names none. operator_namespace: its pods may reach the coordinators. namespaced: see
-    :func:`.preflight`.
+    images: of runs that name none.
+    operator_namespace: its pods may connect to the coordinators.
+    namespaced: see :func:`.preflight`.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Applier:
         self._namespaced = namespaced
 
     async def preflight(self, context: RunContext) -> Problem | None:
-        """What keeps a run of which there is nothing yet from being started; see :func:`.preflight`."""
+        """Why a new run cannot be started; see :func:`.preflight`."""
         images = pinned(context, self._images)
-        every = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
-        render_all = functools.partial(self._render, context, every, images)
+        desired = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
+        render_all = functools.partial(self._render, context, desired, images)
         return await preflight(self._api, context, render_all, namespaced=self._namespaced)
 
     async def apply(self, context: RunContext) -> None:
-        """Makes the run's objects as its decision has them, and notes in the run's state what keeps one from being made.
+        """Applies the run's decision. Sets in the run's state why an object could not be created.
 
-        Most reconciles follow a change of a pod's or a Job's status. To render and compare all of a run's objects is most of
-        what a reconcile costs, so they are left alone while neither their inputs nor what they hold has changed.
+        Most reconciles follow a change of the status of a pod or a Job. Rendering and comparing all objects is most of the cost
+        of a reconcile, so it is skipped while the :func:`fingerprint` is the same.
         """
         decision, state = context.decision, context.state
         desired = Desired(
@@ -82,22 +82,17 @@ class Applier:
         images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points
         curve = [curve_config_map(context.run, context.uid, points)] if points else []
-        known = state.fingerprint
-        if known is not None and known == fingerprint(context, desired, images):
+        if state.fingerprint is not None and state.fingerprint == fingerprint(context, desired, images):
             blocked = await ensure_token(self._api, context)
             for obj in curve:
                 blocked = blocked or await self.apply_one(obj, context)
         else:
-            wanted = [
-                obj
-                for obj in self._render(context, desired, images)
-                if not (context.claim_gone and obj["kind"] == CLAIM)
-            ]
+            rendered = self._render(context, desired, images)
+            wanted = [obj for obj in rendered if not (context.claim_gone and obj["kind"] == CLAIM)]
             blocked = await self._apply_all(context, [*wanted, *curve])
-            found = fingerprint(context, desired, images)
             settled = not state.repaired_lately(context.unix_seconds) and state.size_refused is None
-            if blocked is None and not state.refused and found is not None and settled:
-                state.fingerprint = found
+            if blocked is None and not state.refused and settled:
+                state.fingerprint = fingerprint(context, desired, images)
         if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in context.observed.pods):
             await self._replace_unlabelled_coordinator(context)
         blocked = blocked or next(iter(state.refused.values()), None)
@@ -107,8 +102,8 @@ class Applier:
         return render(context.run, context.uid, desired, images, operator_namespace=self._operator_namespace)
 
     async def find_unlabelled(self, context: RunContext) -> None:
-        """Finds by name the workloads whose label somebody removed: they are not in the cache, and run. For a run that is about
-        to drain, since nothing asks for them later."""
+        """Restores the labels of workloads of a run that begins to drain. Without its labels, a running workload is not in the
+        cache, and would not be drained."""
         for kind, name in _to_be_drained(context):
             if (kind, name) not in context.objects:
                 live = await self._api.get(kind, context.namespace, name)
@@ -116,22 +111,22 @@ class Applier:
                     await self._adopt(live, context, _labels_of(name, context), at_once=True)
 
     async def _apply_all(self, context: RunContext, wanted: Sequence[Object]) -> Problem | None:
-        """Creates, applies and removes objects until the run has those of ``wanted``. Returns what the cluster refused; a
-        refused repair keeps no other object from being applied, and is noted in the run's state.
+        """Creates, applies and deletes objects until the run has those of ``wanted``. Returns why the API server refused one,
+        after which no other is applied. A refused repair is only recorded in the run's state.
 
-        Where the decision is frozen, existing objects are left as they are, and nothing is created for a run that is being
-        deleted: a deletion in the foreground removes what a run owns before the run.
+        If the decision is frozen, existing objects are not changed. For a run that is being deleted, none is created, since a
+        foreground deletion removes the objects before the run.
 
         Raises:
-            ApiError: no answer, or one that another try may change.
+            ApiError: the call may succeed when retried.
         """
         frozen = context.decision.frozen
         names = {_key(obj) for obj in wanted}
         for (kind, name), live in context.objects.items():
             if (kind, name) in names or not context.owns(live):
                 continue
-            if kind in _REMOVED and not is_deleted(live):
-                # Foreground: a Job is gone only when its pods are, so that the next attempt never runs beside it.
+            if kind in _DELETED_KINDS and not is_deleted(live):
+                # Foreground: a Job exists until its pods have ended, so that no two attempts run at once.
                 uid = live["metadata"]["uid"]
                 await self._api.delete(kind, context.namespace, name, uid=uid, propagation="Foreground")
             if kind == "Job" and is_settled(live):
@@ -150,14 +145,14 @@ class Applier:
         return problem
 
     async def apply_one(self, wanted: Object, context: RunContext) -> Problem | None:
-        """One object, created if absent, else applied if what is rendered or what the object holds has changed since."""
+        """Creates an object if it is absent, else applies it if its rendering or its content has changed."""
         key = kind, name = _key(wanted)
         live = context.objects.get(key)
         if live is None:
             return await self._create(wanted, context)
         if (problem := name_taken(live, context)) is not None or is_deleted(live):
             return problem
-        if kind == "Job":  # immutable: another spec is another attempt
+        if kind == "Job":  # immutable
             await self._adopt(live, context, _labels_of(name, context))
             return None
         if kind == CLAIM:
@@ -166,36 +161,35 @@ class Applier:
                 return None
         state, now = context.state, Settled(rendered_hash(wanted), content_hash(live))
         if key not in state.settled and rendered_hash(live) == now.rendered and is_untouched(wanted, live):
-            state.settled[key] = now  # the first reconcile of this process finds what an earlier one applied
+            state.settled[key] = now  # applied by an earlier process of the operator
         if state.settled.get(key) == now:
             state.refused.pop(key, None)
             return None
         if rendered_hash(live) != now.rendered:
             return (await self._change(wanted, live, context))[1]
-        before = state.repairs.get(key)
+        repairs = dict(state.repairs)
         if not state.may_repair(key, context.unix_seconds):
             return None
-        made, problem = await self._change(wanted, live, context)
+        applied_object, problem = await self._change(wanted, live, context)
         if problem is not None:
             state.refused[key] = problem
-        changed = None if made is None else first_difference(live, made)
-        if changed is not None:
-            path, was, restored = changed
-            text = (
-                f"{kind} {name}: {path} was changed to {_shown(was)}, and is restored to {_shown(restored)}"
-            )
-            log.warning("%s/%s: %s", context.namespace, context.name, text)
-            await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
-        elif made is not None:  # others changed only what is theirs: no repair, so it does not count as one
-            state.repairs.pop(key)
-            state.repairs |= {} if before is None else {key: before}
+        if applied_object is None:
+            return None
+        difference = first_difference(live, applied_object)
+        if difference is None:  # others only changed fields of their own: not a repair
+            state.repairs = repairs
+            return None
+        path, before, after = difference
+        text = f"{kind} {name}: {path} was changed to {_text(before)}, and is restored to {_text(after)}"
+        log.warning("%s/%s: %s", context.namespace, context.name, text)
+        await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
         return None
 
     async def _replace_unlabelled_coordinator(self, context: RunContext) -> None:
-        """Deletes the coordinator's pod if somebody removed its labels: its Service and the operator no longer find it, and
-        its name keeps the StatefulSet from creating another. The next one resumes from the journal."""
-        called = Names(context.name)
-        name, owner = f"{called.coordinator}-0", context.objects.get(("StatefulSet", called.coordinator))
+        """Deletes the coordinator's pod if its labels were removed: its Service and the operator do not find it, and the
+        StatefulSet cannot create another of its name. The next pod resumes from the journal."""
+        names = Names(context.name)
+        name, owner = f"{names.coordinator}-0", context.objects.get(("StatefulSet", names.coordinator))
         pod = context.objects.get(("Pod", name))
         if owner is None or is_deleted(owner) or (pod is not None and _is_labelled(pod, context)):
             return
@@ -207,7 +201,7 @@ class Applier:
             owners = {o["uid"] for o in pod["metadata"].get("ownerReferences") or ()}
             mounted = {(v.get("secret") or {}).get("secretName") for v in pod["spec"].get("volumes") or ()}
             labelled = _is_labelled(pod, context) and label(pod, RUN) == label_value(context.name)
-            foreign = owners - {owner["metadata"]["uid"]} or called.token not in mounted
+            foreign = owners - {owner["metadata"]["uid"]} or names.token not in mounted
             if is_deleted(pod) or labelled or foreign:
                 continue
             await self._api.delete("Pod", context.namespace, name, uid=pod["metadata"]["uid"])
@@ -215,40 +209,44 @@ class Applier:
             await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
 
     async def _end_failed_gang(self, context: RunContext, job: str) -> None:
-        """Ranks left over by a failed gang have nothing to save, and may hang in a collective."""
+        """Deletes the remaining pods of a failed Job with a short grace period: they have nothing to save, and may hang in a
+        collective."""
+        grace_seconds = FAILED_GANG_GRACE_SECONDS
         for (kind, name), pod in context.objects.items():
             if kind == "Pod" and context.owns(pod) and label(pod, JOB_NAME) == job:
-                phase = (pod.get("status") or {}).get("phase")
-                grace = pod["metadata"].get("deletionGracePeriodSeconds", FAILED_GANG_GRACE_SECONDS + 1)
-                if phase in ("Pending", "Running") and grace > FAILED_GANG_GRACE_SECONDS:
-                    uid, seconds_left = pod["metadata"]["uid"], FAILED_GANG_GRACE_SECONDS
-                    await self._api.delete(kind, context.namespace, name, uid=uid, grace_seconds=seconds_left)
+                phase, metadata = (pod.get("status") or {}).get("phase"), pod["metadata"]
+                longer = metadata.get("deletionGracePeriodSeconds", grace_seconds + 1) > grace_seconds
+                if phase in ("Pending", "Running") and longer:
+                    uid = metadata["uid"]
+                    await self._api.delete(
+                        kind, context.namespace, name, uid=uid, grace_seconds=grace_seconds
+                    )
 
     async def _create(self, obj: Object, context: RunContext, *, frozen: bool = False) -> Problem | None:
-        """Creates an object, never over one that another has created meanwhile. frozen: one that exists is left as it is."""
+        """Creates an object. One that exists by now is applied if it is the run's; not if frozen."""
         kind, name = _key(obj)
         try:
-            made = await self._api.create(obj)
+            created = await self._api.create(obj)
         except errors.AlreadyExists:
             live = await self._api.get(kind, context.namespace, name)
             if live is None:
-                raise  # and gone again: the next reconcile decides
+                raise  # deleted meanwhile: the next reconcile decides
             if (problem := name_taken(live, context)) is not None:
                 return problem
-            ours = _labels_of(name, context) if kind == "Job" else obj["metadata"]["labels"]
-            await self._adopt(live, context, ours)
+            labels = _labels_of(name, context) if kind == "Job" else obj["metadata"]["labels"]
+            await self._adopt(live, context, labels)
             return None if frozen else await self.apply_one(obj, context)
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
-        self._settle(obj, made, context)
+        self._settle(obj, created, context)
         return None
 
     async def _adopt(
         self, live: Object, context: RunContext, labels: dict[str, str], *, at_once: bool = False
     ) -> None:
-        """Restores the labels of an object: without them the cache does not get its events.
+        """Restores the labels of an object, without which the cache receives no events of it.
 
-        labels: those to restore; of a Job only ours, since Kueue lets nobody write its own on a Job that it has admitted.
+        labels: of a Job only the operator's, since Kueue refuses changes of its own labels on an admitted Job.
         at_once: without back-off.
         """
         key = kind, name = _key(live)
@@ -270,68 +268,62 @@ class Applier:
     async def _change(
         self, wanted: Object, live: Object, context: RunContext
     ) -> tuple[Object | None, Problem | None]:
-        """Applies an object that exists. Returns it as it is now, None where it was not applied, and what was refused."""
+        """Applies an object that exists. Returns the object after it (None: it was not applied) and why it was refused."""
         kind, name = _key(wanted)
         uid = live["metadata"]["uid"]
         try:
             if uid not in context.state.applied:
-                there = await self._own_fields(kind, name, context)
-                if there is None:
+                owned = await self._own_fields(kind, name, context)
+                if owned is None:
                     # A claim that is gone may have held steps: the next reconcile decides.
                     return None, await self._create(wanted, context) if kind != CLAIM else None
-                if (problem := name_taken(there, context)) is not None:
+                if (problem := name_taken(owned, context)) is not None:
                     return None, problem
-                uid = there["metadata"]["uid"]
+                uid = owned["metadata"]["uid"]
                 context.state.applied.add(uid)
             # By uid: another object may have the name by now.
-            made = await self._api.apply(wanted, uid=uid)
+            applied_object = await self._api.apply(wanted, uid=uid)
         except (errors.Invalid, errors.Forbidden) as error:
             if kind == CLAIM and note_refusal(context, wanted, live, error):
                 return None, None
             return None, refused(error, wanted, context)
-        self._settle(wanted, made, context)
-        return made, None
+        self._settle(wanted, applied_object, context)
+        return applied_object, None
 
-    async def _own_fields(
-        self, kind: str, name: str, context: RunContext, tries: int = OWNERSHIP_TRIES
-    ) -> Object | None:
-        """Turns what creating an object has set into what we apply (:mod:`scalerl_operator.kube.objects`). Returns the
-        object as it was; None: it is gone.
-
-        Retries on a conflict: while an object starts, controllers write its status all the time.
-        """
-        live = await self._api.get(kind, context.namespace, name)
-        if live is None or not context.owns(live):
-            return live
-        metadata = live["metadata"]
-        managed = applied(metadata.get("managedFields") or ())
-        if managed is None:
-            return live
-        patch = {"metadata": {"uid": metadata["uid"], "managedFields": managed}}
-        version = metadata["resourceVersion"]
-        try:
-            await self._api.patch(kind, context.namespace, name, patch, resource_version=version)
-        except errors.Conflict:
-            if tries <= 1:
-                raise
-            return await self._own_fields(kind, name, context, tries - 1)
+    async def _own_fields(self, kind: str, name: str, context: RunContext) -> Object | None:
+        """Makes the fields that the operator set on creation applied ones (:mod:`scalerl_operator.kube.objects`). Returns the
+        object before; None: it is gone."""
+        for attempt in range(1, OWNERSHIP_TRIES + 1):
+            live = await self._api.get(kind, context.namespace, name)
+            if live is None or not context.owns(live):
+                break
+            metadata = live["metadata"]
+            managed = applied(metadata.get("managedFields") or ())
+            if managed is None:
+                break
+            patch = {"metadata": {"uid": metadata["uid"], "managedFields": managed}}
+            version = metadata["resourceVersion"]
+            try:
+                await self._api.patch(kind, context.namespace, name, patch, resource_version=version)
+                break
+            except errors.Conflict:  # controllers write the status of an object that starts
+                if attempt == OWNERSHIP_TRIES:
+                    raise
         return live
 
-    def _settle(self, wanted: Object, made: Object, context: RunContext) -> None:
-        context.state.refused.pop(_key(made), None)
-        context.state.settled[_key(made)] = Settled(rendered_hash(wanted), content_hash(made))
-        self._remember(made, context)
+    def _settle(self, wanted: Object, written: Object, context: RunContext) -> None:
+        context.state.refused.pop(_key(written), None)
+        context.state.settled[_key(written)] = Settled(rendered_hash(wanted), content_hash(written))
+        self._remember(written, context)
 
     def _remember(self, obj: Object, context: RunContext) -> None:
         context.objects[_key(obj)] = obj
         self._cache.remember(obj)
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+def _text(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= _VALUE_CHARACTERS else f"{text[: _VALUE_CHARACTERS - 1]}…"
 
 
 def _key(obj: Object) -> tuple[str, str]:
@@ -339,12 +331,12 @@ def _key(obj: Object) -> tuple[str, str]:
 
 
 def _labels_of(name: str, context: RunContext) -> dict[str, str]:
-    """Of a workload, by its name."""
-    called = Names(context.name)
+    """The operator's labels of the workload with that name."""
+    names = Names(context.name)
     roles = {
-        called.prepare: Role.PREPARE,
-        called.coordinator: Role.COORDINATOR,
-        called.generator: Role.GENERATOR,
+        names.prepare: Role.PREPARE,
+        names.coordinator: Role.COORDINATOR,
+        names.generator: Role.GENERATOR,
     }
     role = roles.get(name, Role.TRAINER)
     attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
@@ -352,30 +344,29 @@ def _labels_of(name: str, context: RunContext) -> dict[str, str]:
 
 
 def _is_labelled(pod: Object, context: RunContext) -> bool:
-    """Whether the coordinator's StatefulSet still finds the pod."""
+    """Whether the pod matches the selector of the coordinator's StatefulSet."""
     return context.owns(pod) and label(pod, COMPONENT) == Role.COORDINATOR
 
 
 def _to_be_drained(context: RunContext) -> list[tuple[str, str]]:
-    """(kind, name) of what should work in a run that is to be suspended or deleted and has not begun to drain."""
+    """(kind, name) of the workloads of a run that is suspended or deleted and has not begun to drain."""
     memory, names = context.memory, Names(context.name)
-    asked = context.deleted or context.obj["spec"].get("suspend") is True
-    done = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
-    if not asked or done:
+    to_stop = context.deleted or context.obj["spec"].get("suspend") is True
+    drains = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
+    if not to_stop or drains:
         return []
-    found = [("Job", names.prepare)] if context.before.phase is Phase.PREPARING else []
+    workloads = [("Job", names.prepare)] if context.before.phase is Phase.PREPARING else []
     if memory.attempt > 0:
-        found += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
-        found += [("Job", names.trainer_job(memory.attempt))]
-    return found
+        workloads += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+        workloads += [("Job", names.trainer_job(memory.attempt))]
+    return workloads
 
 
 def pinned(context: RunContext, images: Images) -> Images:
-    """``images``, but for roles that run already: an upgrade of the operator does not mix versions in a run that is
-    under way. A run that was suspended gets the new ones.
+    """``images``, with those of running workloads in their place: an upgrade of the operator does not mix versions within a run.
+    A run that was suspended gets the new ones.
 
-    The annotation of each workload has the image that it would have without ``spec.images``: a role whose image is no longer
-    named there goes back to that one.
+    The annotation of each workload has its image without ``spec.images``, for the time when the spec no longer names one.
     """
     live: dict[str, str] = {}
     for (kind, _), obj in context.objects.items():
@@ -391,14 +382,14 @@ def pinned(context: RunContext, images: Images) -> Images:
 
 
 def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | None:
-    """Hash of all that a run's objects are rendered from and of what they hold: while it is the same, applying them would
-    change nothing. None while an object is being deleted.
+    """Hash of the inputs of rendering and of the contents of the run's objects: while it is the same, applying them changes
+    nothing. None while an object is being deleted.
 
-    Pods and statuses are not rendered. Of a Job, which cannot be changed, only its uid and its labels count. The curve is
-    compared at every reconcile.
+    Left out are pods, which are not rendered, the curve, which every reconcile compares, and of a Job, which is immutable, all
+    but its uid and its labels.
     """
     curve = ("ConfigMap", Names(context.name).curve)
-    there: list[tuple[str, str, int]] = []
+    contents: list[tuple[str, str, int]] = []
     for (kind, name), obj in context.objects.items():
         if kind == "Pod" or (kind, name) == curve:
             continue
@@ -406,8 +397,7 @@ def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | 
             return None
         metadata = obj["metadata"]
         job = (metadata["uid"], tuple(sorted((metadata.get("labels") or {}).items())))
-        there.append((kind, name, hash(job) if kind == "Job" else content_hash(obj)))
-    there.sort()
+        contents.append((kind, name, hash(job) if kind == "Job" else content_hash(obj)))
     labels = tuple(sorted(context.run.metadata.labels.items()))
     inputs = (context.generation, labels, desired, images, context.decision.frozen, context.deleted)
-    return hash((inputs, tuple(there)))
+    return hash((inputs, tuple(sorted(contents))))

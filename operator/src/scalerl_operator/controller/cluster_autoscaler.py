@@ -1,4 +1,4 @@
-"""The autoscaler on a cluster: its report at a reconcile, and the finished runs of a namespace."""
+"""The autoscaler on a cluster: its report at a reconcile, and the finished runs of a namespace as priors of forecasts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.accept import with_spec
+from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.types import Object
@@ -27,7 +28,7 @@ from scalerl_operator.names import RUN_UID, SCALED_BY, Names
 from scalerl_operator.workloads import Role
 
 FINISHED: Final = (Phase.COMPLETED, Phase.FAILED)
-"""Not Suspended: it may be resumed. One that failed at its start has too few points and is left out."""
+"""Not Suspended, which may be resumed."""
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 def autoscaler_report(
     context: RunContext, make: Callable[[ScaleRLRun, str], Autoscaler] | None
 ) -> AutoscalerReport:
-    """The report of the run's autoscaler, which ``make`` makes; the last one while the coordinator does not answer."""
+    """The report of the run's autoscaler, created by ``make``; while the coordinator does not respond, the last report."""
     state, run, status = context.state, context.accepted, context.coordinator
     if run is None:
         return AutoscalerReport()
@@ -57,7 +58,7 @@ def autoscaler_report(
 
 
 def wanted_generators(context: RunContext) -> int | None:
-    """The number of generators that the autoscaler's last decision set and that is yet to be written into the spec."""
+    """The number of generators of the autoscaler's last decision, if the spec does not have it yet."""
     report = context.autoscaler
     allowed, number = context.run.spec.autoscaling.generators, report.generators
     if context.invalid is not None or number is None or allowed is None:
@@ -68,35 +69,32 @@ def wanted_generators(context: RunContext) -> int | None:
     return number
 
 
-# --- finished runs, as a prior of the forecast of another: from the cache, with no request --------
+# --- finished runs ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FinishedRuns:
-    """Reads the finished runs of one namespace; uid: of the run that asks.
-
-    The curve's ConfigMap is among the objects that the cache holds anyway. After each run the event loop has its turn.
-    """
+    """Reads the finished runs of a namespace and their curves from the cache. uid: of the run to forecast."""
 
     cache: Cache
     namespace: str
     uid: str
 
     async def __call__(self, spec: RunSpec) -> list[EarlierRun]:
-        """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
+        """Those that may be a prior for a run of this spec: the latest first, at most ``MAX_EARLIER_RUNS``."""
         runs = self._loaders(await self._newest())
         return await select(runs, spec, lambda text: log.info("namespace %s: %s", self.namespace, text))
 
     def _loaders(self, names: list[str]) -> Iterator[tuple[str, Callable[[], tuple[RunSpec, str]]]]:
         for name in names:
             run = self.cache.run(self.namespace, name)
-            if run is not None:  # else deleted meanwhile
+            if run is not None:  # not deleted meanwhile
                 curve = self.cache.get("ConfigMap", self.namespace, Names(name).curve)
                 yield name, functools.partial(_load, run, curve)
 
     async def _newest(self) -> list[str]:
-        """The names of all that are finished, the newest first."""
-        finished = list[tuple[str, str]]()
+        """The names of all finished runs, the latest first. Yields to the event loop after each."""
+        finished: list[tuple[str, str]] = []
         for namespace, name in self.cache.runs():
             if namespace != self.namespace:
                 continue
@@ -111,8 +109,8 @@ class FinishedRuns:
 
 
 def _load(run: Object, curve: Object | None) -> tuple[RunSpec, str]:
-    """What it ran with (its spec may have been edited since), and its curve."""
-    if curve is None or (curve["metadata"].get("labels") or {}).get(RUN_UID) != run["metadata"]["uid"]:
+    """The spec that the run was accepted with, which may have been edited since, and its curve."""
+    if curve is None or label(curve, RUN_UID) != run["metadata"]["uid"]:
         raise ValueError("it has no curve")
-    kept = (run.get("status") or {}).get("acceptedSpec") or json.dumps(run["spec"])
-    return accepted_run(with_spec(run, kept)).spec, str(curve["data"][CURVE_KEY])
+    spec = (run.get("status") or {}).get("acceptedSpec") or json.dumps(run["spec"])
+    return accepted_run(with_spec(run, spec)).spec, str(curve["data"][CURVE_KEY])

@@ -1,8 +1,7 @@
-"""The conditions of a run, from what was observed and decided. Pure.
+"""The conditions of a run, from its observation and its decision. Pure.
 
-:data:`CONDITIONS` is the table: each type with the function that says whether it is true and why, its Events, and which status
-is a problem, for the metric. A condition's time is when its ``status`` last changed. What is not observed while a run is
-suspended or finished (its pods) is ``False``, with the run's phase as the reason.
+:data:`CONDITIONS` has a row for each type. A condition's time is when its ``status`` last changed. Conditions of pods are
+``False`` while a run is suspended or finished, with the run's phase as the reason.
 """
 
 from __future__ import annotations
@@ -27,51 +26,48 @@ from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0
-"""So long without a step, and Progressing is False."""
+"""Time without a step after which Progressing is False."""
 QUIET_SECONDS: Final = 600.0
-"""So long without another skipped step, ungraded completion or slot given up, and a run is no longer degraded by those
-before."""
+"""Time without another skipped step, ungraded completion or slot given up after which a run is no longer degraded by them."""
 _MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
 _SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
 
 Value = tuple[bool, Problem]
-"""Whether a condition is true, and why; without a message, the reason's text is it."""
+"""Whether a condition is true, and its reason; if the message is empty, the condition has the reason's text."""
 
 
 def conditions(context: RunContext) -> list[Condition]:
-    """All that is said of the run; of one that was never started and cannot be, only that, and whether it has ended."""
-    never = context.accepted is None or (
+    """The conditions of the run; without those that need a start if it cannot be started."""
+    not_startable = context.accepted is None or (
         context.not_started is not None and context.before.start_time is None
     )
     return [
         _condition(context, ConditionType(type_), *row.check(context))
         for type_, row in CONDITIONS.items()
-        if row.always or not never
+        if row.always or not not_startable
     ]
 
 
 def _condition(context: RunContext, type_: ConditionType, value: bool, why: Problem) -> Condition:
-    status, old = "True" if value else "False", context.before.condition(type_)
-    unchanged = old is not None and old.status == status
-    # Never nothing, so that `kubectl describe` says what is so, or what to do about it.
+    old, time = context.before.condition(type_), rfc3339(context.unix_seconds)
+    if old is not None and old.status == str(value):
+        time = old.last_transition_time
+    # Never empty, so that `kubectl describe` shows the meaning, or what to do.
     meaning = type_.text if value and why.reason.text == NOTHING_TO_DO else why.reason.text
     return Condition(
         type=type_.value,
         status="True" if value else "False",
         observed_generation=context.generation,
-        last_transition_time=old.last_transition_time
-        if old is not None and unchanged
-        else rfc3339(context.unix_seconds),
+        last_transition_time=time,
         reason=why.reason.value,
         message=(why.message or meaning)[:_MESSAGE_CHARACTERS],
     )
 
 
 def _accepted(context: RunContext) -> Value:
-    """A run that was begun may be held later: its volume is lost."""
-    if (why := context.not_started or context.invalid) is not None:
+    if (why := context.not_started or context.invalid) is not None:  # also of a run that has lost its volume
         return False, why
     spec = context.run.spec
     warnings = [*warnings_of(spec), *cluster_warnings_of(spec)]
@@ -81,7 +77,7 @@ def _accepted(context: RunContext) -> Value:
 
 
 def _admitted(context: RunContext) -> Value:
-    """True is only what a queue has said: of an attempt that is yet to be made it is what was true of the last."""
+    """Before the next attempt's Job exists, the condition is that of the last attempt."""
     observed, queue = context.observed, context.run.metadata.labels.get(QUEUE)
     if queue is None:
         return True, Problem(Reason.NO_QUEUE, "")
@@ -98,24 +94,24 @@ def _admitted(context: RunContext) -> Value:
     if waiting:
         text = f"{', '.join(waiting)} in the queue {queue}; {Reason.WAITING_FOR_QUOTA.text}"
         return False, Problem(Reason.WAITING_FOR_QUOTA, text)
-    made = any(job.state is not JobState.ABSENT for job in jobs.values())
-    if not (made or _was(context, ConditionType.ADMITTED)):
+    admitted = any(job.state is not JobState.ABSENT for job in jobs.values())
+    if not (admitted or _was_true(context, ConditionType.ADMITTED)):
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
     return True, Problem(Reason.QUEUE_ADMITTED, "")
 
 
 def _prepared(context: RunContext) -> Value:
     job, outcome = context.observed.prepare, context.decision.memory.outcome
-    was = _was(context, ConditionType.PREPARED)
-    if outcome is not None and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT) and not was:
+    was_true = _was_true(context, ConditionType.PREPARED)
+    if outcome is not None and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT) and not was_true:
         return False, Problem(Reason.PREPARE_FAILED, outcome.message)
     if job.state is JobState.COMPLETE:
         return True, Problem(Reason.PREPARED, "")
     if job.held:
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
     if context.decision.phase in _SUSPENDED_OR_ENDED:
-        return was, Problem(Reason.PREPARED, "") if was else _phase(context)
-    problem = _exact(context.observed.problem(Role.PREPARE), context.blocked)
+        return was_true, Problem(Reason.PREPARED, "") if was_true else _phase(context)
+    problem = _with_claim_problem(context.observed.problem(Role.PREPARE), context.blocked)
     if problem is None and job.ends and job.state is JobState.ACTIVE:
         last = job.ends[-1]
         problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
@@ -126,8 +122,8 @@ def _coordinator_ready(context: RunContext) -> Value:
     if _has_no_pods(context):
         return False, _phase(context)
     if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
-        return False, _unheard(context, "")
-    return _role_ready(context, Role.COORDINATOR, 1, _unwritable(context))
+        return False, _coordinator_problem(context)
+    return _role_ready(context, Role.COORDINATOR, 1, _journal_problem(context))
 
 
 def _generators_ready(context: RunContext) -> Value:
@@ -147,17 +143,17 @@ def _trainer_ready(context: RunContext) -> Value:
     return _role_ready(context, Role.TRAINER, context.run.spec.trainer.replicas, problem)
 
 
-def _role_ready(context: RunContext, role: Role, wanted: int, else_: Problem | None = None) -> Value:
-    """``else_``: what is wrong where the pods themselves say nothing."""
+def _role_ready(context: RunContext, role: Role, wanted: int, default: Problem | None = None) -> Value:
+    """default: the problem if the pods show none."""
     pods = context.observed.of(role)
     ready = sum(pod.ready for pod in pods)
     if ready >= wanted:
         return True, Problem(Reason.READY, "")
-    problem = _exact(context.observed.problem(role), context.blocked)
+    problem = _with_claim_problem(context.observed.problem(role), context.blocked)
     if problem is None and not pods:
         problem = context.blocked
     count = Problem(Reason.PARTIALLY_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
-    return False, problem or else_ or count
+    return False, problem or default or count
 
 
 def _progressing(context: RunContext) -> Value:
@@ -165,19 +161,19 @@ def _progressing(context: RunContext) -> Value:
     if context.decision.phase not in _TRAINING:
         return False, _phase(context)
     if coordinator is None:
-        return False, _unheard(context, context.decision.note)
-    if (unwritable := _unwritable(context)) is not None:
-        return False, unwritable
+        return False, _coordinator_problem(context)
+    if (journal_problem := _journal_problem(context)) is not None:
+        return False, journal_problem
     waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
     if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
-    # Time without a trainer, as in a suspension, is not held against it.
+    # Time without a trainer, as in a suspension, does not count.
     since = max(seconds(context.before.last_step_time), memory.ready_since or now)
     if coordinator.step == context.before.step and now - since > STALLED_SECONDS:
         return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
-    # At the end the trainer leaves before the run is over.
+    # In the phase Finishing, the trainer has ended.
     if context.decision.phase is Phase.RUNNING and not context.observed.trainer.ready:
-        return False, Problem(Reason.STARTING, f"the trainer is not ready, after step {coordinator.step}")
+        return False, Problem(Reason.STALLED, f"the trainer is not ready, after step {coordinator.step}")
     return True, Problem(Reason.HEALTHY, "")
 
 
@@ -189,20 +185,19 @@ def _forecast_ready(context: RunContext) -> Value:
 def _degraded(context: RunContext) -> Value:
     problem = context.volume or size_problem(context) or context.blocked
     if problem is None and context.decision.phase in _TRAINING:
-        problem = _unwritable(context) or _role_problem(context)
+        problem = _journal_problem(context) or _role_problem(context)
     if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
         problem = (
-            _no_teacher(context.coordinator)
+            _teacher_problem(context.coordinator)
             or _fault(context.before.trouble, context.unix_seconds)
-            or _not_saved_elsewhere(context.coordinator)
+            or _export_or_tracker_problem(context.coordinator)
         )
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
 
 def _suspended(context: RunContext) -> Value:
-    decision = context.decision
-    if decision.phase is not Phase.SUSPENDED:
-        return False, Problem(decision.phase, decision.note if decision.phase is Phase.SUSPENDING else "")
+    if context.decision.phase is not Phase.SUSPENDED:
+        return False, _phase(context)
     by = _SUSPENDED_BY.get(context.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
     return True, Problem(by, "")
 
@@ -218,8 +213,10 @@ def _ended(end: End, context: RunContext) -> Value:
 class Row:
     """One type of condition.
 
-    check: whether it is true, and why. problem: the status that is one, for alerts; None: neither is.
-    events: the statuses whose onset gets an Event, with its type. always: also of a run that was never started.
+    check: its value and reason.
+    problem: the status that is a problem, for alerts; None: neither.
+    events: statuses that get an Event when the condition changes to them, with its type.
+    always: also for a run that cannot be started.
     """
 
     check: Callable[[RunContext], Value]
@@ -255,31 +252,31 @@ _NEEDS_A_PERSON: Final = frozenset(
     }
 )
 """Reasons that get a Warning with a condition of any type that is False."""
-_NO_PROBLEM: Final = frozenset(
-    {*Phase, Reason.PREPARED, Reason.READY, Reason.AUTOSCALING_OFF, Reason.NO_FORECAST}
-)
-"""Reasons of what has not begun, is off, or ended as the spec says."""
+_NO_PROBLEM: Final = frozenset({Reason.AUTOSCALING_OFF, Reason.NO_FORECAST})
+"""Reasons of a False condition that are no problem."""
+_PHASES: Final[frozenset[str]] = frozenset(Phase)
 
 
 def event_type(condition: Condition) -> EventType | None:
-    """The type of the Event when a condition changes to this; None: it gets none."""
+    """The type of the Event about a condition that has changed to this one; None: no Event."""
     unresolved = condition.status == "False" and condition.reason in _NEEDS_A_PERSON
+    if condition.reason in _PHASES:
+        return None
     if unresolved or condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
         return "Warning"
     return CONDITIONS[condition.type].events.get(condition.status)
 
 
 def is_problem(condition: Condition) -> bool:
-    """Whether a condition indicates a problem. One that is slow to become true does; the alert waits for the time that it
-    may take."""
+    """Whether a condition indicates a problem. A condition that is not true yet does; the alert has a delay."""
     if condition.reason == Reason.BROKEN:
         return True
-    if condition.reason == Phase.PREPARING:
-        return condition.type == ConditionType.PREPARED
+    if condition.reason in _PHASES:
+        return (condition.type, condition.reason) == (ConditionType.PREPARED, Phase.PREPARING)
     return condition.status == CONDITIONS[condition.type].problem and condition.reason not in _NO_PROBLEM
 
 
-def _was(context: RunContext, type_: ConditionType) -> bool:
+def _was_true(context: RunContext, type_: ConditionType) -> bool:
     old = context.before.condition(type_)
     return old is not None and old.status == "True"
 
@@ -289,18 +286,20 @@ def _has_no_pods(context: RunContext) -> bool:
 
 
 def _phase(context: RunContext) -> Problem:
-    return Problem(context.decision.phase, "")
+    """The reason of a condition that is False only because of the run's phase."""
+    note = context.decision.note
+    return Problem(context.decision.phase, f"Waiting for {note}" if note else "")
 
 
-def _exact(problem: Problem | None, blocked: Problem | None) -> Problem | None:
-    """The scheduler only says that a volume is missing; why it is, the claim's own events say."""
+def _with_claim_problem(problem: Problem | None, blocked: Problem | None) -> Problem | None:
+    """A pod's problem; of a missing volume with the problem from the claim's Events, which has its cause."""
     if problem is not None and blocked is not None and problem.reason is Reason.VOLUME_NOT_READY:
         return Problem(blocked.reason, f"{problem.message}; {blocked.message}")
     return problem
 
 
 def _source(model: ModelSpec) -> str:
-    """What the preparation does now."""
+    """Message of a preparation in progress."""
     if model.hub is not None:
         return f"the model {model.hub.name} is downloaded to the run's volume"
     if model.path is not None:
@@ -313,44 +312,44 @@ def _next_attempt(context: RunContext) -> str:
     text = f"attempt {memory.attempt + 1} follows"
     if memory.next_at > context.unix_seconds:
         return f"{text} at {rfc3339(memory.next_at + 0.999)}"
-    # On a node that does not answer a pod never ends by itself.
+    # They are named because a pod on a node that is down does not end by itself.
     ending = [pod.name for pod in context.observed.pods if pod.role == Role.TRAINER and pod.leaving]
     return f"{text} when {', '.join(ending)} has ended" if ending else f"{text} shortly"
 
 
-def _unheard(context: RunContext, note: str) -> Problem:
+def _coordinator_problem(context: RunContext) -> Problem:
+    """Why there is no status of the coordinator."""
     if context.coordinator_refusal:
         return Problem(Reason.COORDINATOR_REFUSED, context.coordinator_refusal)
-    return Problem(Reason.COORDINATOR_UNREACHABLE, note)
+    return Problem(Reason.COORDINATOR_UNREACHABLE, "")
 
 
-def _unwritable(context: RunContext) -> Problem | None:
+def _journal_problem(context: RunContext) -> Problem | None:
     error = "" if context.coordinator is None else context.coordinator.journal_error
     text = f"the run's volume cannot be written: {error}"
     return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
 
 
 def _role_problem(context: RunContext) -> Problem | None:
-    """What is wrong with the pods of a run that trains."""
+    """The first problem of the pods of a run that trains."""
     generators = context.observed.service(Role.GENERATOR)
     if generators.restarts > context.run.spec.generator.max_restarts:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
         return Problem(Reason.GENERATORS_FAILING, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
         problem = context.observed.problem(role)
-        # Waiting in a queue is no fault; Admitted reports it.
+        # The condition Admitted reports the wait in a queue.
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
             return replace(problem, message=f"{role}: {problem.message}")
     return None
 
 
-def _no_teacher(coordinator: Status | None) -> Problem | None:
+def _teacher_problem(coordinator: Status | None) -> Problem | None:
     problem = "" if coordinator is None else coordinator.teacher_problem
     return Problem(Reason.TEACHER_UNAVAILABLE, problem) if problem else None
 
 
-def _not_saved_elsewhere(coordinator: Status | None) -> Problem | None:
-    """What does not reach an export's target or an experiment tracker."""
+def _export_or_tracker_problem(coordinator: Status | None) -> Problem | None:
     if coordinator is None:
         return None
     if coordinator.exports is not None and coordinator.exports.problem:
@@ -359,7 +358,7 @@ def _not_saved_elsewhere(coordinator: Status | None) -> Problem | None:
     return Problem(Reason.TRACKER_FAILED, "; ".join(failing)) if failing else None
 
 
-# --- faults that a run continues despite --------------------------------------------------------
+# --- faults despite which a run continues -------------------------------------------------------
 
 
 _COUNTED: Final = {
@@ -367,15 +366,15 @@ _COUNTED: Final = {
     "grading_errors": ("last_grading_error_time", Reason.GRADING_FAILED),
     "given_up_rollouts": ("last_given_up_time", Reason.SLOTS_GIVEN_UP),
 }
-"""Fields of :class:`TroubleStatus`: a count, when it last rose, and the reason for which the run is degraded then."""
+"""Fields of :class:`TroubleStatus`: a count, the time of its last increase, and the reason of a run that it degrades."""
 
 
 def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
     """The faults of a run after the coordinator's last status.
 
-    The coordinator counts over the whole run, so that a count alone would degrade a run for good: the times beside the
-    counts say when each last rose. Of a failed checkpoint and a newer one since the last status, which was first is not
-    known. It counts as saved: if it is not, the next failure shows it. Counts from before the first status do not count.
+    Counts are of the whole run, so a run is degraded for a time after a count has increased, not by the count. The first status
+    has no increases. If a checkpoint failed and another was written since the last status, their order is not known, and the
+    later one counts as written: if it was not, the next failure shows it.
     """
     update: dict[str, Any] = {
         "skipped_steps": coordinator.skipped_steps,
@@ -390,13 +389,13 @@ def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: flo
         update |= {last: rfc3339(unix_seconds) for name, (last, _) in _COUNTED.items() if name in rose}
         unsaved = saved if "checkpoint_failures" in rose and unsaved is None else unsaved
     if unsaved is not None:
-        # A trainer that went further back has written nothing by that.
+        # A lower version is that of a trainer that returned to an earlier checkpoint.
         unsaved = None if coordinator.checkpoint_version > unsaved else coordinator.checkpoint_version
     return before.model_copy(update=update | {"unsaved_since": unsaved})
 
 
 def _fault(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
-    """A fault that the run has continued despite, without the numbers, which move."""
+    """The current fault. The message has no counts, which would change it at every increase."""
     if trouble.unsaved_since is not None:
         return Problem(Reason.CHECKPOINT_FAILED, "")
     for name, reason in _COUNTED.values():

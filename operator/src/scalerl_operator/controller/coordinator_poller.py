@@ -1,10 +1,10 @@
-"""A run's coordinator: its last status, which is polled in the background, stop requests, and the Secret to authenticate with.
+"""A run's coordinator: its polled status, stop requests, and the Secret with its token.
 
-One poller a run keeps the coordinator's last answer. A reconcile reads that and never waits for it, so runs whose
-coordinators do not answer delay no others. An answer counts for what was observed of the run's pods before it was requested:
-whether a trainer's end was the run's end is decided by an answer that is younger than the end.
+A background poller per run keeps the coordinator's last response. A reconcile reads it and never waits, so coordinators that do
+not respond delay no other runs. A response only counts if it was requested after the current observation of the run's pods: only
+such a response tells whether the end of a trainer was the end of the run.
 
-The operator may not watch Secrets: it reads this one by name, now and then, and when a pod or the coordinator gives a reason.
+The operator may not watch Secrets: it reads this one by name periodically, and when a pod or the coordinator reports a problem.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ from scalerl_operator.workloads import Role
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 3.0
+"""Time-out of a request."""
 LONGEST_PAUSE_SECONDS: Final = 15.0
-"""Between two questions to a coordinator that does not answer; the first pause is of two seconds."""
+"""Longest back-off of requests to a coordinator that does not respond."""
 OLDEST_ANSWER_SECONDS: Final = 30.0
-"""An older one says nothing of now: the poller is late, as on a machine that was suspended."""
-_SOONER: Final = (0.8, 0.95)
-"""Factors on a pause: a poll comes somewhat before the run's next reconcile, and pollers do not fall into step."""
+"""An older response is out of date: the poller was delayed, as on a machine that was suspended."""
+_JITTER: Final = (0.8, 0.95)
+"""Range of factors on a pause: a poll precedes the run's next reconcile, and pollers do not synchronize."""
 CHECK_SECONDS: Final = 120.0
 """Between two reads of a run's Secret."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One poll.
+    """The result of a poll.
 
-    known: it was requested after what is observed now; if not, the run is woken as soon as there is such an answer.
-    status: None where the coordinator does not answer. refusal: why it refused the last request; empty where it did not.
+    known: the coordinator was polled after the current observation; otherwise the run is woken when it has been.
+    status: None if the coordinator does not respond.
+    refusal: why it refused the last request; empty if it did not.
     """
 
     known: bool
@@ -63,58 +65,59 @@ class Answer:
 
 
 class _Poller:
-    """One run's coordinator. answer: the last one; None: it does not answer."""
+    """The poller of one run. answer: the last response; None: the coordinator does not respond."""
 
     def __init__(self, client: CoordinatorClient, url: str, token: str) -> None:
         self.client, self.url, self.token = client, url, token
         self.answer: Status | None = None
-        self.refusal = ""
-        self.reread = False
-        """The token was read again since the last refusal."""
+        self.answered_at = 0.0
         self.failures = 0
-        self.at = 0.0
-        self.seen: object = None
+        """Consecutive requests without a response."""
+        self.refusal = ""
+        self.token_reread = False
+        """The token was read again after the last refusal."""
+        self.observation: object = None
+        """The current observation of the run."""
         self.answered_for: object = self
-        """What was seen when it was last asked; first nothing that anybody can see."""
-        self.asked = self.newest = 0
-        """Number of polls so far, and of the last one that counts: a background poll and one by a reconcile may overlap."""
-        self.given: object = None
-        """:meth:`significant` as the last reconcile got it; None: that reconcile waits for an answer."""
-        self.now = asyncio.Event()
+        """The observation at the last request; at first one that differs from every other."""
+        self.requests = self.last_answered = 0
+        """Number of requests, and of the last one with a result: a background poll and one of a reconcile can overlap."""
+        self.reported: object = None
+        """:meth:`significant` at the last reconcile; None: that reconcile waits for a response."""
+        self.wake_up = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     @property
     def known(self) -> bool:
-        # Of one that does not answer, the next answer is as far away as it is.
-        return self.failures > 0 or self.answered_for == self.seen
+        # While the coordinator does not respond, no reconcile waits for it.
+        return self.failures > 0 or self.answered_for == self.observation
 
     def current(self) -> Status | None:
-        fresh = time.monotonic() - self.at <= OLDEST_ANSWER_SECONDS
-        return self.answer if fresh else None
+        recent = time.monotonic() - self.answered_at <= OLDEST_ANSWER_SECONDS
+        return self.answer if recent else None
 
     def significant(self) -> object:
-        """The part of an answer whose change wakes the run. The rest changes all the time and waits for the next reconcile."""
+        """The part of the response whose change wakes the run. The rest changes with every response."""
         now = self.current()
-        said = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
-        return said, self.refusal
+        status = None if now is None else (now.phase, now.stop_reason, len(now.points), now.journal_error)
+        return status, self.refusal
 
     def pause(self) -> float:
-        """Seconds to the next question."""
+        """Seconds to the next request."""
         if self.failures:
             longest = min(ASK_AGAIN_SECONDS * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_SECONDS)
         else:
             ending = self.answer is not None and bool(self.answer.stop_reason)
             longest = ASK_AGAIN_SECONDS if ending else POLL_SECONDS
-        return longest * random.uniform(*_SOONER)
+        return longest * random.uniform(*_JITTER)
 
 
 class CoordinatorPollers:
-    """One poller a run, kept between reconciles.
+    """The pollers of all runs.
 
-    fence: called before a stop request; raises where this process may not act.
-    wake: called with the name of a run when an answer has come that a reconcile waits for, or that differs in what is
-        significant.
-    background: ask without being asked to; else only :meth:`ask` does.
+    fence: called before a write; raises if this process may not write.
+    wake: called for a run with a response that a reconcile waits for, or with a significant change.
+    background: poll periodically; otherwise only :meth:`refresh` does.
     """
 
     def __init__(
@@ -131,73 +134,73 @@ class CoordinatorPollers:
 
     async def forget(self, run: Key) -> None:
         """Stops polling a run's coordinator."""
-        held = self._pollers.pop(run, None)
-        if held is None:
+        poller = self._pollers.pop(run, None)
+        if poller is None:
             return
         try:
-            if held.task is not None:
-                held.task.cancel()
-                await asyncio.gather(held.task, return_exceptions=True)
+            if poller.task is not None:
+                poller.task.cancel()
+                await asyncio.gather(poller.task, return_exceptions=True)
         finally:
-            await held.client.aclose()
+            await poller.client.aclose()
 
     async def close(self) -> None:
         for run in list(self._pollers):
             await self.forget(run)
 
     async def poll(
-        self, run: Key, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], seen: object
+        self, run: Key, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]], observation: object
     ) -> Answer:
-        """The coordinator's last answer. ``seen``: what was observed of the run beside it, comparable.
+        """The coordinator's last response. observation: of the run, for comparison.
 
-        ``token(again)``: the run's; ``again``: the one known was refused, so it is to be read again.
+        ``token(again)`` returns the run's token; again: read it from the Secret, as the coordinator refused the known one.
         """
-        held = await self._poller(run, pods, token)
-        if held is None:
+        poller = await self._poller(run, pods, token)
+        if poller is None:
             return Answer(True)
-        if seen != held.seen:
-            held.seen = seen
-            held.now.set()
-        held.given = held.significant() if held.known else None
-        return Answer(held.known, held.current() if held.known else None, held.refusal)
+        if observation != poller.observation:
+            poller.observation = observation
+            poller.wake_up.set()
+        poller.reported = poller.significant() if poller.known else None
+        return Answer(poller.known, poller.current() if poller.known else None, poller.refusal)
 
-    async def ask(self, run: Key) -> None:
-        """Ask now; the answer, or that there is none, is the last one, unless one that was asked for later has come."""
-        held = self._pollers.get(run)
-        if held is None:
+    async def refresh(self, run: Key) -> None:
+        """Requests the status now. The result is dropped if a later request has one already."""
+        poller = self._pollers.get(run)
+        if poller is None:
             return
-        held.asked += 1
-        seen, number = held.seen, held.asked
+        poller.requests += 1
+        observation, number = poller.observation, poller.requests
         answer: Status | CoordinatorUnreachable | CoordinatorRefused
         try:
-            answer = await held.client.status()
+            answer = await poller.client.status()
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
             answer = problem
-        if number < held.newest:
+        if number < poller.last_answered:
             return
-        held.newest = number
+        poller.last_answered = number
         if isinstance(answer, Status):
-            held.answer, held.failures, held.refusal = answer, 0, ""
+            poller.answer, poller.failures, poller.refusal = answer, 0, ""
         else:
-            self._note(run, held, "the coordinator did not answer", answer)
-        held.answered_for, held.at = seen, time.monotonic()
+            self._record_failure(run, poller, "the coordinator did not respond", answer)
+        poller.answered_for, poller.answered_at = observation, time.monotonic()
 
     async def request_stop(self, run: Key, reason: str) -> bool:
-        """Asks the coordinator to stop for ``reason`` (empty: cancels the request). False: it did not answer; ask again.
+        """Requests the coordinator to stop for ``reason``; empty: cancels the request. False: the request failed.
 
         Raises:
-            Fenced: another replica may lead by now, and decide otherwise.
+            Fenced: another replica may lead.
         """
-        held = self._pollers.get(run)
-        if held is None:
+        poller = self._pollers.get(run)
+        if poller is None:
             return False
         self._fence(f"send a stop request to the coordinator of run {_name(run)}")
         try:
-            await held.client.stop(reason)
+            await poller.client.stop(reason)
         except (CoordinatorUnreachable, CoordinatorRefused) as problem:
-            self._note(run, held, "the coordinator did not take the stop request", problem)
+            self._record_failure(run, poller, "the stop request failed", problem)
             return False
-        await self.ask(run)  # the answer from before the request is out of date
+        await self.refresh(run)  # the last response is older than the request
         return True
 
     async def decisions(self, run: Key, offset: int) -> DecisionLines:
@@ -205,73 +208,72 @@ class CoordinatorPollers:
         return await self._client(run).decisions(offset)
 
     async def record_decision(self, run: Key, offset: int, line: bytes) -> None:
-        """Write a line of the decision log; see :meth:`.CoordinatorClient.record_decision`.
+        """Appends to the decision log; see :meth:`.CoordinatorClient.record_decision`.
 
         Raises:
-            Fenced: another may lead by now.
+            Fenced: another replica may lead.
         """
         self._fence(f"record a decision of run {_name(run)}")
         await self._client(run).record_decision(offset, line)
 
     def _client(self, run: Key) -> CoordinatorClient:
-        held = self._pollers.get(run)
-        if held is None:
+        if run not in self._pollers:
             raise CoordinatorUnreachable("no pod of the coordinator is up")
-        return held.client
+        return self._pollers[run].client
 
-    async def _run(self, run: Key, held: _Poller) -> None:
-        """Polls until cancelled: periodically, and at once when something else is observed of the run."""
+    async def _run(self, run: Key, poller: _Poller) -> None:
+        """Polls periodically until cancelled, and at once after a new observation."""
         while True:
-            held.now.clear()
+            poller.wake_up.clear()
             try:
-                await self.ask(run)
+                await self.refresh(run)
             except Exception:
-                log.exception("run %s: asking its coordinator failed", _name(run))
-                held.answer, held.failures = None, held.failures + 1
-            if held.known and held.significant() != held.given:
+                log.exception("run %s: polling its coordinator failed", _name(run))
+                poller.answer, poller.failures = None, poller.failures + 1
+            if poller.known and poller.significant() != poller.reported:
                 self._wake(run)
-            pause = held.pause()
-            if held.failures:
+            pause = poller.pause()
+            if poller.failures:
                 await asyncio.sleep(pause)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await held.now.wait()
+                    await poller.wake_up.wait()
 
-    def _note(
-        self, run: Key, held: _Poller, what: str, problem: CoordinatorUnreachable | CoordinatorRefused
+    def _record_failure(
+        self, run: Key, poller: _Poller, text: str, problem: CoordinatorUnreachable | CoordinatorRefused
     ) -> None:
-        """Logs a refusal once as a warning; that nothing answers is temporary."""
-        held.answer, held.failures, held.reread = None, held.failures + 1, False
-        if not isinstance(problem, CoordinatorRefused):
-            held.refusal = ""
-            log.info("run %s: %s: %s", _name(run), what, problem)
-        elif held.refusal != str(problem):
-            held.refusal = str(problem)
-            log.warning("run %s: %s: %s", _name(run), what, problem)
+        """Logs a new refusal as a warning; a missing response is usually temporary."""
+        poller.answer, poller.failures, poller.token_reread = None, poller.failures + 1, False
+        refusal = str(problem) if isinstance(problem, CoordinatorRefused) else ""
+        if not refusal or refusal != poller.refusal:
+            level = logging.WARNING if refusal else logging.INFO
+            log.log(level, "run %s: %s: %s", _name(run), text, problem)
+        poller.refusal = refusal
 
     async def _poller(
         self, run: Key, pods: Sequence[PodView], token: Callable[[bool], Awaitable[str]]
     ) -> _Poller | None:
-        # One that cannot write its journal is not ready, and says why when asked.
+        # A coordinator that cannot write its journal is not ready, and reports that in its status.
         pod = next((p for p in pods if (p.ready or p.started) and p.ip), None)
         if pod is None:
             await self.forget(run)
             return None
-        # By address, not by name: a name that was looked up too early stays unknown for half a minute.
+        # By address: a failed lookup of a name is cached for half a minute.
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
-        url, held = f"http://{host}:{PORTS['http']}", self._pollers.get(run)
-        refused = held is not None and bool(held.refusal) and not held.reread
-        if held is not None and refused:
-            held.reread = True
-        given = await token(refused)
-        if held is None or (held.url, held.token) != (url, given):
+        url, poller = f"http://{host}:{PORTS['http']}", self._pollers.get(run)
+        reread = poller is not None and bool(poller.refusal) and not poller.token_reread
+        if poller is not None and reread:
+            poller.token_reread = True
+        current_token = await token(reread)
+        if poller is None or (poller.url, poller.token) != (url, current_token):
             await self.forget(run)
-            client = CoordinatorClient(url, given, timeout_seconds=ANSWER_SECONDS)
-            held = self._pollers[run] = _Poller(client, url, given)
+            client = CoordinatorClient(url, current_token, timeout_seconds=ANSWER_SECONDS)
+            poller = self._pollers[run] = _Poller(client, url, current_token)
             if self._background:
-                held.task = asyncio.create_task(self._run(run, held), name=f"coordinator of run {_name(run)}")
-        return held
+                name = f"coordinator of run {_name(run)}"
+                poller.task = asyncio.create_task(self._run(run, poller), name=name)
+        return poller
 
 
 def _name(run: Key) -> str:
@@ -282,8 +284,8 @@ def _name(run: Key) -> str:
 
 
 async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: RunContext) -> bool:
-    """Notes the coordinator's last status in ``context``. False: no answer is as new as what is observed of the pods; the
-    poller wakes the run when there is one, or when it is clear that there is none."""
+    """Sets the coordinator's status in ``context``. False: there is no response since the current observation of the pods; the
+    poller wakes the run after a response or a failure."""
     if context.memory.outcome is not None or (context.accepted is None and not context.deleted):
         await pollers.forget(context.key)
         return True
@@ -302,54 +304,54 @@ async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: Ru
 
 
 async def request_stop(api: KubeApi, pollers: CoordinatorPollers, context: RunContext) -> None:
-    """Asks the coordinator to stop, or cancels that, where the decision says so."""
+    """Requests the coordinator to stop, or cancels the request, if decided."""
     reason = context.decision.request_stop
     if reason is not None and await pollers.request_stop(context.key, reason):
-        text = f"Asked the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
+        text = f"Requested the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
         event = Reason.STOPPING if reason else Reason.STOP_CANCELLED
         await api.event(context.obj, "Normal", event, text)
 
 
 async def read_token(api: KubeApi, context: RunContext, *, again: bool = False) -> str:
-    """The run's token; empty while it has none. ``again``: as the Secret has it now."""
+    """The run's token; empty while it has none. again: read the Secret though a token is known."""
     state = context.state
     if again or not state.token:
-        held = await api.get("Secret", context.namespace, Names(context.name).token)
+        live = await api.get("Secret", context.namespace, Names(context.name).token)
         state.token_checked = context.unix_seconds
-        if held is not None and context.owns(held):
-            state.token = _token(held)
-        elif held is None and again:
+        if live is not None and context.owns(live):
+            state.token = _token(live)
+        elif live is None and again:
             state.token_doubted = True
     return state.token
 
 
 async def ensure_token(api: KubeApi, context: RunContext) -> Problem | None:
-    """Creates the Secret where there is none. Not for a run that is being deleted, whose Secret the garbage collector may
-    have deleted already: no new pod is to read it."""
+    """Creates the Secret if there is none. Not for a run that is being deleted, whose Secret the garbage collector may have
+    deleted."""
     if context.deleted:
         return None
     state, name = context.state, Names(context.name).token
-    # Of a run that has nothing yet, there is no token to ask for.
+    # A run without objects has no Secret to read.
     known = bool(state.token) if not context.objects else bool(await read_token(api, context))
     if known and not 0 <= context.unix_seconds - state.token_checked < CHECK_SECONDS:
         state.token_checked = context.unix_seconds
         state.token_doubted |= await api.get("Secret", context.namespace, name) is None
     if known and not state.token_doubted:
         return None
-    # One that somebody has deleted comes back as it was: running pods still hold it.
+    # A deleted Secret is restored with the same token, which running pods use.
     wanted = secret(context.run, context.uid, state.token or secrets.token_urlsafe(32))
     try:
-        held: Object | None = await api.create(wanted)
+        live: Object | None = await api.create(wanted)
     except errors.AlreadyExists:
-        held = await api.get("Secret", context.namespace, name)
+        live = await api.get("Secret", context.namespace, name)
     except (errors.Invalid, errors.Forbidden) as error:
         return refused(error, wanted, context)
-    if held is None or not context.owns(held):
+    if live is None or not context.owns(live):
         return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
-    state.token, state.token_checked, state.token_doubted = _token(held), context.unix_seconds, False
+    state.token, state.token_checked, state.token_doubted = _token(live), context.unix_seconds, False
     return None
 
 
-def _token(held: Object) -> str:
-    data = held.get("data") or {}
+def _token(live: Object) -> str:
+    data = live.get("data") or {}
     return base64.b64decode(data.get(TOKEN_KEY, "")).decode()

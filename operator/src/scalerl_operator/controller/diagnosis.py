@@ -16,75 +16,75 @@ from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 
-SILENT_SECONDS: Final = 10.0
+MIN_AGE_SECONDS: Final = 10.0
 """Age of an object without pods, or of a pod that does not start, from which its Events are read."""
-ASK_SECONDS: Final = 15.0
+EVENTS_SECONDS: Final = 15.0
 """Between two requests for the Events of one run."""
 START_CHECK_SECONDS: Final = (15.0, 300.0)
-"""First and longest wait between two reconciles of a run whose pods are to start."""
-ASK_QUEUE_SECONDS: Final = 30.0
+"""First and longest wait between two reconciles of a run whose pods are starting."""
+QUEUE_SECONDS: Final = 30.0
 """Between two requests for the queue of one run."""
 RECENT_SECONDS: Final = 300.0
 """An older Event may be out of date: the kubelet and the volume controllers repeat the Event while the cause lasts."""
 RECENT_CREATION_SECONDS: Final = 1200.0
-"""The same, of a controller that cannot create a pod: it tries again after 1,000 s at most, and that long nothing changes."""
-_MAKING: Final = ("FailedCreate",)
-_BEGINNING: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+"""The same, of a controller that cannot create a pod: it retries at intervals of up to 1,000 s."""
+_CREATION: Final = ("FailedCreate",)
+_START: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 _BINDING: Final = ("ProvisioningFailed", "FailedBinding")
-_PROBLEM: Final = {_MAKING: creation_problem, _BEGINNING: mount_problem, _BINDING: claim_problem}
-"""By the reasons of the Events: how their message is classified."""
+_CLASSIFY: Final = {_CREATION: creation_problem, _START: mount_problem, _BINDING: claim_problem}
+"""Reasons of Events, and the function that classifies their messages."""
 _BEFORE_THE_END: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING)
 
 
 async def diagnose(api: KubeApi, context: RunContext) -> Problem | None:
-    """Why a pod that should exist does not, or does not start, from the Events of one object: of many pods that wait, the
-    others wait for the same. Asks at most every :data:`ASK_SECONDS` for one run.
+    """Why a pod was not created or does not start, from the Events of the first such object: the cause of several is usually
+    the same. Reads Events at most every :data:`EVENTS_SECONDS` for one run.
     """
-    asked, problem = context.state.events_asked
-    silent = _silent(context)
-    if silent is None:
-        context.state.events_asked = (0.0, None)
+    read_at, problem = context.state.events_read
+    waiting = _first_waiting(context)
+    if waiting is None:
+        context.state.events_read = (0.0, None)
         return None
-    if 0 <= context.unix_seconds - asked < ASK_SECONDS:
+    if 0 <= context.unix_seconds - read_at < EVENTS_SECONDS:
         return problem
-    what, uid, reasons = silent
+    name, uid, reasons = waiting
     message = await _last_event(api, context, uid, reasons)
     problem = None
     if message:
-        problem = Problem(_PROBLEM[reasons](message), f"{what}: {message}")
+        problem = Problem(_CLASSIFY[reasons](message), f"{name}: {message}")
         if Names(context.name).token in message:
             context.state.token_doubted = True
-    context.state.events_asked = (context.unix_seconds, problem)
+    context.state.events_read = (context.unix_seconds, problem)
     return problem
 
 
 def next_start_check(context: RunContext) -> float | None:
-    """Seconds to the next read of Events: only they say why a pod is not created, or is scheduled and does not start. All else
-    wakes the run. The longer a start takes, the rarer."""
+    """Seconds to the next read of Events, which are not watched, while a pod is missing or starts; longer, the longer the start
+    takes."""
     observed = context.observed
     preparing = context.decision.prepare and observed.prepare.state is not JobState.COMPLETE
-    unmade = preparing and not observed.of(Role.PREPARE)
-    if not unmade and not any(pod.creating and not pod.leaving for pod in observed.pods):
+    missing = preparing and not observed.of(Role.PREPARE)
+    if not missing and not any(pod.creating and not pod.leaving for pod in observed.pods):
         return None
     first, longest = START_CHECK_SECONDS
     return min(max(first, (context.unix_seconds - seconds(context.before.start_time)) / 2), longest)
 
 
-def _silent(context: RunContext) -> tuple[str, str, tuple[str, ...]] | None:
-    """The first object that has come to nothing: its name, its uid, and which events of it would say why."""
+def _first_waiting(context: RunContext) -> tuple[str, str, tuple[str, ...]] | None:
+    """The first object without its pods, or pod that does not start: name, uid, and the reasons of Events with the cause."""
     observed = context.observed
     for (kind, name), obj in context.objects.items():
         role = label(obj, COMPONENT)
-        old = context.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > SILENT_SECONDS
+        old = context.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > MIN_AGE_SECONDS
         if not old or is_deleted(obj) or any(p.role == role for p in observed.pods):
             continue
         job = observed.trainer if role == Role.TRAINER else observed.prepare
         wanted = kind == "StatefulSet" and context.decision.coordinator
         if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
-            return f"{kind} {name}", obj["metadata"]["uid"], _MAKING
+            return f"{kind} {name}", obj["metadata"]["uid"], _CREATION
     for pod in observed.pods:
-        if pod.creating and not pod.leaving and context.unix_seconds - pod.created > SILENT_SECONDS:
-            return pod.name, pod.uid, _BEGINNING
+        if pod.creating and not pod.leaving and context.unix_seconds - pod.created > MIN_AGE_SECONDS:
+            return pod.name, pod.uid, _START
     claim = context.objects.get((CLAIM, Names(context.name).claim))
     waits = any(p.problem is not None and p.problem.reason is Reason.VOLUME_NOT_READY for p in observed.pods)
     if waits and claim is not None and (claim.get("status") or {}).get("phase") == "Pending":
@@ -97,9 +97,9 @@ async def _last_event(api: KubeApi, context: RunContext, uid: str, reasons: Sequ
         events = await api.list("Event", context.namespace, field_selector=f"involvedObject.uid={uid}")
     except errors.Forbidden:
         return ""
-    oldest = context.unix_seconds - (RECENT_CREATION_SECONDS if reasons == _MAKING else RECENT_SECONDS)
-    found = [e for e in events if e.get("reason") in reasons and _time(e) > oldest]
-    return str(max(found, key=_time).get("message", "")) if found else ""
+    oldest = context.unix_seconds - (RECENT_CREATION_SECONDS if reasons == _CREATION else RECENT_SECONDS)
+    recent = [e for e in events if e.get("reason") in reasons and _time(e) > oldest]
+    return str(max(recent, key=_time).get("message", "")) if recent else ""
 
 
 def _time(event: Object) -> float:
@@ -107,29 +107,23 @@ def _time(event: Object) -> float:
 
 
 async def queue_problem(api: KubeApi, context: RunContext) -> str:
-    """Why the LocalQueue (Kueue) of the run's label does not hold it; empty where one has admitted it, where it exists, and where the operator may not read it.
-
-    Asks at most every :data:`ASK_QUEUE_SECONDS` for one run.
-
-    Raises:
-        ApiError: the API server did not answer.
+    """A message if the LocalQueue (Kueue) of the run's label does not exist; empty otherwise, for a run that has been admitted,
+    and if the operator may not read it. Reads the queue at most every :data:`QUEUE_SECONDS` for one run.
     """
     queue, admitted = label(context.obj, QUEUE), context.before.condition(ConditionType.ADMITTED)
     known = admitted is not None and admitted.status == "True" and admitted.reason != Reason.NO_QUEUE
     if not queue or known or context.decision.phase not in _BEFORE_THE_END:
         return ""
-    asked, problem = context.state.queue_asked
-    if 0 <= context.unix_seconds - asked < ASK_QUEUE_SECONDS:
+    read_at, problem = context.state.queue_read
+    if 0 <= context.unix_seconds - read_at < QUEUE_SECONDS:
         return problem
     try:
-        found = await api.get("LocalQueue", context.namespace, queue)
+        exists = await api.get("LocalQueue", context.namespace, queue) is not None
     except errors.Forbidden:
-        found = {}  # by a role that is not the chart's
+        exists = True  # with another role than the chart's, this is not known
     problem = ""
-    if found is None:
-        problem = (
-            f"no LocalQueue {queue} in the namespace {context.namespace}: with Kueue, the run waits for it; "
-        )
-        problem += "in a cluster without Kueue it starts, and counts in no quota"
-    context.state.queue_asked = (context.unix_seconds, problem)
+    if not exists:
+        problem = f"no LocalQueue {queue} in the namespace {context.namespace}: with Kueue, the run waits for it; in a cluster "
+        problem += f"without Kueue it starts, and counts in no quota. To run without a queue, remove the label {QUEUE}"
+    context.state.queue_read = (context.unix_seconds, problem)
     return problem

@@ -1,7 +1,7 @@
-"""From a run's live objects to facts: Jobs, pods, what they wait for, and how they ended. Pure.
+"""The observation of a run's objects: the state of its Jobs, and of its pods. Pure.
 
-What Kubernetes spreads over pod phases, container states and conditions becomes one :class:`Problem` a pod, with a
-constant of :mod:`scalerl_api.conditions` and the cluster's own message.
+Phase, container states and conditions of a pod become one :class:`Problem`, with a reason of :mod:`scalerl_api.conditions` and
+the cluster's message.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 LONGEST_BACK_OFF: Final = "back-off 5m0s"
-"""Part of the kubelet's message about a container that it will start again, where it has its defaults."""
+"""Part of the message of a kubelet with the default back-off, when a container has reached the longest one."""
 QUIET_SECONDS: Final = 600.0
-"""Restarts that are further apart are none in a row."""
+"""Restarts that are further apart are not consecutive."""
 PLACING_SECONDS: Final[dict[Reason | Phase, float]] = {
     Reason.UNSCHEDULABLE: 10.0,
     Reason.VOLUME_NOT_READY: 30.0,
 }
-"""For so long it is no problem that a new pod waits for a node, or for its volume, which is made only now."""
+"""How long a new pod may wait for a node, or for its volume, before that is a problem."""
 
 _WAITING: Final = {
     "ErrImagePull": Reason.IMAGE_PULL_FAILED,
@@ -46,20 +46,26 @@ _WAITING: Final = {
 _MISSING: Final = ("not found", "couldn't find key")
 """In the kubelet's message about a container whose Secret or ConfigMap, or a key of it, does not exist."""
 _NEVER_STARTED: Final = frozenset({"StartError", "ContainerCannotRun"})
-"""Reasons of containers that ended before their program began: it is not in the image, or is of another architecture."""
-_TAKEN: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
-"""Reasons of pods that failed because their place was taken away. A node that did not let one begin has many more: whatever
-it had too little of (OutOfcpu), a device that was not healthy (UnexpectedAdmissionError), its own end (NodeShutdown)."""
+"""Reasons of containers whose program did not start: it is not in the image, or is of another architecture."""
+_EVICTED: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
+"""Reasons of failed pods that were evicted. All others are those of a node that refused the pod: a lack of a resource
+(OutOfcpu), an unhealthy device (UnexpectedAdmissionError), a shutdown (NodeShutdown)."""
 _DISRUPTION: Final = "DisruptionTarget"
-"""The condition of a pod that is evicted, preempted, drained, or on a node that was lost."""
+"""The condition of a pod that is evicted, preempted, drained, or on a lost node."""
 
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod. over: all its containers have ended. restarts: of its worst container, in quick succession.
-    ends: of containers that are over, not with 0. creating: scheduled, but its containers are not there yet: only events say
-    what is missing. disrupted: its place was taken away, or its node did not let it begin. started: its startup probes have
-    succeeded, so that it answers though it may not be ready.
+    """One pod.
+
+    leaving: it is being deleted.
+    over: all its containers have ended.
+    creating: scheduled, without containers: only Events say why.
+    restarts: consecutive ones of its worst container.
+    ends: of containers that ended with another exit code than 0.
+    disrupted: evicted, or refused by its node.
+    started: its startup probes have succeeded, so that it responds though it may not be ready.
+    steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
     """
 
     name: str
@@ -79,13 +85,15 @@ class PodView:
     disrupted: bool = False
     started: bool = False
     steps_lost: bool = False
-    """A container said, when it last ended, that the volume holds none of the run's steps, and none is ready since."""
 
 
 @dataclass(frozen=True)
 class RunObservation:
-    """A run's objects, read. serving: coordinator or generators have been made. replica_failures: by role, why a Deployment
-    cannot make its pods."""
+    """A run's objects.
+
+    serving: workloads of the coordinator or of the generators exist.
+    replica_failures: by role, why a Deployment cannot create its pods.
+    """
 
     pods: tuple[PodView, ...] = ()
     prepare: Job = field(default_factory=Job)
@@ -94,11 +102,11 @@ class RunObservation:
     replica_failures: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, role: Role) -> tuple[PodView, ...]:
-        """The pods of a role that are to stay."""
+        """The pods of a role that are not being deleted."""
         return tuple(p for p in self.pods if p.role == role and not p.leaving)
 
     def service(self, role: Role) -> Service:
-        """What the lifecycle wants to know of a role that runs as a service."""
+        """The lifecycle's input about a role that runs as a service."""
         pods = self.of(role)
         worst = max(pods, key=lambda p: p.restarts, default=None)
         return Service(
@@ -109,42 +117,41 @@ class RunObservation:
         )
 
     def problem(self, role: Role) -> Problem | None:
-        """The first thing wrong with a role's pods, or with making them."""
+        """The first problem of a role's pods, or of their creation."""
         pods = self.of(role)
         newest = max((p.created for p in pods if not p.over), default=-1.0)
-        # What a node refused or took away stays in the list beside the pod that was made in its place.
-        found = next(
-            (p.problem for p in pods if p.problem is not None and (not p.over or p.created > newest)), None
-        )
-        if found is None and (message := self.replica_failures.get(role)):
+        # A pod that was refused or evicted exists beside the pod that replaces it.
+        problems = (p.problem for p in pods if not p.over or p.created > newest)
+        problem = next((p for p in problems if p is not None), None)
+        if problem is None and (message := self.replica_failures.get(role)):
             return Problem(creation_problem(message), message)
-        return found
+        return problem
 
 
 def observe(
     objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str]
 ) -> RunObservation:
-    """Read what the cache holds of a run.
+    """The observation of a run.
 
-    objects: by (kind, name). uid: the run's; objects of an earlier run of that name are foreign. hashes: what
-    the Jobs of each role are to be made for now.
+    objects: by (kind, name).
+    uid: the run's; objects of an earlier run of the same name are left out.
+    hashes: those of the accepted spec, by role.
     """
-    mine = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
-    pods = tuple(
-        sorted((pod_view(o) for (kind, _), o in mine.items() if kind == "Pod"), key=lambda p: p.name)
-    )
-    jobs = [o for (kind, _), o in mine.items() if kind == "Job"]
-    trainers = [o for o in jobs if label(o, COMPONENT) == Role.TRAINER]
-    # Never two at once by rule; should somebody have made another, the one that works counts.
-    trainers.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
-    trainer = trainers[-1] if trainers else None
-    preparing = [o for o in jobs if label(o, COMPONENT) == Role.PREPARE]
+    own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
+    pods = tuple(sorted((pod_view(o) for (kind, _), o in own.items() if kind == "Pod"), key=lambda p: p.name))
+
+    def job(role: Role) -> Job:
+        jobs = [o for (kind, _), o in own.items() if kind == "Job" and label(o, COMPONENT) == role]
+        # The operator creates one at a time; if there are more, the last that has not ended counts.
+        jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
+        return _job(jobs[-1], pods, hashes[role]) if jobs else Job()
+
     return RunObservation(
         pods=pods,
-        prepare=_job(preparing[0], pods, hashes[Role.PREPARE]) if preparing else Job(),
-        trainer=_job(trainer, pods, hashes[Role.TRAINER]) if trainer is not None else Job(),
-        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in mine),
-        replica_failures=_replica_failures(mine.values()),
+        prepare=job(Role.PREPARE),
+        trainer=job(Role.TRAINER),
+        serving=any(kind in ("StatefulSet", "Deployment") for kind, _ in own),
+        replica_failures=_replica_failures(own.values()),
     )
 
 
@@ -166,7 +173,7 @@ def seconds(time: str | None) -> float:
 
 
 def rfc3339(unix_seconds: float) -> str:
-    """The time as Kubernetes writes it.
+    """The time in Kubernetes' format.
 
     >>> rfc3339(0.4)
     '1970-01-01T00:00:00Z'
@@ -175,36 +182,39 @@ def rfc3339(unix_seconds: float) -> str:
 
 
 def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float | None]:
-    """Without what pods wait for that have just been made, and seconds until the first counts."""
-    new: dict[str, float] = {}
+    """Removes the problems of new pods for :data:`PLACING_SECONDS`. Also returns the seconds until the first of them counts."""
+    left: dict[str, float] = {}
     for pod in observed.pods:
         if pod.problem is not None and pod.problem.reason in PLACING_SECONDS:
-            left = pod.created + PLACING_SECONDS[pod.problem.reason] - now
-            if left > 0 and pod.created <= now:
-                new[pod.uid] = left
-    if not new:
-        return observed, None
-    pods = tuple(replace(pod, problem=None) if pod.uid in new else pod for pod in observed.pods)
-    return replace(observed, pods=pods), min(new.values())
+            seconds_left = pod.created + PLACING_SECONDS[pod.problem.reason] - now
+            if seconds_left > 0 and pod.created <= now:
+                left[pod.uid] = seconds_left
+    pods = tuple(replace(pod, problem=None) if pod.uid in left else pod for pod in observed.pods)
+    return replace(observed, pods=pods), min(left.values(), default=None)
 
 
 # --- pods ---------------------------------------------------------------------------------------
 
 
 def pod_view(pod: Object) -> PodView:
-    """One pod, read."""
+    """The view of a pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     ends = tuple(
-        Ended(int(over.get("exitCode", 1)), _last_log_line(over))
+        Ended(int(end.get("exitCode", 1)), _last_log_line(end))
         for c in containers
-        if (over := (c.get("state") or {}).get("terminated")) is not None and over.get("exitCode") != 0
+        if (end := (c.get("state") or {}).get("terminated")) is not None and end.get("exitCode") != 0
     )
-    waiting = [w for c in containers if (w := (c.get("state") or {}).get("waiting")) is not None]
-    creating = bool(waiting) and all(
-        w.get("reason") in ("ContainerCreating", "PodInitializing") for w in waiting
+    bad_inputs = (
+        Ended(BAD_INPUT_EXIT_CODE, _last_log_line(end))
+        for c in containers
+        for end in _ends(c)
+        if end.get("exitCode") == BAD_INPUT_EXIT_CODE
     )
+    waiting = [
+        w.get("reason") for c in containers if (w := (c.get("state") or {}).get("waiting")) is not None
+    ]
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
@@ -215,19 +225,11 @@ def pod_view(pod: Object) -> PodView:
         leaving="deletionTimestamp" in metadata,
         over=status.get("phase") in ("Succeeded", "Failed"),
         ready=conditions.get("Ready", {}).get("status") == "True",
-        creating=creating,
+        creating=bool(waiting) and {*waiting} <= {"ContainerCreating", "PodInitializing"},
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(status, conditions, containers),
         ends=ends,
-        bad_input=next(
-            (
-                Ended(BAD_INPUT_EXIT_CODE, _last_log_line(over))
-                for c in containers
-                for over in _ends(c)
-                if over.get("exitCode") == BAD_INPUT_EXIT_CODE
-            ),
-            None,
-        ),
+        bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
         started=bool(containers) and all(c.get("started") is True for c in containers),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
@@ -235,21 +237,18 @@ def pod_view(pod: Object) -> PodView:
 
 
 def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
-    """Evicted without that condition, it has used more of the node's disk than it may: that is its own doing."""
+    """Whether a pod was evicted or refused. One that is evicted without the condition has exceeded its limit of disk usage."""
     if conditions.get(_DISRUPTION, {}).get("status") == "True":
         return True
-    return status.get("phase") == "Failed" and status.get("reason", "") not in (
-        "",
-        "Evicted",
-        "DeadlineExceeded",
-    )
+    own_failures = ("", "Evicted", "DeadlineExceeded")
+    return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
 
 
 def _problem(
     status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
 ) -> Problem | None:
     if status.get("phase") == "Failed" and (why := _reason_and_message(status)):
-        return Problem(Reason.EVICTED if status["reason"] in _TAKEN else Reason.REFUSED_BY_NODE, why)
+        return Problem(Reason.EVICTED if status["reason"] in _EVICTED else Reason.REFUSED_BY_NODE, why)
     if status.get("phase") == "Failed" and _is_disrupted(status, conditions):
         return Problem(Reason.EVICTED, _reason_and_message(conditions[_DISRUPTION]))
     scheduled = conditions.get("PodScheduled", {})
@@ -283,9 +282,11 @@ def _reason_and_message(of: Object) -> str:
 
 
 def _quick_restarts(container: Object, pod_started: float) -> int:
-    """Restarts, of a container that the kubelet has given its longest back-off: it ended again and again, with no ten
-    minutes of work in between, which would have taken the back-off back. On a node with a shorter one, of a container that
-    has on average ended sooner than that over all of its pod's time."""
+    """Restarts of a container in CrashLoopBackOff if they are consecutive, else 0.
+
+    They are if the kubelet waits its longest back-off, which ten minutes without a restart reset. On a node with a shorter
+    longest back-off, they are if the container has on average run for less than ten minutes.
+    """
     waiting = (container.get("state") or {}).get("waiting") or {}
     if waiting.get("reason") != "CrashLoopBackOff" or _last_end(container) == STEPS_LOST_EXIT_CODE:
         return 0
@@ -297,23 +298,23 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
 
 
 def _ends(container: Object) -> list[Object]:
-    """How the container ended, now and the time before."""
+    """The container's last two ``terminated`` states, the latest first."""
     states = (container.get("state") or {}, container.get("lastState") or {})
-    return [over for state in states if (over := state.get("terminated")) is not None]
+    return [end for state in states if (end := state.get("terminated")) is not None]
 
 
 def _last_end(container: Object) -> int | None:
-    """The exit code with which the container ended last; None if it never has."""
-    return next((int(over.get("exitCode", 1)) for over in _ends(container)), None)
+    """The container's last exit code; None if it has never ended."""
+    return next((int(end.get("exitCode", 1)) for end in _ends(container)), None)
 
 
-def _last_log_line(over: Object) -> str:
-    """The last line of the log that the kubelet kept, without the time and the logger before it."""
-    lines = [line.strip() for line in str(over.get("message", "")).splitlines() if line.strip()]
+def _last_log_line(end: Object) -> str:
+    """The last line of the log in a ``terminated`` state, without the time and the name of the logger; else its reason."""
+    lines = [line.strip() for line in str(end.get("message", "")).splitlines() if line.strip()]
     if not lines:
-        return str(over.get("reason", ""))
+        return str(end.get("reason", ""))
     parts = lines[-1].split(" ", 4)
-    # "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: …", the format of every role
+    # "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: …", the log format of all roles
     logged = len(parts) == 5 and parts[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
     return (parts[4] if logged else lines[-1])[:1000]
 
@@ -322,8 +323,12 @@ def _last_log_line(over: Object) -> str:
 
 
 def is_settled(job: Object) -> bool:
-    """Whether a Job has failed. At FailureTarget it has, though pods may take long to end."""
-    return bool(true_condition(job, "Failed") or true_condition(job, "FailureTarget"))
+    """Whether a Job has failed; from FailureTarget on, though its pods may not have ended."""
+    return bool(_failed(job))
+
+
+def _failed(job: Object) -> Object:
+    return true_condition(job, "Failed") or true_condition(job, "FailureTarget")
 
 
 def _job_state(job: Object) -> JobState:
@@ -345,9 +350,8 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
-    # Its pods get their deletion shortly after it is requeued, and a reconcile may come in between.
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
-    failed = true_condition(job, "Failed") or true_condition(job, "FailureTarget")
+    failed = _failed(job)
     return Job(
         state=state,
         attempt=_attempt(job),
@@ -355,9 +359,10 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
         held=held,
+        # The pods of a requeued Job are deleted shortly after it is suspended.
         ending=any(p.leaving or held for p in own if not p.over),
         disrupted=state is JobState.FAILED
-        and _no_fault(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
+        and _was_disrupted(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
         failed_at=seconds(failed.get("lastTransitionTime")),
     )
 
@@ -366,22 +371,23 @@ def _was_evicted(pod: PodView) -> bool:
     return pod.problem is not None and pod.problem.reason is Reason.EVICTED
 
 
-def _no_fault(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
-    """Whether a Job failed by what happened to its pods: one lost its place, or all are gone and none has said anything.
-    What a rank says of its input or its updates counts all the same. The other ranks of a gang that loses one fail too; of
-    a Job that tries again by itself, the pods of all its tries are there, and one that failed by itself counts.
+def _was_disrupted(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
+    """Whether a failed Job was disrupted: one of its pods was, or all are gone without an exit code.
+
+    A rank's exit code for bad input or divergence comes first. If one rank of a gang is disrupted, the others fail too. Of a
+    Job with retries, a pod that failed by itself comes first.
     """
     if any(end.exit_code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE) for end in ends):
         return False
     if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
         return False
     by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
-    silent = not ends and all(pod.over or pod.leaving for pod in pods)
-    return by_rule or silent or any(pod.disrupted for pod in pods)
+    gone = not ends and all(pod.over or pod.leaving for pod in pods)
+    return by_rule or gone or any(pod.disrupted for pod in pods)
 
 
 def true_condition(obj: Object, type_: str) -> Object:
-    """The condition where it is true; empty else."""
+    """The condition if its status is True, else empty."""
     for condition in (obj.get("status") or {}).get("conditions") or ():
         if condition["type"] == type_ and condition["status"] == "True":
             return dict(condition)
@@ -389,6 +395,6 @@ def true_condition(obj: Object, type_: str) -> Object:
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:
-    """By role: why a Deployment cannot make its pods."""
-    found = ((label(obj, COMPONENT), true_condition(obj, "ReplicaFailure")) for obj in objects)
-    return {role: condition.get("message", "") for role, condition in found if condition}
+    """By role: why a Deployment cannot create its pods."""
+    failures = ((label(obj, COMPONENT), true_condition(obj, "ReplicaFailure")) for obj in objects)
+    return {role: condition.get("message", "") for role, condition in failures if condition}

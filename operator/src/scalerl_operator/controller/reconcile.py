@@ -2,9 +2,9 @@
 
 ``accept (pure) → observe (I/O) → decide (pure) → check (I/O) → apply (I/O) → report (pure, then one status patch)``
 
-A reconcile covers the whole run, and writes nothing where everything is as it should be. The process may end at any line: the
-next reconcile, here or elsewhere, continues from what exists. So what cannot be seen from that (how a run ended, that it is
-suspended, which attempt is counted) is reported before it is applied: a coordinator that is gone could not say again why.
+A reconcile covers the whole run, and only writes what differs. The process may end at any line: the next reconcile, in any
+process, continues from the objects. State that the objects do not show (the outcome of a run, its suspension, the attempts
+counted) is written to the status before it is acted on.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from scalerl_operator.names import FINALIZER
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision
 
 BLOCKED_SECONDS: Final = 30.0
-"""Between two tries of what the cluster refused."""
-LATEST_ANSWER_SECONDS: Final = 10.0
-"""Longest wait for a coordinator's answer; the poller wakes the run earlier, with the answer or a failure."""
+"""Between two reconciles of a run of which an object was refused."""
+COORDINATOR_SECONDS: Final = 10.0
+"""Longest wait for a coordinator's response; the poller wakes the run earlier, with a response or a failure."""
 
 
 class Reconciler:
-    """Reconciles runs: one reconcile at a time a run, many runs at once.
+    """Reconciles runs; at most one reconcile of a run at a time.
 
-    images: where a run names none. namespaced: an operator of a few namespaces, which may see nothing of the cluster's.
-    autoscaler: makes the autoscaler of a run with that uid; None: no forecast is wanted.
-    on_status: called with each run's status at each reconcile, None when it is gone. wake: called for a run whose
-    coordinator has answered. background: see :class:`.CoordinatorPollers`. clock: Unix seconds.
+    images: of runs that name none.
+    namespaced: the operator watches a few namespaces, and may not read cluster-scoped objects.
+    autoscaler: creates the autoscaler of a run with that uid; None: no forecasts.
+    on_status: called with each run's status at each reconcile; None: the run is gone.
+    wake: called for a run whose coordinator has responded.
+    background: see :class:`.CoordinatorPollers`.
+    clock: Unix seconds.
     """
 
     def __init__(
@@ -73,23 +76,22 @@ class Reconciler:
         self._known = KnownRuns(self.coordinators.forget)
 
     async def forget_all(self) -> None:
-        """Cancels what is under way. When another replica leads: all that is remembered here will be out of date when this
-        one leads again."""
+        """Drops the state of all runs, which will be out of date when this replica leads again, and stops polling."""
         await self._known.forget_all()
         await self.coordinators.close()
 
     async def reconcile(self, key: Key) -> float | None:
-        """One reconcile. Returns the seconds after which to reconcile again; None: when something changes.
+        """Reconciles a run. Returns the seconds until the next reconcile; None: when the run is woken.
 
         Raises:
-            ApiError: the API server did not do as asked; the caller retries with back-off.
+            ApiError: a call failed; the caller retries with back-off.
         """
         context = await self._context(key)
         if context is None:
             return None
         if context.deleted and FINALIZER not in context.finalizers:
             await self._known.forget(context.key)
-            return None  # the rest is the garbage collector's
+            return None  # the garbage collector deletes its objects
         await self._applier.find_unlabelled(context)
         accept(context)
         if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
@@ -101,7 +103,7 @@ class Reconciler:
         observed = observe(context.objects, context.uid, context.spec_hashes())
         context.observed, placed = patient(observed, context.unix_seconds)
         if not await ask_coordinator(self._api, self.coordinators, context):
-            return LATEST_ANSWER_SECONDS
+            return COORDINATOR_SECONDS
         context.autoscaler = autoscaler_report(context, self._make_autoscaler)
         context.decision = decide(context)
         if context.decision.release:
@@ -109,25 +111,25 @@ class Reconciler:
             await self._known.forget(context.key)
             return None
         await self._check(context)
-        await self._carry_out(context)
+        await self._execute(context)
         if context.autoscaler.event:
             kind: EventType = "Warning" if context.autoscaler.alarming else "Normal"
             await self._api.event(context.obj, kind, Reason.AUTOSCALER, context.autoscaler.event)
-        put_off = await self._report(context)
+        status_due = await self._report(context)
         if context.accepted is None:
             return context.decision.again_seconds
         if await self._edit_spec(context):
-            return 0.0  # our own write wakes no run
+            return 0.0  # the operator's own write wakes no run
         repair = context.state.next_repair_seconds(context.unix_seconds)
         if context.decision.memory.outcome is not None:
             return _soonest(await self._run.expire(context), repair)
         return _soonest(
             context.decision.again_seconds,
-            put_off,
+            status_due,
             placed,
             repair,
             RETRY_SECONDS if context.state.size_refused is not None else None,
-            # A claim that takes the lost one's place has no label of the run yet, and so is not watched.
+            # A restored claim without the run's label is not watched.
             BLOCKED_SECONDS if context.blocked is not None or context.claim_gone else None,
             next_start_check(context),
         )
@@ -142,7 +144,7 @@ class Reconciler:
         return RunContext(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
 
     async def _check(self, context: RunContext) -> None:
-        """What keeps the decision from being carried out: then nothing is applied."""
+        """Checks that the decision can be executed; otherwise, nothing is applied."""
         if context.accepted is None:
             return
         await check_volume(self._api, self._run, context)
@@ -151,17 +153,13 @@ class Reconciler:
             context.decision = LifecycleDecision(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
         context.queue_missing = await queue_problem(self._api, context)
 
-    async def _carry_out(self, context: RunContext) -> None:
-        """Writes what is decided, then carries it out. Nothing is carried out if that write fails.
-
-        What keeps an object from being created is written as the last reconcile found it. If that stays so, this is the same
-        patch as the one at the end, only earlier.
-        """
+    async def _execute(self, context: RunContext) -> None:
+        """Writes new state of the lifecycle to the status, and then executes the decision."""
         if context.not_started is not None:
             return
         if context.accepted is not None:
-            known = (context.memory, context.before.accepted_spec)
-            if known != (context.decision.memory, context.spec_text):
+            recorded = (context.memory, context.before.accepted_spec)
+            if recorded != (context.decision.memory, context.spec_text):
                 await self._report(context)
                 context.before = RunStatus.read(context.obj.get("status"))
                 context.memory = context.decision.memory
@@ -169,7 +167,7 @@ class Reconciler:
         await request_stop(self._api, self.coordinators, context)
 
     async def _edit_spec(self, context: RunContext) -> bool:
-        """Suspends the run, or sets its number of generators, as decided; True if the run is to be reconciled again at once."""
+        """Suspends the run, or sets its number of generators, if decided. True: reconcile the run again at once."""
         if context.not_started is not None:
             return False
         if context.decision.set_suspend:
@@ -180,7 +178,7 @@ class Reconciler:
         return number is not None
 
     async def _report(self, context: RunContext) -> float | None:
-        """Writes the status if it has changed. Returns the seconds until a postponed write is due."""
+        """Writes the status if it has changed. Returns the seconds until a write that was put off is due."""
         status = report(context)
         self._on_status(context.key, status)
         return await self._run.write(context, status)

@@ -1,10 +1,9 @@
-"""What the API server refuses of a run's objects, in terms of the run's spec; tried before anything of the run is created.
-
-The API server refuses ``spec.template.spec.volumes[5]``; what the user can change is ``spec.podTemplate.volumes[0]``.
-"""
+"""Refusals by the API server, with the fields of the run's spec: a refused ``spec.template.spec.volumes[5]`` of a Job may be
+the user's ``spec.podTemplate.volumes[0]``. Also the checks before a run is started."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -25,20 +24,20 @@ _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
 _ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
 _KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
-"""The field that identifies an entry of a list; entries of other lists are compared whole."""
+"""The key of a list's entries; entries of other lists are compared as a whole."""
 
 
 async def preflight(
     api: KubeApi, context: RunContext, render_all: Callable[[], Sequence[Object]], *, namespaced: bool
 ) -> Problem | None:
-    """The first thing that keeps a run of which there is nothing yet from being started.
+    """The first problem that keeps a run from being started; None for a run that has been started.
 
-    namespaced: the operator's role lets it read nothing of the cluster's.
-    render_all: gives all objects that the run will ever have. A run with Kubernetes fields of its own (podTemplate) has
-    those with pods dry-run: the generators' would else be refused only after an hour of preparation.
+    namespaced: the operator's role does not permit reads of cluster-scoped objects.
+    render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run:
+    a refusal of the generators would otherwise show only after the preparation.
     """
-    begun = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
-    if context.before.start_time is not None or begun:
+    started = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
+    if context.before.start_time is not None or started:
         return None
     run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
     if (late := past_deadline(run.spec, created)) is not None:
@@ -60,23 +59,21 @@ async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool)
         if await api.get(CLAIM, context.namespace, claim) is None:
             return Problem(Reason.REFERENCE_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
     elif storage_class is not None and not namespaced:
-        try:
-            found = await api.get("StorageClass", None, storage_class)
-        except errors.Forbidden:
-            found = {}  # by a role that is not the chart's; the claim's events will say
-        if found is None:
-            message = f"spec.storage.storageClassName: {storage_class} does not exist"
-            return Problem(Reason.REFERENCE_NOT_FOUND, message)
+        # With another role than the chart's, Events of the claim report a missing class.
+        with contextlib.suppress(errors.Forbidden):
+            if await api.get("StorageClass", None, storage_class) is None:
+                message = f"spec.storage.storageClassName: {storage_class} does not exist"
+                return Problem(Reason.REFERENCE_NOT_FOUND, message)
     return None
 
 
 async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -> Problem | None:
     live = context.objects.get((kind, name))
     if live is None:
-        # A cached answer will do: nothing is ever written over an object that was created since.
+        # An object that was created since is found by the create.
         live = await api.get(kind, context.namespace, name, recent=True)
         if live is not None and not context.owns(live):
-            live = await api.get(kind, context.namespace, name)  # it may be gone since
+            live = await api.get(kind, context.namespace, name)  # it may have been deleted since
     return None if live is None else name_taken(live, context)
 
 
@@ -88,7 +85,7 @@ async def _dry_run(api: KubeApi, context: RunContext, objects: Sequence[Object])
         try:
             await api.create(obj, dry_run=True)
         except errors.AlreadyExists:
-            pass  # its name was checked
+            pass  # the name has been checked
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
     return None
@@ -101,84 +98,83 @@ def _has_raw_parts(run: ScaleRLRun) -> bool:
 
 
 def name_taken(live: Object, context: RunContext) -> Problem | None:
-    """Why an object that exists cannot be the run's; None: it is the run's."""
+    """The problem of an object that is not the run's but has the name of one; None: it is the run's."""
     if context.owns(live):
         return None
-    kind = live["kind"]
-    what = f"{kind} {live['metadata']['name']}"
-    if kind == CLAIM:
-        return Problem(Reason.NAME_TAKEN, f"{what} holds another run's data")
     owners = live["metadata"].get("ownerReferences") or ()
-    if is_deleted(live) or any(o.get("kind") == KIND and o.get("name") == context.name for o in owners):
-        return Problem(
-            Reason.NAME_TAKEN, f"{what} is of an earlier run of this name, and still being removed"
-        )
-    return Problem(Reason.NAME_TAKEN, f"{what} exists and is not this run's")
+    text = "exists and is not this run's"
+    if live["kind"] == CLAIM:
+        text = "holds another run's data"
+    elif is_deleted(live) or any(o.get("kind") == KIND and o.get("name") == context.name for o in owners):
+        text = "is of an earlier run of this name, and still being removed"
+    return Problem(Reason.NAME_TAKEN, f"{live['kind']} {live['metadata']['name']} {text}")
 
 
 def refused(error: errors.ApiError, obj: Object, context: RunContext) -> Problem:
-    """Why the API server refused ``obj``, in terms of the run's spec."""
-    what = f"{obj['kind']} {obj['metadata']['name']}"
+    """Why the API server refused ``obj``, with fields of the run's spec."""
+    name = f"{obj['kind']} {obj['metadata']['name']}"
     if isinstance(error, errors.QuotaExceeded):
-        return Problem(Reason.QUOTA_EXCEEDED, f"{what}: {error.message}")
+        return Problem(Reason.QUOTA_EXCEEDED, f"{name}: {error.message}")
     text = in_terms_of_the_spec(error, obj, context.obj)
-    return Problem(creation_problem(error.message), f"{what}: {text}")
+    return Problem(creation_problem(error.message), f"{name}: {text}")
 
 
 def in_terms_of_the_spec(error: errors.ApiError, obj: Object, run: Object) -> str:
-    """The message of ``error``, which refused ``obj``, with the fields of ``run`` in place of those of ``obj``.
+    """The message of ``error``, which refused ``obj``, with fields of ``run`` in place of those of ``obj``.
 
-    A field that no podTemplate has, because the operator itself writes it, keeps its name. What is said of several
-    containers and comes from one field is said once.
+    Fields that the operator itself sets keep their names. The message has one line per field of ``run``, which may be a field
+    of several containers.
     """
     if "template" not in obj.get("spec", {}):
         return error.message
-    said = [f"{spec_field(c.field, obj, run)}: {c.message}" for c in error.causes if c.field]
-    if said:
-        return "; ".join(dict.fromkeys(said))
+    lines = [f"{spec_field(c.field, obj, run)}: {c.message}" for c in error.causes if c.field]
+    if lines:
+        return "; ".join(dict.fromkeys(lines))
     return _IN_TEXT.sub(lambda match: spec_field(match[0], obj, run), error.message)
 
 
 def spec_field(path: str, obj: Object, run: Object) -> str:
-    """The path in ``run`` of what stands at ``path`` in ``obj``; ``path`` where the run does not have it."""
+    """The field of ``run`` that sets the field ``path`` of ``obj``; ``path`` itself if none does."""
     role = obj["metadata"].get("labels", {}).get(COMPONENT)
     if role not in SECTION or not path.startswith(_TEMPLATE):
         return path
     member = SECTION[role]
     below = path.removeprefix(_TEMPLATE).removeprefix("metadata.").removeprefix("spec.")
     part: Any = obj["spec"]["template"]["spec"]
-    found = _ENTRY.match(below)
-    if found is not None and found["list"] == "containers" and found["rest"].startswith("."):
+    entry = _ENTRY.match(below)
+    if entry is not None and entry["list"] == "containers" and entry["rest"].startswith("."):
         containers = part["containers"]
-        part, below = containers[int(found["index"]) % len(containers)], found["rest"][1:]
+        part, below = containers[int(entry["index"]) % len(containers)], entry["rest"][1:]
         if below == "image":
             return f"spec.images.{member}"
-        found = _ENTRY.match(below)
+        entry = _ENTRY.match(below)
     spec = run["spec"]
     templates = {
         f"spec.{member}.podTemplate": (spec.get(member) or {}).get("podTemplate") or {},
         "spec.podTemplate": spec.get("podTemplate") or {},
     }
     for base, template in templates.items():
-        if found is not None:
-            index = _index(template.get(found["list"]) or (), part.get(found["list"]) or (), found)
+        if entry is not None:
+            index = _index(template.get(entry["list"]) or (), part.get(entry["list"]) or (), entry)
             if index is not None:
-                return f"{base}.{found['list']}[{index}]{found['rest']}"
+                return f"{base}.{entry['list']}[{index}]{entry['rest']}"
         elif below.startswith("resources."):
             kind = re.split(r"[.\[]", below)[1]
             if (template.get("resources") or {}).get(kind):
                 return f"{base}.{below}"
-        elif template.get(re.split(r"[.\[]", below)[0]):  # of some lists the API server names no entry
+        elif template.get(
+            re.split(r"[.\[]", below)[0]
+        ):  # the API server does not name the entry of some lists
             return f"{base}.{below}"
     return path
 
 
-def _index(given: Sequence[Any], rendered: Sequence[Any], found: re.Match[str]) -> int | None:
-    """Where the rendered entry stands in the user's list."""
-    if int(found["index"]) >= len(rendered):
+def _index(given: Sequence[Any], rendered: Sequence[Any], entry: re.Match[str]) -> int | None:
+    """The index of a rendered entry in the user's list."""
+    if int(entry["index"]) >= len(rendered):
         return None
-    entry, key = rendered[int(found["index"])], _KEYS.get(found["list"])
+    wanted, key = rendered[int(entry["index"])], _KEYS.get(entry["list"])
     for index, other in enumerate(given):
-        if other == entry if key is None else other.get(key) == entry.get(key):
+        if other == wanted if key is None else other.get(key) == wanted.get(key):
             return index
     return None

@@ -1,5 +1,5 @@
-"""One run at one reconcile: what its steps find and decide (:class:`RunContext`), and what is remembered of the run between two
-reconciles (:class:`RunState`). All of that memory can be lost: it saves calls, and keeps them rare."""
+"""A run at one reconcile (:class:`RunContext`), and the state kept between its reconciles (:class:`RunState`), which saves
+calls to the API server and may be lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scalerl_operator.workloads import Role
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
 CLAIM: Final = "PersistentVolumeClaim"
 REPAIR_SECONDS: Final = 2.0
-"""The first repair of an object comes at once, the next after this pause, each further one after twice the pause before."""
+"""Between the first and the second repair of an object; the pause doubles with each further one."""
 LONGEST_REPAIR_SECONDS: Final = 300.0
 
 ObjectName = tuple[str, str]
@@ -38,7 +38,11 @@ ObjectName = tuple[str, str]
 
 @dataclass(frozen=True)
 class Repair:
-    """count: repairs in a row. last: when the latest was made, Unix seconds. due: when a withheld one may be made."""
+    """Consecutive repairs of an object.
+
+    last: when the last one was made, Unix seconds.
+    due: when the next one may be made, if it has been put off.
+    """
 
     count: int
     last: float
@@ -47,7 +51,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class Settled:
-    """An object after our last write. rendered: hash of what was applied. content: hash of what the object then held."""
+    """Hashes of an object as rendered, and of its content after it was applied."""
 
     rendered: str
     content: int
@@ -55,59 +59,64 @@ class Settled:
 
 @dataclass
 class RunState:
-    """The memory of one run, by uid in the reconciler; dropped when the run is gone or another process leads."""
+    """The state of one run between reconciles; dropped when the run is gone or this process no longer leads. Times are Unix
+    seconds."""
 
     status_written: float = 0.0
-    """When the status was written last, Unix seconds, as all times here."""
+    """When the status was last written."""
     pruned: tuple[Object, Object] | None = None
-    """That status and what was kept of it, where the installed CRD is older and drops fields."""
+    """That status as sent and as stored, where an older CRD drops fields."""
     fingerprint: int | None = None
-    """Of the run's objects, when all were as rendered."""
+    """Of the run's objects, when all were applied."""
     blocked: Problem | None = None
-    """Why an object of the run could not be made at the last reconcile."""
+    """Why an object of the run could not be created at the last reconcile."""
 
     token: str = ""
     token_checked: float = 0.0
+    """When the Secret was last read."""
     token_doubted: bool = False
     """A pod did not find the Secret, which cannot be watched."""
     pod_searched: float = 0.0
-    """When the coordinator's pod was searched by name."""
+    """When the coordinator's pod was last searched by name."""
 
     settled: dict[ObjectName, Settled] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
-    """uids of objects whose fields we hold by apply, not by having created them."""
+    """uids of objects whose fields the operator owns by apply, not by creation."""
     repairs: dict[ObjectName, Repair] = field(default_factory=dict)
     refused: dict[ObjectName, Problem] = field(default_factory=dict)
     """Why the API server refused the last repair of an object, until one succeeds or the object needs none."""
     size_refused: tuple[Any, float, Problem] | None = None
     """Size of the claim that the API server refused, when, and why."""
 
-    claim_asked: tuple[float, Object | None] = (0.0, None)
-    events_asked: tuple[float, Problem | None] = (0.0, None)
-    queue_asked: tuple[float, str] = (0.0, "")
+    claim_read: tuple[float, Object | None] = (0.0, None)
+    """When the claim was last read, and the claim."""
+    events_read: tuple[float, Problem | None] = (0.0, None)
+    """When the Events of a pod were last read, and the problem."""
+    queue_read: tuple[float, str] = (0.0, "")
+    """When the run's queue was last read, and the problem."""
 
     autoscaler: Autoscaler | None = None
 
-    def may_repair(self, what: ObjectName, now: float) -> bool:
-        """Whether an object that somebody else changed may be repaired now; if so, the repair is counted."""
-        before = self.repairs.get(what)
+    def may_repair(self, key: ObjectName, now: float) -> bool:
+        """Whether an object that another writer has changed may be repaired now; if so, counts the repair."""
+        before = self.repairs.get(key)
         if before is None or not _is_recent(before, now):
-            self.repairs[what] = Repair(1, now)
+            self.repairs[key] = Repair(1, now)
             return True
         pause = min(REPAIR_SECONDS * 2.0 ** min(before.count - 1, 16), LONGEST_REPAIR_SECONDS)
         if 0 <= now - before.last < pause:
-            self.repairs[what] = Repair(before.count, before.last, before.last + pause)
+            self.repairs[key] = Repair(before.count, before.last, before.last + pause)
             return False
-        self.repairs[what] = Repair(before.count + 1, now)
+        self.repairs[key] = Repair(before.count + 1, now)
         return True
 
     def next_repair_seconds(self, now: float) -> float | None:
-        """In how many seconds a withheld repair is due; None: none is withheld."""
+        """Seconds until a repair that was put off is due; None: there is none."""
         waits = (repair.due - now for repair in self.repairs.values())
         return min((wait for wait in waits if 0 < wait <= LONGEST_REPAIR_SECONDS), default=None)
 
     def repaired_lately(self, now: float) -> bool:
-        """Whether somebody else changed an object of the run a short while ago."""
+        """Whether an object of the run was repaired within twice :data:`LONGEST_REPAIR_SECONDS`."""
         return any(_is_recent(repair, now) for repair in self.repairs.values())
 
 
@@ -116,21 +125,21 @@ def _is_recent(repair: Repair, now: float) -> bool:
 
 
 class KnownRuns:
-    """The uid and the state of each run by its name. forget: called with the name of a run that is gone."""
+    """The uid and the state of each run. forget: called with the key of a run that is gone."""
 
     def __init__(self, forget: Callable[[Key], Awaitable[None]]) -> None:
         self._forget = forget
         self._runs: dict[Key, tuple[str, RunState]] = {}
 
     async def state(self, key: Key, uid: str | None) -> RunState | None:
-        """The state of the run that has the name now; None where there is none. One that had it before is forgotten."""
+        """The state of the run with that uid; None: there is no run. Forgets an earlier run of the same name."""
         known = self._runs.get(key)
         if known is not None and known[0] != uid:
             await self.forget(key)
         return None if uid is None else self._runs.setdefault(key, (uid, RunState()))[1]
 
     async def forget(self, key: Key) -> None:
-        """Forgets a run for which nothing is left to do; it may exist for long, held by another's finalizer."""
+        """Forgets a run that is deleted, or that only another finalizer keeps."""
         _, state = self._runs.pop(key, ("", RunState()))
         if state.autoscaler is not None:
             state.autoscaler.close()
@@ -143,10 +152,13 @@ class KnownRuns:
 
 @dataclass
 class RunContext:
-    """One run at one reconcile. Each step reads what those before it have found, and adds its own.
+    """One run at one reconcile. Each step reads the results of those before it, and adds its own.
 
-    obj: the ScaleRLRun. objects: what it owns, by (kind, name), with what this reconcile has written. unix_seconds: now.
-    before: the status that was written last. memory: what lifecycle decisions remember, from that status.
+    obj: the ScaleRLRun.
+    objects: its objects, by (kind, name), with the writes of this reconcile.
+    unix_seconds: now.
+    before: the last status.
+    memory: the state of the lifecycle, from that status.
     """
 
     obj: Object
@@ -156,39 +168,38 @@ class RunContext:
     memory: Memory = field(default_factory=Memory)
     state: RunState = field(default_factory=RunState)
 
-    # validate
+    # accept
     accepted: ScaleRLRun | None = None
-    """With the spec that is carried out: the present one, or the one accepted before while that is invalid; None: there is
-    neither."""
+    """The run with its accepted spec: the current one or, while that is invalid, the one accepted before; None: neither."""
     spec_text: str | None = None
-    """That spec as the status keeps it."""
+    """The accepted spec for the status."""
     invalid: Problem | None = None
-    """Why the present spec is refused."""
+    """Why the current spec is invalid."""
 
     # observe
     observed: RunObservation = field(default_factory=RunObservation)
     coordinator: Status | None = None
-    """None while it does not answer."""
+    """The coordinator's last status; None while it does not respond."""
     coordinator_refusal: str = ""
-    """The coordinator's message to an operator that it does not listen to."""
+    """Message of a coordinator that refuses the operator's requests."""
     autoscaler: AutoscalerReport = field(default_factory=AutoscalerReport)
 
-    # decide
+    # decide, check
     decision: LifecycleDecision = field(default_factory=lambda: LifecycleDecision(Phase.PENDING, Memory()))
     not_started: Problem | None = None
-    """What keeps the run from being started, or from being started again; nothing is applied meanwhile."""
+    """Why the run cannot be started or resumed; nothing is applied meanwhile."""
     volume: Problem | None = None
-    """What is wrong with the run's claim."""
+    """The problem of the run's claim."""
     trained: bool = False
-    """The run has trained steps, without which its volume is not the run's."""
+    """The run has trained steps, which its volume must hold."""
     claim_gone: bool = False
-    """No pod may start on the claim: it holds none of the run's steps, or will not for long."""
+    """No pod may start on the claim: it does not hold the run's steps, or is being deleted."""
     queue_missing: str = ""
-    """Why no queue holds the run; empty where there is one, or the run has no queue label."""
+    """The problem of the run's queue; empty without one."""
 
     @property
     def run(self) -> ScaleRLRun:
-        """The accepted run, of which there is one wherever objects are made."""
+        """The accepted run; only for steps that need one."""
         assert self.accepted is not None
         return self.accepted
 
@@ -223,29 +234,29 @@ class RunContext:
 
     @property
     def blocked(self) -> Problem | None:
-        """Why an object of the run could not be made."""
+        """Why an object of the run could not be created."""
         return self.state.blocked if self.not_started is None else None
 
     @property
     def steps(self) -> int:
-        """Trained so far."""
+        """Number of trained steps."""
         return self.before.step or 0
 
     def owns(self, obj: Object) -> bool:
-        """Whether an object is this run's, not an earlier one's of the same name."""
+        """Whether an object is this run's, not that of an earlier run of the same name."""
         return belongs(obj, self.uid)
 
     def annotation(self, name: str) -> str | None:
-        """Of the run; None without it."""
+        """An annotation of the run; None without it."""
         return (self.obj["metadata"].get("annotations") or {}).get(name)
 
     def spec_hashes(self) -> Mapping[Role, str]:
-        """The hashes that Jobs of the accepted spec have; empty ones, which are nobody's, without a spec."""
+        """The hashes of Jobs of the accepted spec; empty without one, which no Job has."""
         run, roles = self.accepted, (Role.PREPARE, Role.TRAINER)
         return {role: "" if run is None else spec_hash(run, role) for role in roles}
 
     def lifecycle_input(self) -> LifecycleInput:
-        """The part of what was observed that the lifecycle depends on."""
+        """The observations that the lifecycle depends on."""
         observed = self.observed
         return LifecycleInput(
             unix_seconds=self.unix_seconds,
@@ -270,7 +281,7 @@ def is_deleted(obj: Object) -> bool:
 
 
 def decide(context: RunContext) -> LifecycleDecision:
-    """For a run without a readable spec, nothing is decided but its drain once it is deleted, which needs no spec."""
+    """The lifecycle's decision. A run without an accepted spec stays as it is until it is deleted; its drain needs no spec."""
     if context.accepted is not None or context.deleted:
         spec = None if context.accepted is None else context.accepted.spec
         return lifecycle.decide(spec, context.lifecycle_input(), context.memory)

@@ -1,7 +1,7 @@
-"""Report: from what was observed and decided to the run's status, and back to what the next reconcile remembers; and all that
-the operator writes of the run's own object: status and its Events, finalizer, ``spec.suspend``, and its end.
+"""The run's status, from its observation and its decision, and back to the lifecycle's memory at the next reconcile; and all
+writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion.
 
-Each write is against the version that was read: what another writer has written since is reconciled first.
+Each write requires the version that was read: a change by another writer is reconciled first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import RENAMED, ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 PROGRESS: Final = frozenset(
     {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
 )
-"""Fields of the status that change all the time while a run works: written periodically, not at every reconcile."""
+"""Fields of the status that change continuously while a run trains."""
 PROGRESS_SECONDS: Final = 15.0
-"""Between two writes of a status in which only what moves all the time is new."""
+"""Between two writes of a status in which only those fields have changed."""
 
 
 def report(context: RunContext) -> RunStatus:
-    """The status as it is to be now."""
+    """The current status."""
     before, memory, now = context.before, context.decision.memory, rfc3339(context.unix_seconds)
     labels = sorted(selector(context.uid, Role.GENERATOR).items())
     update: dict[str, Any] = {
@@ -66,7 +66,7 @@ def report(context: RunContext) -> RunStatus:
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
     }
     scaling = context.autoscaler
-    if scaling.known and scaling.decisions:  # without any, the status keeps what it has
+    if scaling.known and scaling.decisions:
         update |= {
             "forecast": scaling.forecast,
             "decision": scaling.state,
@@ -86,7 +86,7 @@ def report(context: RunContext) -> RunStatus:
 
 
 def remembered(status: RunStatus) -> Memory:
-    """What the last reconcile remembered for this one."""
+    """The lifecycle's memory, from the last status."""
     trainer = status.trainer
     return Memory(
         attempt=trainer.attempt,
@@ -111,7 +111,7 @@ def remembered(status: RunStatus) -> Memory:
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON merge patch (RFC 7386) that makes ``before`` into ``after``: what is not in ``after`` is null, however deep.
+    """The JSON merge patch (RFC 7386) from ``before`` to ``after``, with null for fields that ``after`` does not have.
 
     >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "e": 4})
     {'a': {'b': 1, 'c': None}, 'e': 4, 'd': None}
@@ -126,12 +126,9 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def waits_for_progress_only(before: RunStatus, now: RunStatus) -> bool:
-    """Whether only what moves all the time is different."""
-    return _without_progress(before) == _without_progress(now)
-
-
-def _without_progress(status: RunStatus) -> dict[str, object]:
-    return {name: value for name, value in status.to_object().items() if name not in PROGRESS}
+    """Whether only the fields of :data:`PROGRESS` differ."""
+    one, other = before.to_object(), now.to_object()
+    return all(one.get(name) == other.get(name) for name in (one.keys() | other.keys()) - PROGRESS)
 
 
 def _outcome(status: RunStatus) -> Outcome | None:
@@ -196,21 +193,21 @@ def _export(model: ExportedModel | None) -> ExportStatus | None:
     return ExportStatus(version=model.version, reward=reward, path=model.path, uri=model.uri, time=model.time)
 
 
-# --- written ------------------------------------------------------------------------------------
+# --- writes -------------------------------------------------------------------------------------
 
 
 class RunObject:
-    """Writes the objects of all runs."""
+    """Writes the ScaleRLRun objects."""
 
     def __init__(self, api: KubeApi, cache: Cache) -> None:
         self._api = api
         self._cache = cache
         self._dropped: set[str] = set()
-        """Fields of a status of which the installed CRD, older than this process, does not keep all."""
+        """Fields of the status that an older installed CRD drops, as already logged."""
 
     async def write(self, context: RunContext, status: RunStatus, *, at_once: bool = False) -> float | None:
-        """Writes the status, if it has changed, and the events of the change. Returns the seconds until a postponed write is
-        due. ``at_once``: without postponing."""
+        """Writes the status if it has changed, and the Events of the change. Returns the seconds until a write that was put off
+        is due. at_once: never puts it off."""
         new, old = status.to_object(), context.obj.get("status") or {}
         if new == old or (new, old) == context.state.pruned:
             return None
@@ -231,20 +228,20 @@ class RunObject:
         return None
 
     async def hold(self, context: RunContext) -> None:
-        """Adds the finalizer: the run is not to be removed before it is drained."""
+        """Adds the finalizer, so that the run drains before it is deleted."""
         await self._set_finalizers(context, [*context.finalizers, FINALIZER])
 
     async def release(self, context: RunContext) -> None:
-        """Removes the finalizer after the drain; the garbage collector then removes what the run owns."""
+        """Removes the finalizer after the drain; the garbage collector then deletes the run's objects."""
         await self._set_finalizers(context, [f for f in context.finalizers if f != FINALIZER])
 
     async def suspend(self, context: RunContext) -> None:
-        """Sets ``spec.suspend``, as Kueue does: a person resumes the run where they see that it is suspended."""
+        """Sets ``spec.suspend``, as Kueue does, so that a user can resume the run by the same field."""
         await self._patch(context, {"spec": {"suspend": True}, "metadata": {"uid": context.uid}})
 
     async def scale(self, context: RunContext, generators: int, decision: int) -> None:
-        """Sets ``spec.generator.replicas``, as an HPA does, and notes the decision's number: each is carried out once, and a
-        number that somebody else sets afterwards stays until the next one."""
+        """Sets ``spec.generator.replicas``, as an HPA does, and the decision's number in an annotation: each decision is applied
+        once, so that a user's number stays until the next decision."""
         metadata = {"uid": context.uid, "annotations": {SCALED_BY: str(decision)}}
         patch = {"spec": {"generator": {"replicas": generators}}, "metadata": metadata}
         await self._patch(context, patch, manager=AUTOSCALER)
@@ -255,7 +252,7 @@ class RunObject:
         if ttl is None or context.deleted:
             return None
         if context.before.completion_time is None:
-            return 0.0  # written just now: our own writes wake nobody
+            return 0.0  # this reconcile has written it, and the operator's own writes wake no run
         left = seconds(context.before.completion_time) + ttl - context.unix_seconds
         if left > 0:
             return left
@@ -269,20 +266,20 @@ class RunObject:
     async def _patch(
         self, context: RunContext, patch: Object, subresource: str | None = None, manager: str = FIELD_OWNER
     ) -> None:
-        """Patches the run as it was read. The answer goes into ``context`` and the cache."""
+        """Patches the version of the run that was read, and updates ``context`` and the cache."""
         version = context.obj["metadata"]["resourceVersion"]
-        at = (KIND, context.namespace, context.name)
-        made = await self._api.patch(*at, patch, subresource, resource_version=version, manager=manager)
-        self._cache.remember(made)
-        context.obj.update({part: made[part] for part in ("metadata", "status") if part in made})
+        address = (KIND, context.namespace, context.name)
+        run = await self._api.patch(*address, patch, subresource, resource_version=version, manager=manager)
+        self._cache.remember(run)
+        context.obj.update({part: run[part] for part in ("metadata", "status") if part in run})
 
 
-async def _write_events(api: KubeApi, run: Object, was: RunStatus, status: RunStatus) -> None:
-    """One event a transition, from what was said to what is."""
-    if status.phase is not was.phase:
+async def _write_events(api: KubeApi, run: Object, before: RunStatus, status: RunStatus) -> None:
+    """Writes an Event for a new phase, and for each condition whose status or reason has changed."""
+    if status.phase is not before.phase:
         await api.event(run, "Normal", status.phase, Phase(status.phase).text)
     for condition in status.conditions:
-        before = was.condition(condition.type)
-        same = before is not None and (before.status, before.reason) == (condition.status, condition.reason)
-        if not same and (kind := event_type(condition)) is not None:
+        old = before.condition(condition.type)
+        known = None if old is None else (old.status, RENAMED.get(old.reason, old.reason))
+        if known != (condition.status, condition.reason) and (kind := event_type(condition)) is not None:
             await api.event(run, kind, condition.reason, f"{condition.type}: {condition.message}")

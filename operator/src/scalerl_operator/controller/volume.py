@@ -1,10 +1,10 @@
-"""The run's claim: its size, and whether it is being deleted, or is gone with the steps that the run has trained.
+"""The run's claim: its size, and whether it still holds the steps that the run has trained.
 
-A claim cannot be un-deleted, and one that the operator made again would be empty. So the operator makes a claim only for a
-run without steps; another that has lost its claim is held until somebody restores the claim or gives the steps up.
+A deletion of a claim cannot be undone, and a new claim is empty. So the operator only creates the claim of a run without steps;
+a run with steps that has lost its claim waits until the claim is restored, or its steps are abandoned.
 
-The size grows with ``spec.storage.size``, or by hand, and never shrinks. Whether it can grow is for the StorageClass to
-say; a refusal keeps nothing else of the run from being applied.
+The size grows with ``spec.storage.size`` or by an edit of the claim, if the StorageClass permits it, and never shrinks. A
+refusal does not keep the run's other objects from being applied.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from scalerl_operator.workloads import Role
 if TYPE_CHECKING:
     from scalerl_operator.controller.status import RunObject
 
-ASK_SECONDS: Final = 30.0
-"""Between two questions for a claim that the run only names: it has no label by which it would be watched."""
+READ_SECONDS: Final = 30.0
+"""Between two reads of a claim that the spec names: without the run's label, it is not watched."""
 RETRY_SECONDS: Final = 300.0
-"""After a size was refused: the StorageClass may allow it by now."""
+"""From the refusal of a size to the next try."""
 _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 """Conditions of a claim whose storage could not be enlarged."""
 
 
 async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> None:
-    """Notes in ``context`` what is wrong with the claim, and whether pods may start on it. The steps that somebody has given
-    up are removed from the run's status."""
+    """Sets in ``context`` the claim's problem, and whether pods may start on it. Removes steps that a user has abandoned from
+    the run's status."""
     context.trained = context.steps > 0
     mounted = may_have_mounted(context.observed)
-    # Whether the coordinator found none of the run's steps on the volume.
+    # The coordinator has reported that the volume holds none of the run's steps.
     empty = any(pod.steps_lost for pod in context.observed.of(Role.COORDINATOR))
-    # That its trainer gives up on an empty volume is no end of a run.
+    # A trainer that fails for an empty volume does not end the run.
     outcome = context.memory.outcome if empty else context.decision.memory.outcome
     if context.deleted or outcome is not None:
         return
     problem, gone = await _claim_problem(api, context, mounted=mounted, empty=empty)
     abandoned = context.annotation(ABANDON) == str(context.steps)
     if gone and abandoned and (empty or not mounted):
-        text = f"{context.steps} steps are given up: {ABANDON}"
+        text = f"{context.steps} steps are abandoned: {ABANDON}"
         await runs.write(context, without_steps(context.before), at_once=True)
         await api.event(context.obj, "Warning", Reason.STEPS_ABANDONED, text)
         context.before, context.trained = RunStatus.read(context.obj.get("status")), False
@@ -59,13 +59,13 @@ async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> No
     context.volume, context.claim_gone = problem, gone
     decision = context.decision
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
-    # What drains is to save what it has, wherever it can.
+    # Pods that drain still save to the volume.
     if gone and starts and ((empty and not decision.frozen) or not mounted):
         context.not_started = problem
 
 
 def may_have_mounted(observed: RunObservation) -> bool:
-    """Whether pods of the run may have its volume mounted, and save to it."""
+    """Whether pods of the run may have mounted its volume."""
     trainer = observed.trainer
     in_queue = trainer.held and not trainer.ending
     return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
@@ -74,50 +74,48 @@ def may_have_mounted(observed: RunObservation) -> bool:
 async def _claim_problem(
     api: KubeApi, context: RunContext, *, mounted: bool, empty: bool
 ) -> tuple[Problem | None, bool]:
-    """What is wrong with the claim, and whether no pod may start on it."""
+    """The claim's problem, and whether no pod may start on it."""
     named, steps = context.run.spec.storage.claim_name, context.steps
     name = named or Names(context.name).claim
-    live = context.objects.get((CLAIM, name)) if named is None else None
     labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
+
+    def lost(how: str, labels: str = "") -> tuple[Problem, bool]:
+        text = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
+        if labels:
+            text += f"; the claim restored in its place needs the labels {labels}"
+        return Problem(Reason.CLAIM_LOST, text), True
+
+    live = context.objects.get((CLAIM, name)) if named is None else None
     if live is None and steps:
         live = await _get_claim(api, context, name, cached=mounted and named is not None)
     if live is None:
-        return (_lost(name, steps, "does not exist", labels), True) if steps else (None, False)
+        return lost("does not exist", labels) if steps else (None, False)
     if named is None and not context.owns(live):
         if not steps:
-            return None, False  # the name is taken, as of any object
-        how = f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})"
-        return _lost(name, steps, how), True
+            return None, False  # reported as a name that is taken
+        return lost(f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})")
     if (live.get("status") or {}).get("phase") == "Lost" and steps:
-        return _lost(name, steps, "has lost its volume", labels), True
+        return lost("has lost its volume", labels)
     if steps and empty:
-        return _lost(name, steps, "holds neither journal nor checkpoint of the run"), True
+        return lost("holds neither journal nor checkpoint of the run")
     if not is_deleted(live):
         return None, False
     if steps and not mounted:
-        return _lost(name, steps, "is being deleted", labels), True
-    text = f"PersistentVolumeClaim {name} is being deleted; it and its data go with the last pod that has it mounted"
+        return lost("is being deleted", labels)
+    text = f"PersistentVolumeClaim {name} is being deleted; it and its data are removed after the last pod that mounts it"
     return Problem(Reason.CLAIM_DELETED, text), False
 
 
 async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bool) -> Object | None:
-    asked, live = context.state.claim_asked
-    if not (cached and 0 <= context.unix_seconds - asked < ASK_SECONDS):
+    read_at, live = context.state.claim_read
+    if not (cached and 0 <= context.unix_seconds - read_at < READ_SECONDS):
         live = await api.get(CLAIM, context.namespace, name)
-        context.state.claim_asked = (context.unix_seconds, live)
+        context.state.claim_read = (context.unix_seconds, live)
     return live
 
 
-def _lost(name: str, steps: int, how: str, labels: str = "") -> Problem:
-    """``labels``: of the claim that is to take its place; empty where it needs none."""
-    text = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
-    if labels:
-        text += f"; the claim restored in its place needs the labels {labels}"
-    return Problem(Reason.CLAIM_LOST, text)
-
-
 def without_steps(status: RunStatus) -> RunStatus:
-    """The status of a run that begins again at step 0."""
+    """The status of a run that restarts at step 0."""
     none = dict.fromkeys(("step", "last_step_time", "reward", "forecast", "decision"))
     empty = {"points": 0, "decisions": [], "exports": ExportsStatus(), "trouble": TroubleStatus()}
     return status.model_copy(update={**none, **empty})
@@ -131,7 +129,7 @@ def _size(claim: Object) -> Any:
 
 
 def never_smaller(wanted: Object, live: Object) -> Object:
-    """The claim as it is wanted, and its size as it is unless more is wanted: ``1024Gi`` of a claim of ``1Ti`` is no change."""
+    """``wanted`` with the live size unless it wants more. The live text is kept: ``1024Gi`` and ``1Ti`` are the same size."""
     if parse_quantity(_size(live)) < parse_quantity(_size(wanted)):  # type: ignore[no-untyped-call]
         return wanted
     wanted = copy.deepcopy(wanted)
@@ -140,7 +138,7 @@ def never_smaller(wanted: Object, live: Object) -> Object:
 
 
 def size_problem(context: RunContext) -> Problem | None:
-    """Why the run's claim is smaller than wanted: the API server refused the size, or the storage could not be enlarged."""
+    """Why the run's claim is smaller than wanted: the API server refused the size, or the volume could not be resized."""
     if context.state.size_refused is not None:
         return context.state.size_refused[2]
     claim = context.objects.get((CLAIM, Names(context.name).claim)) or {}
@@ -152,7 +150,7 @@ def size_problem(context: RunContext) -> Problem | None:
 
 
 def was_refused(context: RunContext, wanted: Object, live: Object) -> bool:
-    """Whether the API server refused this size of the claim a short while ago."""
+    """Whether the API server refused this size of the claim less than :data:`RETRY_SECONDS` ago."""
     size, at, _ = context.state.size_refused or (None, 0.0, None)
     if size == _size(wanted) and size != _size(live) and 0 <= context.unix_seconds - at < RETRY_SECONDS:
         return True
@@ -161,7 +159,7 @@ def was_refused(context: RunContext, wanted: Object, live: Object) -> bool:
 
 
 def note_refusal(context: RunContext, wanted: Object, live: Object, error: ApiError) -> bool:
-    """Notes that the API server refused the claim; False if it was not asked for another size."""
+    """Records the refusal of a claim; False if its size is not the reason."""
     if _size(wanted) == _size(live):
         return False
     name = wanted["metadata"]["name"]

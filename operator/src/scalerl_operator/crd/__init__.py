@@ -1,6 +1,6 @@
-"""The CustomResourceDefinition, from the models of :mod:`scalerl_api`. Nothing here runs in the operator's process.
+"""The CustomResourceDefinition, generated from the models of :mod:`scalerl_api`; not used by the operator's process.
 
-``generate`` writes the schema by pydantic; ``cel_rules`` has the rules that a schema cannot express.
+``generate`` has the schema, by pydantic; ``cel_rules`` has the rules that a schema cannot express.
 """
 
 from scalerl_operator.crd.cel_rules import NotExpressible

@@ -1,4 +1,4 @@
-"""``python -m scalerl_operator.crd DIRECTORY``: write the custom resource definition."""
+"""``python -m scalerl_operator.crd DIRECTORY`` writes the custom resource definition."""
 
 import sys
 from pathlib import Path

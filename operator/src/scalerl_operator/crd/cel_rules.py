@@ -1,7 +1,6 @@
-"""CEL of the custom resource definition: checks of one field, fields that may not change, a spec against its status. Pure.
+"""CEL rules of the custom resource definition: checks of one field, fields that may not change, the spec against the status.
 
-Checks across fields are the ``rules`` of their models. Here is what else stands for a check of :mod:`scalerl_api`, on
-the same field and with the same message.
+They have the same fields and messages as the checks of :mod:`scalerl_api`. Checks across fields are the ``rules`` of its models.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _ABSOLUTE: Final = Rule(
 
 OF_THE_OBJECT: Final = (
     Rule(
-        # The status is written by itself, and may be ahead of a limit that it has reached: only a new limit is refused.
+        # The status may exceed an unchanged limit: only a new limit is refused.
         "!has(self.spec.budget.maxSteps) || !has(self.status) || !has(self.status.step) || "
         "self.spec.budget.maxSteps >= self.status.step || "
         "(has(oldSelf.spec.budget.maxSteps) && oldSelf.spec.budget.maxSteps == self.spec.budget.maxSteps)",
@@ -66,7 +65,7 @@ OF_THE_OBJECT: Final = (
         changes=True,
     ),
     Rule(
-        # A size that the claim did not get is taken back: the claim itself never shrinks.
+        # A size that the claim could not be enlarged to may be lowered again: the claim itself does not shrink.
         "!isQuantity(string(self.spec.storage.size)) || !isQuantity(string(oldSelf.spec.storage.size)) || "
         "quantity(string(self.spec.storage.size)).compareTo(quantity(string(oldSelf.spec.storage.size))) >= 0 || "
         "(has(self.status) && has(self.status.conditions) && "
@@ -76,13 +75,13 @@ OF_THE_OBJECT: Final = (
         changes=True,
     ),
 )
-"""Rules that hold the spec against the status."""
+"""Rules for the spec that depend on the status."""
 
 OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
 }
-"""Rules on one field, by model and name in Python."""
+"""Rules for one field, by its model and its name in Python."""
 
 
 def _refused_edits() -> dict[tuple[type[BaseModel], str], Rule]:
@@ -102,7 +101,7 @@ def _refused_edits() -> dict[tuple[type[BaseModel], str], Rule]:
 
 
 def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type[BaseModel], str], Rule]:
-    """Of the last field of ``path``, a field of ``model``; without those below it that have entries of their own."""
+    """Rules that the last field of ``path``, a field of ``model``, does not change, except nested fields with their own entry."""
     last = path.rpartition(".")[2]
     name, field = _field(model, last)
     inner = entry_model(field.annotation) or nested_model(field.annotation)
@@ -110,7 +109,7 @@ def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type
     if inner is None or not any(other.startswith(f"{path}.") for other in EDITS):
         if field.is_required() or field.default is not None:
             return {(model, name): Rule("self == oldSelf", edit.note, changes=True)}
-        # One that may be absent may neither come, go, nor change, and only its model sees that.
+        # An optional field may be neither set, removed, nor changed, which only a rule of its model can check.
         same = f"{has}self.{last} == oldSelf.{last})"
         return {(model, name): Rule(same, edit.note, field=last, changes=True)}
     rules: dict[tuple[type[BaseModel], str], Rule] = {}
@@ -123,7 +122,7 @@ def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type
         same = f"{has}self.{last}.map(e, e.name) == oldSelf.{last}.map(e, e.name))"
         rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     elif field.default is None:
-        # Where it comes or goes, an API server does not evaluate the rules of its fields.
+        # When it is set or removed, the API server does not evaluate the rules of its fields.
         same = f"has(self.{last}) == has(oldSelf.{last})"
         rules[model, name] = Rule(same, edit.note, field=last, changes=True)
     return rules
@@ -134,7 +133,7 @@ def _field(model: type[BaseModel], alias: str) -> tuple[str, FieldInfo]:
 
 
 REFUSED_EDITS: Final[Mapping[tuple[type[BaseModel], str], Rule]] = _refused_edits()
-"""What may not change under way, by model and name in Python. With ``field``: a rule of the model."""
+"""Rules for fields that may not change, by model and name in Python. With ``field``, it is a rule of the model."""
 
 
 # --- checks of one field -------------------------------------------------------------------------
@@ -147,16 +146,16 @@ _AMOUNT: Final = "quantity(string(self))"
 
 
 def add(schema: dict[str, Any], rules: Iterable[Rule]) -> None:
-    """Append rules to a schema's ``x-kubernetes-validations``."""
+    """Appends rules to a schema's ``x-kubernetes-validations``."""
     for rule in rules:
         schema.setdefault("x-kubernetes-validations", []).append(rule.as_validation())
 
 
 def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
-    """Express a validator function of the models in the schema of its field.
+    """Adds the rules of a validator function to the schema of its field.
 
     Raises:
-        NotExpressible: no rule here stands for the function.
+        NotExpressible: there are no rules for the function.
     """
     match check:
         case _ if check in (decimal_input, quantity_input):
@@ -164,8 +163,8 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
             schema |= _INT_OR_STRING | {"maxLength": schema.pop("maxLength")}
             schema |= {"description": DECIMAL_FORM} if check is decimal_input else {}
         case Matches():
-            # Not the schema's own `pattern`: its refusal shows the pattern, not the message. `string(self)` only for a
-            # value that may be an integer: the server takes the cost of matching a converted value for unbounded.
+            # The error of the schema's `pattern` shows the pattern, not the message. `string(self)` only for a value that
+            # may be an integer, since the API server estimates the cost of matching a converted value as unbounded.
             value = "self" if schema.get("type") == "string" else "string(self)"
             add(schema, [Rule(_matches(check, value), check.message)])
         case InRange():
@@ -187,7 +186,7 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
         case _ if check in _OF_FUNCTIONS:
             add(schema, _OF_FUNCTIONS[check])
         case _:
-            raise NotExpressible(f"no rule in {__name__} stands for the check {check!r}")
+            raise NotExpressible(f"no rule in {__name__} for the check {check!r}")
 
 
 def _matches(check: Matches, text: str) -> str:
@@ -209,7 +208,7 @@ def _in_range(bounds: InRange) -> Rule:
     given = [(limit, sign, text) for limit, sign, text in stated if math.isfinite(limit)]
     holds = " && ".join(f"double(self) {sign} {float(limit)!r}" for limit, sign, _ in given)
     message = " and ".join(f"{text} {limit:g}" for limit, _, text in given)
-    # A value that is no decimal is refused by the rule for its form; here its conversion would fail.
+    # A value that is not a decimal is refused by the rule for its form; here its conversion would fail.
     return Rule(f"!{_matches(A_DECIMAL, 'string(self)')} || ({holds})", f"must be {message}")
 
 
@@ -248,7 +247,7 @@ _MOUNT: Final[dict[str, Any]] = {
         "maxLength": 1024,
         "x-kubernetes-validations": [
             Rule("self.startsWith('/')", "must be absolute").as_validation(),
-            # What is not absolute is refused for that.
+            # A relative path is refused by the rule above.
             Rule(
                 f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')",
                 PLAIN_PATH_MESSAGE,
@@ -291,7 +290,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
-    parameter_value: (),  # a value of any type: only the operator can check it
+    parameter_value: (),  # of any type: only the operator checks it
     timestamp_input: (),
     on_the_calendar: (
         Rule(

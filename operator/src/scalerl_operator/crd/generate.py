@@ -1,12 +1,10 @@
-"""The custom resource definition, from the models of :mod:`scalerl_api`.
+"""The custom resource definition, generated from the models of :mod:`scalerl_api`.
 
-pydantic gives types, enums, bounds, patterns and defaults; the docstring of a field is its description. Checks across
-fields and fields that may not change are CEL rules of :mod:`scalerl_operator.crd.cel_rules`. So an API server refuses
-what ``scalerl validate`` refuses. The operator alone checks what a server cannot: values of
-``task.reasoningGym.parameters``, keys of labels, and raw Kubernetes objects.
+Types, enums, bounds, patterns and defaults come from pydantic, descriptions from the docstrings of fields, and checks from the CEL
+rules of :mod:`scalerl_operator.crd.cel_rules`. So an API server refuses the same specs as ``scalerl validate``, except values of
+``task.reasoningGym.parameters``, keys of labels, and raw Kubernetes objects, which the operator checks.
 
-The definition is narrower than the models in one point: paths are absolute. For the server an optional field that is
-``null`` is absent.
+The definition is stricter than the models in one point: paths are absolute. A field that is ``null`` is absent for the server.
 """
 
 from __future__ import annotations
@@ -51,14 +49,14 @@ _COLUMNS: Final = (
     ("Device-Hours", "string", ".status.usage.deviceHours", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
-"""Of ``kubectl get``: title, type, path, priority (1: only with ``-o wide``)."""
+"""Columns of ``kubectl get``: title, type, path, priority (1: only with ``-o wide``)."""
 
 _EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
-"""Names of the release before, by the model that had them."""
-_WALKS: Final = (".all(", ".exists(")
+"""Models with the names of the previous release."""
+_LIST_MACROS: Final = (".all(", ".exists(")
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
 _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
-"""Bounds that the format ``int64`` has already."""
+"""The bounds of the format ``int64``."""
 
 
 def definition() -> dict[str, Any]:
@@ -70,7 +68,7 @@ def definition() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string", "description": f"{GROUP}/{VERSION}."},
             "kind": {"type": "string", "description": f"{KIND}."},
-            # The server's own: nothing may be said of it here, not even a description.
+            # The API server permits no other field here, not even a description.
             "metadata": {"type": "object"},
             "spec": schema_of(RunSpec),
             "status": schema_of(RunStatus, "serialization"),
@@ -114,7 +112,7 @@ def definition() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The definition as it stands in ``crds/``."""
+    """The content of the file in ``crds/``."""
     return _HEADER + to_yaml(definition())
 
 
@@ -124,22 +122,22 @@ def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:
 
 
 def _of_presets() -> frozenset[tuple[type[BaseModel], str]]:
-    """Fields that a preset gives. With a default here, the API server would write it before the preset is read."""
-    found: set[tuple[type[BaseModel], str]] = set()
+    """Fields that a preset sets. They have no default here, which the API server would store before the preset is resolved."""
+    fields: set[tuple[type[BaseModel], str]] = set()
     for path in set_by_others():
         model: type[BaseModel] = RecipeSpec
         for alias in path.split("."):
             name, field = next((n, f) for n, f in model.model_fields.items() if f.alias == alias)
             owner, model = model, nested_model(field.annotation) or model
-        found.add((owner, name))
-    return frozenset(found)
+        fields.add((owner, name))
+    return frozenset(fields)
 
 
 OF_PRESETS: Final = _of_presets()
 
 
 class _Structural(GenerateJsonSchema):
-    """Schemas as a CustomResourceDefinition takes them: without references, titles and ``null``."""
+    """Structural schemas, as in a CustomResourceDefinition: without references, titles and ``null``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -164,7 +162,7 @@ class _Structural(GenerateJsonSchema):
         return False
 
     def int_schema(self, schema: core_schema.IntSchema) -> Schema:
-        written = reversed(super().int_schema(schema).items())  # the lower one first
+        written = reversed(super().int_schema(schema).items())  # the lower bound first
         bounds = {key: bound for key, bound in written if _INT64.get(key) != bound}
         return {"type": "integer", "format": "int64"} | bounds
 
@@ -175,7 +173,7 @@ class _Structural(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
     def union_schema(self, schema: core_schema.UnionSchema) -> Schema:
-        return dict(_ANY)  # the model says which types the value may have
+        return dict(_ANY)  # the model checks the type
 
     def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
         written = super().dict_schema(schema)
@@ -192,13 +190,13 @@ class _Structural(GenerateJsonSchema):
 
     def _checked(self, schema: Any) -> Schema:
         written = self.generate_inner(schema["schema"])
-        # The rules of a model are added with its fields; what completes one is read before them.
+        # The rules of a model are added with its fields.
         if schema["schema"]["type"] not in ("model", "model-fields"):
             cel_rules.add_check(written, schema["function"]["function"])
         return written
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> Schema:
-        """A default that says something. A model's is ``{}`` if its own fields have some, so that theirs are applied."""
+        """Adds a default that is not empty. The default of a model is ``{}`` if its fields have defaults, so that those apply."""
         written, default = self.generate_inner(schema["schema"]), self.get_default_value(schema)
         if self.mode == "serialization":
             return written
@@ -228,14 +226,14 @@ class _Structural(GenerateJsonSchema):
             written = {"description": ""} | written | {"description": _plain(f"{docstrings[name]} {note}")}
             fields["properties"][field.alias] = written
             cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))
-        if model in _EARLIER:  # what an API server has by these names would be pruned
+        if model in _EARLIER:  # otherwise the API server would prune these names from stored objects
             fields["properties"] |= schema_of(_EARLIER[model])["properties"]
-        # A rule across the sections of a spec is checked again at every edit, also one of `suspend`.
-        # A walk over a list of oldSelf.value(), whose length an API server takes for unbounded, costs more than it permits.
+        # Rules across the sections of a spec are also evaluated when only `suspend` changes. A list macro on oldSelf.value(),
+        # whose length the API server estimates as unbounded, exceeds its cost limit.
         cel_rules.add(
             fields,
             (
-                replace(rule, kept=model is RunSpec and not any(walk in rule.cel for walk in _WALKS))
+                replace(rule, kept=model is RunSpec and not any(macro in rule.cel for macro in _LIST_MACROS))
                 for rule in model.rules
             ),
         )
@@ -245,13 +243,13 @@ class _Structural(GenerateJsonSchema):
                 cel_rules.add(fields if edit.field else fields["properties"][alias], [edit])
         if not fields[
             "properties"
-        ]:  # the API server drops an empty one, and whoever applies it would see a difference
+        ]:  # the API server drops empty properties, which would show as a difference
             del fields["properties"]
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
 
 
 def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:
-    """Structural schema of a model. In mode ``serialization`` it has no defaults: what is written is whole."""
+    """Structural schema of a model; in mode ``serialization`` without defaults."""
     return model.model_json_schema(schema_generator=_Structural, mode=mode)
 
 
@@ -260,22 +258,22 @@ def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Sc
 
 @cache
 def _docstrings(module: ModuleType) -> dict[str, dict[str, Any]]:
-    """The string below each annotated field, by class and field. Not pydantic's ``use_attribute_docstrings``: that
-    reads the sources in every process that imports the models."""
-    found = {}
+    """The string below each annotated field, by class and field. pydantic's ``use_attribute_docstrings`` would read the sources
+    in every process that imports the models."""
+    docstrings = {}
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = {
+            docstrings[node.name] = {
                 field.target.id: below.value.value
                 for field, below in pairwise(node.body)
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             }
-    return found
+    return docstrings
 
 
 def _plain(docstring: str) -> str:
-    """A docstring as ``kubectl explain`` shows it: one paragraph, without markup or grades of sources.
+    """A docstring for ``kubectl explain``: one paragraph, without markup or grades of sources.
 
     >>> _plain("``max`` of :class:`A`\\n  counts [P].")
     '`max` of `A` counts.'

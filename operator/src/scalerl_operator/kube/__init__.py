@@ -1,6 +1,4 @@
 """A client of the Kubernetes API server: calls, watches, a cache, leader election.
 
-Of runs it knows their kind, the label by which their objects are found, and in :mod:`.types` two records that the builders take.
-
-Never lives here: what a run's objects are for, or a decision.
+Never lives here: what a run's objects are for, or a decision. The package only uses the kind of runs and the labels of their objects.
 """

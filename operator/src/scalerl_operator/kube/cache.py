@@ -1,11 +1,11 @@
-"""Live copies of runs and of what belongs to them, fed by watch events: what a reconcile reads first.
+"""Copies of runs and their objects, from watch events; reconciles read them.
 
-Objects are kept as JSON without the fields of ``managedFields``, records of decisions without what is recorded, and decoded when
-read: a tenth of the memory of live dicts, and a reader may change what it got. A write's answer goes in too
-(:meth:`Cache.remember`), so that the next reconcile already sees it, and the watch event that follows it wakes no run.
+Objects are kept as JSON without the fields of ``managedFields``, and decision records without their data, and decoded when read:
+that takes a tenth of the memory of dicts, and a reader may change its copy. The response to a write is stored too
+(:meth:`Cache.remember`), so that the next reconcile reads it, and the watch event of the write wakes no run.
 
-Versions of one object only go up. An event older than what is kept is dropped, a deletion counts only for the object
-(uid) it names, and an answer that arrives after its object's deletion does not bring it back.
+Versions of an object only increase: older events are dropped, a deletion only applies to the object with its uid, and a
+response that arrives after the deletion of its object does not restore it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from scalerl_operator import names
 from scalerl_operator.kube.kinds import RUN, Kind
 from scalerl_operator.kube.types import Key, Object
 
-BURIED_SECONDS: Final = 120.0
-"""For how long a deletion is remembered: longer than any answer to a write can be late."""
+TOMBSTONE_SECONDS: Final = 120.0
+"""How long the version of a deleted object is kept: longer than a response to a write can take."""
 
 
 class _Manager(msgspec.Struct, omit_defaults=True):
-    """Who wrote an object, and when."""
-
     manager: str = ""
     operation: str = ""
     subresource: str = ""
@@ -35,7 +33,7 @@ class _Manager(msgspec.Struct, omit_defaults=True):
 
 
 class _Metadata(msgspec.Struct, omit_defaults=True):
-    """What is kept of an object's metadata: all but the fields of ``managedFields``, which can be most of the object."""
+    """All metadata but the fields of ``managedFields``, which can be most of the object."""
 
     name: str
     resourceVersion: str
@@ -53,7 +51,7 @@ class _Metadata(msgspec.Struct, omit_defaults=True):
 
 
 class _Item(msgspec.Struct, omit_defaults=True):
-    """What is kept of an object. Everything that is not used here is kept as it came, unparsed."""
+    """An object. Fields that the cache does not read stay unparsed."""
 
     metadata: _Metadata
     kind: str = ""
@@ -74,14 +72,11 @@ class _Entry:
     version: int
     data: bytes
     group: Key
-    """(namespace, value of the run's label): whose it is."""
+    """(namespace, value of the run's label)."""
 
 
 class Cache:
-    """The objects of all runs, by kind, namespace and name.
-
-    ``wake(key)`` is called whenever something of that run changed. All methods belong to the event loop's thread.
-    """
+    """The objects of all runs, by kind, namespace and name. ``wake(key)`` is called when an object of that run has changed."""
 
     def __init__(self, wake: Callable[[Key], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
@@ -89,72 +84,71 @@ class Cache:
         self._entries: dict[tuple[str, str, str], _Entry] = {}
         self._groups: dict[Key, dict[tuple[str, str], _Entry]] = {}
         self._run_of: dict[Key, str] = {}
-        self._buried: dict[tuple[str, str, str], tuple[int, float]] = {}
+        self._tombstones: dict[tuple[str, str, str], tuple[int, float]] = {}
 
     def run(self, namespace: str, name: str) -> Object | None:
-        """The run, or None. The copy is the caller's."""
+        """A copy of the run, or None."""
         return self.get(RUN, namespace, name)
 
     def runs(self) -> list[Key]:
-        """The keys of all runs known."""
+        """The keys of all runs."""
         return [(namespace, name) for kind, namespace, name in self._entries if kind == RUN]
 
     def owned(self, namespace: str, run: str) -> dict[tuple[str, str], Object]:
-        """Everything that carries this run's label (its pods too), by (kind, name); the copies are the caller's.
+        """Copies of all objects with this run's label, pods included, by (kind, name).
 
-        What an earlier run of the same name left is among it: ``scalerl.dev/run-uid`` distinguishes them.
+        They include those of an earlier run of the same name, which have another ``scalerl.dev/run-uid``.
         """
         group = self._groups.get((namespace, names.label_value(run)), {})
         return {at: msgspec.json.decode(entry.data) for at, entry in group.items()}
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
-        """One object, or None. The copy is the caller's."""
+        """A copy of the object, or None."""
         entry = self._entries.get((kind, namespace, name))
         return None if entry is None else msgspec.json.decode(entry.data)
 
     def version(self, kind: str, namespace: str, name: str) -> int:
-        """The version of what is kept (of a deletion that is remembered too), -1 when there is nothing."""
+        """The version of an object, or of its deletion; -1 where neither is known."""
         at = (kind, namespace, name)
         entry = self._entries.get(at)
-        return self._buried_at(at) if entry is None else entry.version
+        return self._tombstone(at) if entry is None else entry.version
 
     def observe(self, event: str | None, obj: Object) -> None:
-        """A watch event: ``ADDED``, ``MODIFIED``, ``DELETED``, or None for an object of a list.
+        """Stores the object of a watch event (``ADDED``, ``MODIFIED``, ``DELETED``), or of a list (None).
 
-        An object of neither kind nor label that concerns us is passed over. ``obj`` has kind and apiVersion.
+        ``obj`` has kind and apiVersion. An object without the label of a run is not stored.
         """
-        self._news(event, _ITEM.decode(msgspec.json.encode(obj)))
+        self._observe(event, _ITEM.decode(msgspec.json.encode(obj)))
 
     def observe_raw(self, event: str | None, kind: Kind, raw: bytes | msgspec.Raw) -> tuple[Key, str]:
-        """As :meth:`observe`, of an object of ``kind`` as JSON, and quicker by far.
-
-        Returns the object's (namespace, name) and its version.
-        """
+        """As :meth:`observe`, for JSON, and much faster. Returns the object's key and version."""
         item = _ITEM.decode(raw)
-        item.kind, item.apiVersion = kind.name, kind.api_version  # in a list they are said once, outside
-        self._news(event, item)
+        item.kind, item.apiVersion = kind.name, kind.api_version  # the items of a list have neither
+        self._observe(event, item)
         return (item.metadata.namespace, item.metadata.name), item.metadata.resourceVersion
 
     def remember(self, obj: Object) -> None:
-        """The answer to a write of ours: kept at once, wakes no run. A dry run's answer does not belong here."""
+        """Stores the response to a write (not of a dry run), without waking its run."""
         self._store(_ITEM.decode(msgspec.json.encode(obj)))
 
     def forget_missing(
         self, kind: str, present: Iterable[Key], as_of: str, *, namespace: str | None = None
     ) -> int:
-        """Drop what a complete list at version ``as_of`` did not hold; returns how many, and wakes their runs.
+        """Drops objects that a complete list does not contain, and wakes their runs. A watch that was interrupted for long
+        resumes with a list, without events of deletions.
 
-        ``present``: (namespace, name) of all the list held, of one ``namespace`` or of all. A watch that was cut off for long starts over with a
-        list, and says nothing of what went in between; this finds it.
+        present: (namespace, name) of all objects of the list.
+        as_of: the version of the list.
+        namespace: the namespace of the list; None: all.
+        Returns: the number of objects dropped.
         """
-        there = set(present)
-        version = _version(as_of)
+        listed, version = set(present), _version(as_of)
         gone = [
             at
             for at, entry in self._entries.items()
             if at[0] == kind
             and namespace in (None, at[1])
-            and at[1:] not in there
+            and at[1:] not in listed
             and entry.version <= version
         ]
         for at in gone:
@@ -162,41 +156,45 @@ class Cache:
         return len(gone)
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
-        """(kind, namespace, name) of everything kept."""
+        """(kind, namespace, name) of all objects."""
         return iter(tuple(self._entries))
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _news(self, event: str | None, item: _Item) -> None:
-        if event == "DELETED":
-            self._remove(item)
-        elif self._store(item):
-            self._wake_group(item.metadata.namespace, _label(item))
+    def _observe(self, event: str | None, item: _Item) -> None:
+        if event != "DELETED":
+            if self._store(item):
+                self._wake_group(item.metadata.namespace, _label(item))
+            return
+        metadata = item.metadata
+        at = (item.kind, metadata.namespace, metadata.name)
+        known = self._entries.get(at)
+        if known is None:
+            self._bury(at, _version(metadata.resourceVersion))
+        elif known.uid == metadata.uid:
+            self._drop(at, _version(metadata.resourceVersion))
 
     def _store(self, item: _Item) -> bool:
-        """Keep ``item`` if it is newer than what is kept; True if that changed anything."""
+        """Stores ``item`` if it is newer than the cache; False if it is not."""
         metadata = item.metadata
         at = (item.kind, metadata.namespace, metadata.name)
         version = _version(metadata.resourceVersion)
         label = _label(item)
         known = self._entries.get(at)
-        if not label:
-            # Our label was removed: the run is reconciled, and the object is no longer listed as its own.
-            if known is not None and version > known.version:
+        if version <= (self._tombstone(at) if known is None else known.version):
+            return False
+        if not label:  # removed by somebody: the object no longer belongs to the run
+            if known is not None:
                 self._drop(at, version)
-            return False
-        if known is not None and version <= known.version:
-            return False
-        if known is None and version <= self._buried_at(at):
             return False
         if (metadata.labels or {}).get(names.COMPONENT) == names.DECISIONS:
             item.data = msgspec.UNSET
-        if item.kind == "Pod":  # applied by others: its writers are not read
+        if item.kind == "Pod":  # written by controllers: its field managers are not read
             metadata.managedFields = None
         entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))
         if known is not None and known.group != entry.group:
-            self._leave(at, known)
+            self._remove_from_group(at, known)
             self._wake_group(*known.group)
         self._entries[at] = entry
         if at[0] == RUN:
@@ -205,15 +203,6 @@ class Cache:
             self._groups.setdefault(entry.group, {})[at[0], at[2]] = entry
         return True
 
-    def _remove(self, item: _Item) -> None:
-        metadata = item.metadata
-        at = (item.kind, metadata.namespace, metadata.name)
-        known = self._entries.get(at)
-        if known is not None and known.uid == metadata.uid:
-            self._drop(at, _version(metadata.resourceVersion))
-        elif known is None:
-            self._bury(at, _version(metadata.resourceVersion))
-
     def _drop(self, at: tuple[str, str, str], version: int) -> None:
         entry = self._entries.pop(at)
         self._bury(at, max(version, entry.version))
@@ -221,10 +210,10 @@ class Cache:
             del self._run_of[entry.group]
             self._wake((at[1], at[2]))
         else:
-            self._leave(at, entry)
+            self._remove_from_group(at, entry)
             self._wake_group(*entry.group)
 
-    def _leave(self, at: tuple[str, str, str], entry: _Entry) -> None:
+    def _remove_from_group(self, at: tuple[str, str, str], entry: _Entry) -> None:
         group = self._groups[entry.group]
         del group[at[0], at[2]]
         if not group:
@@ -236,14 +225,15 @@ class Cache:
             self._wake((namespace, name))
 
     def _bury(self, at: tuple[str, str, str], version: int) -> None:
-        now = self._clock()
-        while self._buried and (oldest := next(iter(self._buried))) and self._buried[oldest][1] < now:
-            del self._buried[oldest]
-        self._buried.pop(at, None)
-        self._buried[at] = (version, now + BURIED_SECONDS)
+        now, tombstones = self._clock(), self._tombstones
+        while tombstones and (oldest := next(iter(tombstones))) and tombstones[oldest][1] < now:
+            del tombstones[oldest]
+        tombstones.pop(at, None)
+        tombstones[at] = (version, now + TOMBSTONE_SECONDS)
 
-    def _buried_at(self, at: tuple[str, str, str]) -> int:
-        version, until = self._buried.get(at, (-1, 0.0))
+    def _tombstone(self, at: tuple[str, str, str]) -> int:
+        """The version of an object's deletion; -1 without one."""
+        version, until = self._tombstones.get(at, (-1, 0.0))
         return version if until >= self._clock() else -1
 
 
@@ -254,5 +244,5 @@ def _label(item: _Item) -> str:
 
 
 def _version(resource_version: str) -> int:
-    """Resource versions as numbers: Kubernetes lets clients compare those of one kind."""
+    """A resource version as a number; clients may compare those of one kind."""
     return int(resource_version or 0)

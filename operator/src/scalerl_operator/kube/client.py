@@ -1,7 +1,7 @@
-"""The only caller of the Kubernetes API server: plain dicts in and out, typed errors, a time-out on every call.
+"""Client of the Kubernetes API server: plain dicts, typed errors, a time-out on every call.
 
-It stands on ``kubernetes.aio``'s REST client for connections, TLS and credentials, and uses none of its generated
-classes: a thousand runs are a few megabytes of JSON, not of model objects.
+Connections, TLS and credentials are those of ``kubernetes.aio``'s REST client. Its generated classes are not used: they take
+many times the memory of the JSON of a thousand runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Propagation = Literal["Foreground", "Background", "Orphan"]
 EventType = Literal["Normal", "Warning"]
 
 EVENT_NOTE_BYTES: Final = 1024
-"""What the API server takes as an event's message."""
+"""The API server's limit of an Event's message."""
 
 _METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -60,13 +60,11 @@ _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
 
 class KubeApi:
-    """A client of one API server; an async context manager.
+    """A client of one API server; an async context manager. All calls raise :class:`~.errors.ApiError` only.
 
-    ``fence`` is asked before every write (create, apply, patch, replace, delete, events) of anything but a Lease;
-    False raises :class:`~.errors.Fenced` and nothing is sent. A call times out after ``timeout`` seconds, waits for a
-    429's ``Retry-After`` included. ``instance`` is our name in events.
-
-    Every call raises :class:`~.errors.ApiError`'s kinds and no others.
+    timeout: of a call with its retries, in seconds.
+    fence: called before each write, except of a Lease; if it returns False, the call raises :class:`~.errors.Fenced`.
+    instance: the reporter of Events.
     """
 
     def __init__(
@@ -88,29 +86,28 @@ class KubeApi:
         await self._transport.close()
 
     def must_lead(self, what: str) -> None:
-        """The fence, for what is done to others than the API server: :class:`~.errors.Fenced`, or nothing."""
+        """Raises :class:`~.errors.Fenced` if this process may not do ``what`` now: the fence of requests to other servers."""
         self._transport.must_lead(what)
 
     async def get(
         self, kind: str, namespace: str | None, name: str, *, recent: bool = False
     ) -> Object | None:
-        """The object, or None where there is none (nor its namespace, nor its kind).
+        """The object; None if it, its namespace or its kind does not exist.
 
-        ``recent``: as the API server itself remembers it, a moment ago at most, for a third of what asking its store
-        costs it.
+        recent: from the API server's cache, which may be out of date by moments and costs a third of a read of its store.
         """
         query = {"resourceVersion": "0"} if recent else {}
-        served = kind_of(kind)
-        for version in (served.api_version, *served.earlier):
+        current = kind_of(kind)
+        for version in (current.api_version, *current.earlier):
             with contextlib.suppress(errors.NotFound):
-                asked = dataclasses.replace(served, api_version=version)
-                return await self._ask(Call("get", asked, namespace, name, query=query))
+                served = dataclasses.replace(current, api_version=version)
+                return await self._request(Call("get", served, namespace, name, query=query))
         return None
 
     async def list(
         self, kind: str, namespace: str | None = None, *, field_selector: str | None = None
     ) -> Objects:
-        """All objects of a kind, in one namespace or (None) in all."""
+        """All objects of a kind in one namespace; None: in all."""
         return (await self.list_at(kind, namespace, field_selector=field_selector))[0]
 
     async def list_at(
@@ -123,19 +120,19 @@ class KubeApi:
         metadata_only: bool = False,
         limit: int = 250,
     ) -> tuple[Objects, str]:
-        """As :meth:`list`, fetched in pages of ``limit``, with the version the list is of.
+        """As :meth:`list`, in pages of ``limit``, with the version of the list.
 
-        The event loop runs other tasks between pages. When the server has forgotten the version of the first page before
-        the last is read, the list starts over, once.
+        The event loop runs other tasks between pages. If the first page's version expires before the last page is read, the
+        list starts over, once.
         """
         served = kind_of(kind)
-        # A list says kind and version once; an object of ours always carries its own.
-        every = {"kind": served.name, "apiVersion": served.api_version}
+        # The items of a list have neither.
+        type_meta = {"kind": served.name, "apiVersion": served.api_version}
         for last_try in (False, True):
-            found: Objects = []
+            objects: Objects = []
             version = ""
             try:
-                async for page, version in self.pages(  # noqa: B007 the last page's is wanted
+                async for page, version in self.pages(  # noqa: B007 the last page's is returned
                     kind,
                     namespace,
                     label_selector=label_selector,
@@ -143,9 +140,9 @@ class KubeApi:
                     limit=limit,
                     accept=_METADATA_LIST if metadata_only else JSON,
                 ):
-                    found += [msgspec.json.decode(raw) | every for raw in page]
+                    objects += [msgspec.json.decode(raw) | type_meta for raw in page]
                     await asyncio.sleep(0)
-                return found, version
+                return objects, version
             except errors.Expired:
                 if last_try:
                     raise
@@ -161,16 +158,16 @@ class KubeApi:
         limit: int = 250,
         accept: str = JSON,
     ) -> AsyncIterator[tuple[Raws, str]]:
-        """All objects of a kind as JSON, page by page, each with the version the list is of.
+        """All objects of a kind as JSON, page by page, each with the version of the list.
 
-        For lists too long to have in memory decoded. :class:`~.errors.Expired` when the server has forgotten the
-        version of the first page; the caller starts over.
+        Raises:
+            Expired: the version of the first page; the caller starts over.
         """
         query = {"limit": str(limit)} | ({"labelSelector": label_selector} if label_selector else {})
         query |= {"fieldSelector": field_selector} if field_selector else {}
         while True:
             call = Call("list", kind_of(kind), namespace, query=query, accept=accept)
-            data = await self._transport.ask(call)
+            data = await self._transport.request(call)
             with translated(call, ""):
                 page = _PAGE.decode(data)
             yield page.items or [], page.metadata.resource_version
@@ -187,10 +184,11 @@ class KubeApi:
         label_selector: str | None = None,
         seconds: int = 120,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """What happens to objects of a kind after the version ``since``, bookmarks among it; ends after ``seconds``.
+        """Events of objects of a kind after the version ``since``, with bookmarks; the server ends it after ``seconds``.
 
-        :class:`~.errors.Expired`: list again. :class:`~.errors.Unreachable` also when the server should have ended it
-        and did not: then it is dead, and a time-out is the only way to know.
+        Raises:
+            Expired: the version is too old; list again.
+            Unreachable: also if the server has not ended the watch in time, since it may be gone.
         """
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         query |= {"resourceVersion": since} | ({"labelSelector": label_selector} if label_selector else {})
@@ -199,7 +197,7 @@ class KubeApi:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=self._transport.timeout, sock_read=limit)
         response = await self._transport.send(call, limits)
         try:
-            with translated(call, f"silent for {limit:.0f} s"):
+            with translated(call, f"no event for {limit:.0f} s"):
                 async for line in response.content:
                     event = _EVENT.decode(line)
                     if event.type == "ERROR":
@@ -208,45 +206,48 @@ class KubeApi:
                         raise errors.from_status(code, status, what=call.what, retry_after=None)
                     yield event
         finally:
-            # close() alone begins a TLS shutdown, for whose answer a silent server keeps the socket open for 30 s.
+            # close() alone begins a TLS shutdown, and waits 30 s for a server that does not respond.
             if response.connection is not None and response.connection.transport is not None:
                 response.connection.transport.abort()
             response.close()
 
     async def apply(self, obj: Object, *, uid: str | None = None) -> Object:
-        """Server-side apply as ``scalerl-operator``, by force; returns the object as it now is.
+        """Forced server-side apply as ``scalerl-operator``; returns the object after it.
 
-        An unknown field is an error (:class:`~.errors.Invalid`), never dropped. With ``uid``: only to that object, else
-        (it is gone, or another has its name) :class:`~.errors.Conflict`.
+        Raises:
+            Invalid: also for an unknown field.
+            Conflict: the object with that ``uid`` is gone.
         """
         kind, namespace, name = _address(obj)
         if uid is not None:
             obj = {**obj, "metadata": {**obj["metadata"], "uid": uid}}
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": "true"}
         try:
-            return await self._ask(Call("apply", kind, namespace, name, body=obj, query=query))
+            return await self._request(Call("apply", kind, namespace, name, body=obj, query=query))
         except errors.Invalid as error:
             if uid is None or error.field != "metadata.uid":
                 raise
-            # In the API server's words: we would change a field that cannot be changed.
+            # Another object has the name: the API server reports a change of an immutable field.
             raise errors.Conflict(error.message, code=409, reason="Conflict", what=error.what) from error
 
     async def create(self, obj: Object, *, dry_run: bool = False) -> Object:
-        """Create; :class:`~.errors.AlreadyExists` when the name is taken. See :mod:`.objects` before it is applied.
+        """Create; see :mod:`.objects` before an object that was created is applied.
 
-        An unknown field is an error (:class:`~.errors.Invalid`), never dropped.
+        Raises:
+            AlreadyExists: the name is taken.
+            Invalid: also for an unknown field.
         """
         kind, namespace, _ = _address(obj)
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict"}
         if dry_run:
             query["dryRun"] = "All"
-        return await self._ask(Call("create", kind, namespace, body=obj, query=query))
+        return await self._request(Call("create", kind, namespace, body=obj, query=query))
 
     async def replace(self, obj: Object) -> Object:
         """PUT of the whole object; :class:`~.errors.Conflict` when its ``resourceVersion`` is not the current one."""
         kind, namespace, name = _address(obj)
         query = {"fieldManager": FIELD_OWNER}
-        return await self._ask(Call("replace", kind, namespace, name, body=obj, query=query))
+        return await self._request(Call("replace", kind, namespace, name, body=obj, query=query))
 
     async def patch(
         self,
@@ -261,13 +262,14 @@ class KubeApi:
     ) -> Object:
         """Merge patch (RFC 7386) of an object, or of its ``status`` or ``scale``, as the field manager ``manager``.
 
-        With ``resource_version``: only if that is still the object's, else :class:`~.errors.Conflict`.
+        Raises:
+            Conflict: ``resource_version`` is not the object's current one.
         """
         body = dict(patch)
         if resource_version is not None:
             body["metadata"] = {**body.get("metadata", {}), "resourceVersion": resource_version}
         query = {"fieldManager": manager, "fieldValidation": "Strict"}
-        return await self._ask(Call("patch", kind_of(kind), namespace, name, subresource, body, query))
+        return await self._request(Call("patch", kind_of(kind), namespace, name, subresource, body, query))
 
     async def delete(
         self,
@@ -279,14 +281,14 @@ class KubeApi:
         propagation: Propagation = "Background",
         grace_seconds: int | None = None,
     ) -> bool:
-        """Begin a deletion. False when there was nothing to delete (or, given ``uid``, another object of that name)."""
+        """Begins a deletion. False: there is no such object (with ``uid``: the object of that name is another)."""
         body: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": propagation}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
-            await self._ask(Call("delete", kind_of(kind), namespace, name, body=body))
+            await self._request(Call("delete", kind_of(kind), namespace, name, body=body))
         except errors.NotFound:
             return False
         except errors.Conflict:
@@ -296,21 +298,18 @@ class KubeApi:
         return True
 
     async def event(self, regarding: Object, type: EventType, reason: str, message: str) -> None:
-        """Writes an Event about ``regarding`` (shown by ``kubectl describe``). The same event again raises the first one's counter.
-
-        Never raises: an event that cannot be written is logged, counted, and stops nothing.
-        """
+        """Writes an Event about ``regarding``; a repeated one raises the count of the first. A failure is only logged."""
         try:
             await self._event(regarding, type, reason, message)
         except errors.ApiError as error:
-            log.warning("event %s %r not written: %s", reason, message, error)
+            log.warning("event %s %r was not written: %s", reason, message, error)
 
     async def _event(self, regarding: Object, type: EventType, reason: str, message: str) -> None:
         meta = regarding["metadata"]
         note = message.encode()[:EVENT_NOTE_BYTES].decode(errors="ignore")
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        same = hashlib.sha256("\0".join((meta["uid"], type, reason, note)).encode()).hexdigest()[:16]
-        name = f"{meta['name'][:230].rstrip('.-')}.{same}"
+        digest = hashlib.sha256("\0".join((meta["uid"], type, reason, note)).encode()).hexdigest()[:16]
+        name = f"{meta['name'][:230].rstrip('.-')}.{digest}"
         namespace = meta.get("namespace", "default")
         event: Object = {
             "apiVersion": "v1",
@@ -337,21 +336,21 @@ class KubeApi:
         try:
             await self.create(event)
         except errors.AlreadyExists:
-            # By a list: the operator's role has no other way to read events.
+            # By a list: the operator's role does not permit `get` of Events.
             for first in await self.list("Event", namespace, field_selector=f"metadata.name={name}"):
-                again = {"count": int(first.get("count") or 1) + 1, "lastTimestamp": now}
-                await self.patch("Event", namespace, name, again)
+                patch = {"count": int(first.get("count") or 1) + 1, "lastTimestamp": now}
+                await self.patch("Event", namespace, name, patch)
 
-    async def _ask(self, call: Call) -> Object:
-        return decode(await self._transport.ask(call))
+    async def _request(self, call: Call) -> Object:
+        return decode(await self._transport.request(call))
 
 
 def _address(obj: Object) -> tuple[Kind, str | None, str]:
-    """Kind, namespace and name of an object; ValueError when it does not say."""
+    """Kind, namespace and name of an object; ValueError where one is missing or not the operator's version."""
     kind = kind_of(obj["kind"])
     if obj.get("apiVersion") != kind.api_version:
         raise ValueError(f"{kind.name} is written as {kind.api_version}, not {obj.get('apiVersion')!r}")
     metadata = obj["metadata"]
     if kind.namespaced and not metadata.get("namespace"):
-        raise ValueError(f"{kind.name} {metadata.get('name')!r} says no namespace")
+        raise ValueError(f"{kind.name} {metadata.get('name')!r} has no namespace")
     return kind, metadata.get("namespace"), metadata["name"]

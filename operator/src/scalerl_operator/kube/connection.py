@@ -1,7 +1,7 @@
-"""Where the API server is and who we are to it: one answer for our client and for kopf's watches.
+"""Address and credentials of the API server, for the operator's client and for kopf.
 
-Like kubectl: a kubeconfig that is named (argument or ``KUBECONFIG``) comes first, then the pod's service account,
-then ``~/.kube/config``.
+As in kubectl, a named kubeconfig (argument or ``KUBECONFIG``) comes first, then the pod's service account, then
+``~/.kube/config``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ DEFAULT_KUBECONFIG = "~/.kube/config"
 
 
 class NoCluster(Exception):
-    """Nothing says where the API server is, or what says so cannot be read."""
+    """There is no configuration of an API server, or it cannot be read."""
 
 
 async def load(kubeconfig: str | None = None, environ: Mapping[str, str] = os.environ) -> Configuration:
-    """The connection's configuration; :class:`NoCluster` says where it was searched.
+    """The connection's configuration; a service account's token, which the kubelet rotates, is read again every minute.
 
-    A service account's token is read again every minute (it is rotated by the kubelet).
+    Raises:
+        NoCluster: names the place that was searched.
     """
     named = kubeconfig or environ.get("KUBECONFIG") or None
-    # Without trust_env: the way to the API server is what the configuration says, not what a proxy variable says.
+    # Without trust_env: proxies come from the configuration, not from environment variables.
     configuration = Configuration(client_session_kwargs={"trust_env": False}, connection_pool_maxsize=64)
     try:
         if named is None and "KUBERNETES_SERVICE_HOST" in environ:
@@ -45,7 +46,7 @@ async def load(kubeconfig: str | None = None, environ: Mapping[str, str] = os.en
 
 
 async def for_kopf(configuration: Configuration) -> kopf.ConnectionInfo:
-    """The same connection for kopf. kopf asks again when the server no longer takes the token."""
+    """The same connection for kopf, which requests it again when the server rejects the token."""
     authorization = await configuration.get_api_key_with_prefix("BearerToken") or ""
     scheme, _, token = authorization.partition(" ")
     credentials: dict[str, Any] = {"scheme": scheme.capitalize(), "token": token} if token else {}

@@ -1,17 +1,17 @@
-"""What can go wrong between the operator and the API server, by what is to be done about it.
+"""Errors of calls to the API server, by the reaction that they require.
 
 ::
 
-    ApiError                 anything the API server or the way to it answers instead of a result
-    ├── NotFound             404: the object, its namespace or its kind is not there
-    ├── Conflict             409: another writer was first
+    ApiError                 a call without a result
+    ├── NotFound             404: the object, its namespace or its kind does not exist
+    ├── Conflict             409: another writer was first (precondition on version or uid)
     ├── AlreadyExists        409 on create
-    ├── Invalid              400/413/422: the server will never take this; the message names the fields
+    ├── Invalid              400/413/415/422: the server will never accept the object; ``causes`` name the fields
     ├── Forbidden            403: RBAC, admission
     │   └── QuotaExceeded    a ResourceQuota of the namespace has no room
     ├── Expired              410: a list's continue token or a watch's version is too old
-    ├── Unreachable          time-out, refused, 5xx, 429: worth another try, after ``retry_after``
-    └── Fenced               not sent at all: this process may not write now (it is not the leader)
+    ├── Unreachable          time-out, connection refused, 408, 429, 5xx: retry, after ``retry_after``
+    └── Fenced               not sent: this process may not write now (it is not the leader)
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _UNTYPED: Final = ("failed to create typed patch object", "failed to convert new object")
-"""How the API server begins when an applied object does not fit its schema. It calls that a 500, and is wrong."""
+"""First words of the message when an applied object does not fit its schema. The API server reports that as a 500."""
 _UNTYPED_FIELD: Final = re.compile(r"(?:\): |^\s*)(\.[^\s:]+): ([^\n]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One entry of a Status's ``details.causes``: the field path and what is wrong with it."""
+    """One entry of a Status's ``details.causes``: the path of a field, and its error."""
 
     field: str
     message: str
 
 
 class ApiError(Exception):
-    """A call to the API server that gave no result.
+    """A call to the API server without a result.
 
-    ``code``: the HTTP status, 0 where none came. ``reason``: the Status's reason. ``what``: verb, kind,
-    namespace and name of the call. ``retry_after``: seconds before which another try is pointless, None
-    where nothing was said. ``longest_wait``: a ceiling in seconds for a back-off that follows this error,
-    None for the caller's own.
+    code: the HTTP status; 0 without a response.
+    reason: the Status's reason.
+    what: verb, kind, namespace and name of the call.
+    retry_after: seconds to wait at least, as the server requested; None: it requested none.
+    longest_wait: a ceiling of the back-off after this error, in seconds; None: the caller's own.
     """
 
     longest_wait: float | None = None
@@ -65,50 +66,50 @@ class ApiError(Exception):
 
 
 class NotFound(ApiError):
-    """The object, its namespace or its kind is not there."""
+    """404."""
 
 
 class Conflict(ApiError):
-    """Another writer was first (version or uid precondition)."""
+    """409, except on create."""
 
 
 class AlreadyExists(ApiError):
-    """``create`` of a name that is taken."""
+    """409 on create."""
 
 
 class Invalid(ApiError):
-    """The server will never accept this object; ``causes`` name the fields."""
+    """The server will never accept this object."""
 
     @property
     def field(self) -> str:
-        """The path of the first field at fault, or empty."""
+        """The path of the first invalid field; empty without one."""
         return next((cause.field for cause in self.causes if cause.field), "")
 
 
 class Forbidden(ApiError):
-    """RBAC or an admission controller says no."""
+    """403."""
 
 
 class QuotaExceeded(Forbidden):
-    """A ResourceQuota of the namespace has no room for this object."""
+    """403 by a ResourceQuota."""
 
 
 class Expired(ApiError):
-    """A continue token or resource version is older than what the server keeps."""
+    """410."""
 
 
 class Unreachable(ApiError):
-    """No answer, or one that says "later": worth another try."""
+    """No response, or one that asks to retry."""
 
     longest_wait = 15.0
 
 
 class Fenced(ApiError):
-    """The call was not sent: this process may not write now."""
+    """The call was not sent."""
 
 
 def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after: float | None) -> ApiError:
-    """The typed error of a response of ``code`` (>= 400) whose body is a ``Status`` (or whatever came)."""
+    """The error of a response with ``code`` >= 400 and this body (a ``Status``, unless a proxy responded)."""
     details = status.get("details") or {}
     reason = str(status.get("reason") or "")
     message = str(status.get("message") or f"HTTP {code}")
@@ -125,7 +126,7 @@ def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after:
 
 def _kind_of_error(code: int, reason: str, message: str) -> type[ApiError]:
     if code == 403:
-        # Quota comes as a plain Forbidden; only the text distinguishes it.
+        # An exceeded quota is an ordinary 403; only the text distinguishes it.
         return QuotaExceeded if "exceeded quota" in message or "failed quota" in message else Forbidden
     if code == 409:
         return AlreadyExists if reason == "AlreadyExists" else Conflict

@@ -1,7 +1,4 @@
-"""The kinds of objects the operator reads and writes: the one table of their API versions and paths.
-
-Also the table for the chart's RBAC: a kind that is not here is one the operator has no business with.
-"""
+"""The kinds of objects that the operator reads and writes, with their API versions and paths. The chart's RBAC has the same kinds."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from scalerl_api.spec import API_VERSION
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of object is named and addressed.
+    """Name and address of one kind of object.
 
-    ``watched``: the operator keeps live copies of it in its cache (of those that carry the label of a run).
-    ``earlier``: versions by which it is read where ``api_version`` is not served.
+    watched: the cache holds its objects that have the label of a run.
+    earlier: versions in which it is read where ``api_version`` is not served.
     """
 
     name: str
@@ -38,9 +35,9 @@ class Kind:
         return self.api_version.rpartition("/")[2]
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """The path on the API server: of one object, or without ``name`` of the collection.
+        """The path on the API server of an object, or without ``name`` of the collection.
 
-        ``namespace`` None addresses all namespaces (a list) or an object that has none.
+        namespace: None for all namespaces, and for an object without one.
         """
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         parts = [root]
@@ -63,7 +60,7 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Pod", "v1", "pods", watched=True),
         Kind("Service", "v1", "services", watched=True),
         Kind("ConfigMap", "v1", "configmaps", watched=True),
-        # Not watched: a role that may list secrets sees all there are.
+        # Not watched: a role that may list Secrets can read all of them.
         Kind("Secret", "v1", "secrets"),
         Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims", watched=True),
         Kind("Job", "batch/v1", "jobs", watched=True),
@@ -73,17 +70,16 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets", watched=True),
         Kind("Event", "v1", "events"),
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
-        # Read only, to say in a condition that the one which a spec names is not there.
+        # Read only to report that the one which a spec names does not exist.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
-        # The same, of a run that waits in it. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
+        # The same, of a run's queue label. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
     )
 }
 
 
 def kind_of(name: str) -> Kind:
-    """The entry of a kind; ValueError names what is missing."""
-    try:
-        return KINDS[name]
-    except KeyError:
-        raise ValueError(f"kind {name!r} is not in the operator's table (kube/kinds.py)") from None
+    """The entry of a kind; ValueError if there is none."""
+    if name not in KINDS:
+        raise ValueError(f"kind {name!r} is not in the operator's table (kube/kinds.py)")
+    return KINDS[name]

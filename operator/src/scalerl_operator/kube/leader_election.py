@@ -1,14 +1,12 @@
-"""Leadership: of all replicas of the operator exactly one writes, the one that holds a Lease.
+"""Leader election: only the replica that holds the Lease writes.
 
-As in client-go, clocks of different replicas are not compared. A replica that does not lead watches the Lease's
-``renewTime`` change and counts, on its own monotonic clock, how long it has not; after the Lease's duration without a
-change the holder is taken for dead. The holder counts from the moment it *sent* its last successful renewal, and
-stops a margin before the others could begin: so two never lead at once, however their wall clocks differ and however
-late an answer comes.
+As in client-go, clocks of different replicas are not compared. A standby takes the Lease when its ``renewTime`` has not changed
+for the Lease's duration, by the standby's own monotonic clock. The holder stops leading at four fifths of the duration after it
+*sent* its last successful renewal. So two replicas never lead at once, whatever their wall clocks and however late a response.
 
-Where there is no Lease, one may have been deleted whose holder still leads. So a replica that does not lead creates one
-without a holder, with the usual duration: only the leader takes it at once, all others when it has expired. That
-makes the very first start of an operator in a cluster take that long; the Lease stays when the operator goes.
+A missing Lease may have been deleted while its holder leads. So a standby creates it without a holder and with the usual
+duration: the leader takes it at once, a standby when it has expired. The first start of an operator in a cluster waits that long;
+the Lease stays when the operator is removed.
 """
 
 from __future__ import annotations
@@ -30,24 +28,25 @@ LEASE_NAME: Final = "scalerl-operator"
 
 log = logging.getLogger(__name__)
 
-_GIVEN_UP_SECONDS: Final = 1
-"""The duration that a Lease says which its holder has given up: it may be taken at once."""
+DURATION_SECONDS: Final = 10
+"""Of the Lease without a renewal."""
+RENEW_SECONDS: Final = 3.0
+"""Between two renewals by the leader."""
+RETRY_SECONDS: Final = 2.0
+"""Between two reads by a standby."""
+_RELEASED_SECONDS: Final = 1
+"""Duration of a Lease without a holder that may be taken at once."""
 
 
 def steady_clock() -> float:
-    """Seconds that continue while the machine sleeps, unlike ``time.monotonic`` on Linux: a lease runs out then too."""
+    """Seconds that continue while the machine is suspended, unlike ``time.monotonic`` on Linux: the Lease expires then too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Leader:
     """Holds the Lease ``name`` in ``namespace`` as ``identity``, or waits for it.
 
-    ``duration``: whole seconds after which a holder that has not renewed is taken for dead. ``renew``: between two
-    renewals. ``retry``: between two reads by a replica that waits. A holder whose last renewal is older than four fifths of
-    ``duration`` no longer leads.
-
-    ``run()`` is the one task of it; :meth:`is_leader` is true or false at any moment, also when that task was kept
-    from running (it is what fences writes).
+    :meth:`run` is its task. :meth:`is_leader`, the fence of writes, is right at any time, also if that task was delayed.
     """
 
     def __init__(
@@ -57,50 +56,40 @@ class Leader:
         namespace: str,
         identity: str,
         name: str = LEASE_NAME,
-        duration: int = 10,
-        renew: float = 3.0,
-        retry: float = 2.0,
         clock: Callable[[], float] = steady_clock,
         rng: random.Random | None = None,
     ) -> None:
-        if not 0 < renew < duration * 0.8:
-            raise ValueError(f"renew ({renew} s) must be shorter than four fifths of duration ({duration} s)")
         self._api = api
         self._namespace = namespace
         self._identity = identity
         self._name = name
-        self._duration = duration
-        self._renew = renew
-        self._retry = retry
         self._clock = clock
         self._rng = rng or random.Random()
         self._leads_until = -math.inf
-        self._holder = ""
-        self._seen: tuple[str, str] | None = None
-        self._seen_at = 0.0
+        self._renewal: tuple[str, str] | None = None
+        """Holder and ``renewTime`` of the Lease."""
+        self._renewal_seen = 0.0
+        """When they were first read."""
+        self.holder = ""
+        """The holder of the Lease when it was last read; empty without one."""
         self.began = asyncio.Event()
         """Set while this process leads, as far as :meth:`run` knows."""
         self.lost = asyncio.Event()
-        """Set while it does not, once it did."""
+        """Set while this process does not lead any more."""
 
     def is_leader(self) -> bool:
         """Whether this process may write now."""
         return self._clock() < self._leads_until
 
-    @property
-    def holder(self) -> str:
-        """The holder of the Lease when it was last read; empty without one."""
-        return self._holder
-
     async def wait_until_leader(self) -> None:
-        """Return once this process leads. Wants :meth:`run` to be running; how long it takes is up to the others."""
+        """Returns when this process leads; :meth:`run` has to be running."""
         await self.began.wait()
 
     async def run(self) -> None:
-        """Wait for the Lease, hold it, and when it is lost wait for it again. Cancel it to stop."""
+        """Waits for the Lease and holds it, again and again, until cancelled."""
         while True:
-            if not await self._attempt(self._retry * 2):
-                await asyncio.sleep(self._retry * self._rng.uniform(0.8, 1.2))
+            if not await self._attempt(2 * RETRY_SECONDS):
+                await asyncio.sleep(RETRY_SECONDS * self._rng.uniform(0.8, 1.2))
                 continue
             log.info("%s leads", self._identity)
             self.lost.clear()
@@ -108,104 +97,93 @@ class Leader:
             try:
                 await self._hold()
             finally:
-                self._step_down()
+                self._stop_leading()
 
     async def release(self) -> None:
-        """Give the Lease up so that the next can lead at once. Stop :meth:`run` first. Takes a few seconds at most, and
-        raises nothing for what the API server says."""
-        self._step_down()
+        """Releases the Lease, so that another replica can lead at once; cancel :meth:`run` first. Takes a few seconds at most;
+        a failure is only logged."""
+        self._stop_leading()
         try:
-            async with asyncio.timeout(self._retry * 2):
+            async with asyncio.timeout(2 * RETRY_SECONDS):
                 lease = await self._api.get("Lease", self._namespace, self._name)
                 if lease is None or lease["spec"].get("holderIdentity") != self._identity:
                     return
                 lease["spec"] |= {
                     "holderIdentity": "",
-                    "leaseDurationSeconds": _GIVEN_UP_SECONDS,
+                    "leaseDurationSeconds": _RELEASED_SECONDS,
                     "renewTime": _now(),
                 }
                 await self._api.replace(lease)
-            log.info("%s gave up the lead", self._identity)
+            log.info("%s released the Lease", self._identity)
         except (errors.ApiError, TimeoutError) as error:
-            said = str(error) or "no answer"
-            log.warning("the lease could not be given up and runs out by itself: %s", said)
+            log.warning("the Lease was not released and has to expire: %s", str(error) or "no response")
 
-    def _step_down(self) -> None:
+    def _stop_leading(self) -> None:
         self._leads_until = -math.inf
         self.began.clear()
         self.lost.set()
 
     async def _hold(self) -> None:
-        """Renew until the last renewal is too old, or another holds the Lease."""
-        pause = self._renew
+        """Renews the Lease until the last renewal is too old, or another replica holds it."""
+        pause = RENEW_SECONDS
         while (left := self._leads_until - self._clock()) > 0:
             await asyncio.sleep(min(pause, left))
-            # An attempt that hangs must leave time for another before the lease is out.
-            renewed = await self._attempt(min(self._renew, max(0.0, self._leads_until - self._clock())))
+            # An attempt that hangs must leave time for another before the Lease expires.
+            renewed = await self._attempt(min(RENEW_SECONDS, max(0.0, self._leads_until - self._clock())))
             if not renewed and self.holder not in ("", self._identity):
-                log.error("%s holds the lease: %s leads no more", self.holder, self._identity)
+                log.error("%s holds the Lease: %s no longer leads", self.holder, self._identity)
                 return
-            pause = self._renew if renewed else self._retry / 4
-        log.error("no renewal in time: %s leads no more", self._identity)
+            pause = RENEW_SECONDS if renewed else RETRY_SECONDS / 4
+        log.error("the Lease was not renewed in time: %s no longer leads", self._identity)
 
     async def _attempt(self, limit: float) -> bool:
-        """Take or renew the Lease within ``limit`` seconds; True when it is ours, from the moment of asking."""
-        asked = self._clock()
+        """Takes or renews the Lease within ``limit`` seconds; False if that failed."""
+        began = self._clock()
         try:
             async with asyncio.timeout(limit):
                 if not await self._take():
                     return False
         except (errors.ApiError, TimeoutError) as error:
-            said = str(error) or f"no answer within {limit:.1f} s"
-            log.warning("lease %s/%s: %s", self._namespace, self._name, said)
+            text = str(error) or f"no response within {limit:.1f} s"
+            log.warning("Lease %s/%s: %s", self._namespace, self._name, text)
             return False
-        self._leads_until = asked + 0.8 * self._duration
+        self.holder = self._identity
+        self._leads_until = began + 0.8 * DURATION_SECONDS
         return True
 
     async def _take(self) -> bool:
         lease = await self._api.get("Lease", self._namespace, self._name)
+        leads = self.is_leader()
         if lease is None:
-            self._holder = ""
-            leads = self.is_leader()
-            await self._api.create(self._record(None, self._identity if leads else ""))
-            if not leads:
-                return False
-        else:
-            spec = lease.get("spec") or {}
-            self._holder, lasts = spec.get("holderIdentity") or "", spec.get("leaseDurationSeconds")
-            self._note((self._holder, spec.get("renewTime") or ""))
-            given_up = not self._holder and (lasts or 0) <= _GIVEN_UP_SECONDS
-            ours = self._holder == self._identity or (not self._holder and self.is_leader())
-            if not (ours or given_up) and self._clock() < self._seen_at + (lasts or self._duration):
-                return False
-            await self._api.replace(self._record(lease))
-        self._holder = self._identity
+            self.holder = ""
+            metadata = {"name": self._name, "namespace": self._namespace}
+            lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+            await self._api.create(lease | {"spec": self._spec({}, self._identity if leads else "")})
+            return leads
+        spec = lease.get("spec") or {}
+        self.holder, duration = spec.get("holderIdentity") or "", spec.get("leaseDurationSeconds") or 0
+        if self._renewal != (renewal := (self.holder, spec.get("renewTime") or "")):
+            self._renewal, self._renewal_seen = renewal, self._clock()
+        free = self.holder == self._identity or (not self.holder and (leads or duration <= _RELEASED_SECONDS))
+        if not free and self._clock() < self._renewal_seen + (duration or DURATION_SECONDS):
+            return False
+        transitions = int(spec.get("leaseTransitions") or 0) + (self.holder != self._identity)
+        await self._api.replace(lease | {"spec": self._spec(spec, self._identity, transitions)})
         return True
 
-    def _note(self, seen: tuple[str, str]) -> None:
-        """What the Lease says now, and if it is new, since when: from the answer on, not from the question."""
-        if self._seen != seen:
-            self._seen, self._seen_at = seen, self._clock()
-
-    def _record(self, lease: Object | None, holder: str | None = None) -> Object:
-        """The Lease as ours, or another ``holder``'s; of an existing one all but its spec is kept."""
-        before = (lease or {}).get("spec") or {}
-        mine = before.get("holderIdentity") == self._identity
+    def _spec(self, before: Object, holder: str, transitions: int = 0) -> Object:
         now = _now()
-        spec = {
+        unchanged = before.get("holderIdentity") == self._identity
+        return {
             **before,
-            "holderIdentity": self._identity if holder is None else holder,
-            "leaseDurationSeconds": self._duration,
+            "holderIdentity": holder,
+            "leaseDurationSeconds": DURATION_SECONDS,
             "renewTime": now,
-            "acquireTime": before.get("acquireTime", now) if mine else now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (not mine and lease is not None),
+            "acquireTime": before.get("acquireTime", now) if unchanged else now,
+            "leaseTransitions": transitions,
         }
-        if lease is not None:
-            return {**lease, "spec": spec}
-        metadata = {"name": self._name, "namespace": self._namespace}
-        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
 def _now() -> str:
-    """Wall time, for people; decisions depend only on whether it changed."""
+    """Wall time for readers of the Lease; decisions only depend on whether it changes."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

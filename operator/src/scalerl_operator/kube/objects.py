@@ -1,9 +1,9 @@
-"""Compares objects, and reads who wrote them (``metadata.managedFields``). Pure.
+"""Compares objects, and reads their field managers (``metadata.managedFields``). Pure.
 
-To create an object costs the API server half of what applying one that does not exist costs. But what a create set is held
-by an *update* of ours, and an apply takes away only what no one else holds, for which an update of ours counts as
-anybody's: what is no longer rendered would stay for ever. So before the first apply the update's fields become applied
-ones, as client-go's ``csaupgrade`` does it for ``kubectl``.
+The operator creates objects with POST, which costs the API server half as much as applying an object that does not exist.
+Fields set by a POST are owned by an *Update* entry, and an apply does not remove a field that another entry owns: a field
+that is no longer rendered would stay. So before the first apply of an object, the operator turns its own Update entries into
+Apply entries, as client-go's ``csaupgrade`` does for ``kubectl``.
 """
 
 from __future__ import annotations
@@ -18,48 +18,49 @@ from scalerl_api.spec import GROUP
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER, RENDERED_HASH
 
-_EXPECTED: Final = {("kube-controller-manager", ""), ("kube-scheduler", "")}
-"""They write the revision of a Deployment, and the volume and the node of a claim: no field that somebody renders."""
+_EXPECTED_MANAGERS: Final = {("kube-controller-manager", ""), ("kube-scheduler", "")}
+"""They write the revision of a Deployment, and the volume and the node of a claim: none of these fields is rendered."""
 
 
 def applied(managed: Sequence[Object]) -> list[Object] | None:
-    """``metadata.managedFields`` with what we set by creating as set by applying; None: there is nothing of the kind.
+    """``metadata.managedFields`` with the operator's Update entries as Apply entries; None: it has no Update entry.
 
-    What others set stays as it is, and so does what was written to a subresource (``status``).
+    The entries of other managers and of subresources (``status``) stay as they are.
     """
-    created = [entry for entry in managed if _is_ours(entry, "Update")]
+    created = [entry for entry in managed if _is_own(entry, "Update")]
     if not created:
         return None
-    before = [entry for entry in managed if _is_ours(entry, "Apply")]
-    others = [entry for entry in managed if entry not in created and entry not in before]
-    newest = created[-1]
+    own = [*(entry for entry in managed if _is_own(entry, "Apply")), *created]
     fields: Object = {}
-    for entry in (*before, *created):
+    for entry in own:
         fields = _union(fields, entry.get("fieldsV1") or {})
-    return [*others, {**newest, "operation": "Apply", "fieldsV1": fields}]
+    others = [entry for entry in managed if entry not in own]
+    return [*others, {**created[-1], "operation": "Apply", "fieldsV1": fields}]
 
 
 def other_writers(managed: Sequence[Object]) -> list[str]:
-    """Managers that wrote the object itself, not its status, since we did.
+    """Managers that wrote the object itself, not its status, after the operator.
 
     >>> ours = {"manager": FIELD_OWNER, "operation": "Update", "time": "2026-01-01T00:00:00Z"}
     >>> other_writers([ours, {"manager": "kubectl-edit", "operation": "Update", "time": "2026-01-01T00:00:07Z"}])
     ['kubectl-edit']
     """
     ours = max((str(e.get("time", "")) for e in managed if e.get("manager") == FIELD_OWNER), default="")
-    # A time has no fraction of a second: in the same second another may have been later.
+    # Times have whole seconds: of two writes in one second, the order is not known.
     later = [entry for entry in managed if str(entry.get("time", "")) >= ours]
     writers = {(str(entry.get("manager")), str(entry.get("subresource", ""))) for entry in later}
-    return sorted(name for name, part in writers - _EXPECTED if name != FIELD_OWNER and part != "status")
+    return sorted(
+        name for name, part in writers - _EXPECTED_MANAGERS if name != FIELD_OWNER and part != "status"
+    )
 
 
-def _is_ours(entry: Object, operation: str) -> bool:
-    mine = (entry.get("manager"), entry.get("operation")) == (FIELD_OWNER, operation)
-    return mine and not entry.get("subresource")
+def _is_own(entry: Object, operation: str) -> bool:
+    own = (entry.get("manager"), entry.get("operation")) == (FIELD_OWNER, operation)
+    return own and not entry.get("subresource")
 
 
 def _union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two sets of fields, which are maps of maps."""
+    """Union of two sets of fields, which are nested maps."""
     return {name: _union(one.get(name, {}), other.get(name, {})) for name in {**one, **other}}
 
 
@@ -67,20 +68,27 @@ def _union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_hash(obj: Object) -> int:
-    """Of what an object holds, without its status and without what other components note in its annotations. Of a claim the
-    spec does not count: it can only grow."""
+    """Hash of an object without its status and without the annotations of other components; of a claim without its spec, which
+    can only grow."""
     metadata = obj["metadata"]
-    notes = {k: v for k, v in (metadata.get("annotations") or {}).items() if k.startswith(f"{GROUP}/")}
     parts = [metadata.get(name) for name in ("uid", "labels", "ownerReferences")]
     parts += [obj.get(name) for name in ("data", "binaryData")]
-    parts += [notes, None if obj["kind"] == "PersistentVolumeClaim" else obj.get("spec")]
+    parts += [_own_annotations(obj), None if obj["kind"] == "PersistentVolumeClaim" else obj.get("spec")]
     return hash(msgspec.json.encode(parts, order="deterministic"))
 
 
-def first_difference(before: Any, after: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """The first field of two versions of an object that differs, as (path, before, after); None for a field that is absent.
+def _own_annotations(obj: Object) -> dict[str, str]:
+    annotations = obj["metadata"].get("annotations") or {}
+    return {name: text for name, text in annotations.items() if name.startswith(f"{GROUP}/")}
 
-    Status and what the API server itself writes of an object do not count.
+
+_NOT_COMPARED: Final = ("status", "metadata.generation", "metadata.resourceVersion", "metadata.managedFields")
+
+
+def first_difference(before: Any, after: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """The first field that differs between two versions of an object, as (path, before, after); an absent field is None.
+
+    The status and the fields that the API server itself writes are not compared.
 
     >>> first_difference({"spec": {"replicas": 5}}, {"spec": {"replicas": 1}, "status": {}})
     ('spec.replicas', 5, 1)
@@ -88,39 +96,33 @@ def first_difference(before: Any, after: Any, path: str = "") -> tuple[str, Any,
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
             below = f"{path}.{name}" if path else name
-            if below not in _NOT_COMPARED:
-                found = first_difference(before.get(name), after.get(name), below)
-                if found is not None:
-                    return found
+            if below in _NOT_COMPARED:
+                continue
+            if (difference := first_difference(before.get(name), after.get(name), below)) is not None:
+                return difference
         return None
     if isinstance(before, list) and isinstance(after, list):
         for index, (one, other) in enumerate(zip_longest(before, after)):
-            if (found := first_difference(one, other, f"{path}[{index}]")) is not None:
-                return found
+            if (difference := first_difference(one, other, f"{path}[{index}]")) is not None:
+                return difference
         return None
     return None if before == after else (path, before, after)
 
 
-_NOT_COMPARED: Final = frozenset(
-    ("status", "metadata.generation", "metadata.resourceVersion", "metadata.managedFields")
-)
-
-
 def rendered_hash(obj: Object) -> str:
-    """The hash of an object as rendered, from its annotation; an object without one is compared by all annotations."""
-    annotations = obj["metadata"].get("annotations") or {}
-    ours = sorted((name, text) for name, text in annotations.items() if name.startswith(f"{GROUP}/"))
-    return str(annotations.get(RENDERED_HASH) or ours)
+    """The hash of an object as rendered, from its annotation; an object without one is compared by the operator's annotations."""
+    annotations = _own_annotations(obj)
+    return annotations.get(RENDERED_HASH) or str(sorted(annotations.items()))
 
 
 def is_untouched(wanted: Object, live: Object) -> bool:
-    """Whether an object is as an earlier process applied it, by what it says itself: who wrote it since, and, as the removal
-    of a field leaves no trace there, whether every field that we set is still there."""
+    """Whether an object is as an earlier process of the operator applied it: no other manager has written it since, and it
+    has every field of ``wanted`` (``managedFields`` do not show that a field was removed)."""
     return not other_writers(live["metadata"].get("managedFields") or ()) and _has_all(wanted, live)
 
 
 def _has_all(wanted: Any, live: Any) -> bool:
-    """Whether ``live`` has a value wherever ``wanted`` has one that the API server keeps; values are not compared."""
+    """Whether ``live`` has a value wherever ``wanted`` has a non-empty one; values are not compared."""
     if isinstance(wanted, dict) and isinstance(live, dict):
         return all(_has_all(value, live.get(name)) for name, value in wanted.items() if value)
     if isinstance(wanted, list) and isinstance(live, list):

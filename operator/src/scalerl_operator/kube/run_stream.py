@@ -1,11 +1,10 @@
-"""kopf's part: the stream of runs, fed into the cache. Handlers carry no logic: they wake a run.
+"""The stream of runs, by kopf, into the cache; objects of runs come by :mod:`scalerl_operator.kube.informer`.
 
-kopf is used for its streams alone (lists, watches, reconnects): it puts no annotation and no finalizer on anything,
-writes no events, and knows no peers; who leads is our Lease's business. A standby watches too, so that its cache is
-warm when it leads. What belongs to runs comes by :mod:`scalerl_operator.kube.informer`.
+Only kopf's streams are used (lists, watches, reconnects): it writes no annotations, finalizers or events, and elects no leader.
+Its handler only updates the cache. A standby watches too, so that its cache is complete when it leads.
 
-kopf does not say when its first list is complete, nor which runs were deleted while its stream was cut off for long. So runs
-are listed before each start of it (:func:`~scalerl_operator.kube.informer.listed`), and :class:`Resync` compares from time to time.
+kopf does not report the end of its first list, nor runs that were deleted while its stream was interrupted for long. So runs
+are listed before each start of it (:func:`~scalerl_operator.kube.informer.listed`), and :class:`Resync` compares periodically.
 """
 
 from __future__ import annotations
@@ -28,27 +27,30 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError, NotFound
 from scalerl_operator.kube.informer import LONGEST_PAUSE_SECONDS, listed
 from scalerl_operator.kube.kinds import KINDS, RUN
+from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FIELD_OWNER
 
 PAGE: Final = 50
-"""Runs a page of kopf's list: what it parses at once must not keep the event loop for long."""
-SOON_SECONDS: Final = 20.0
-"""After a start of kopf its stream is up; what went between our list and its own is found by comparing."""
+"""Runs per page of kopf's list, each of which blocks the event loop while it is parsed."""
+START_SECONDS: Final = 20.0
+"""From a start of kopf to the comparison that finds runs deleted between the operator's list and kopf's."""
 STEADY_SECONDS: Final = 30.0
-"""What has been up for so long is up."""
-SETTLED_SECONDS: Final = 5.0
-"""After so long a watch has brought what a list already showed, or it will not bring it."""
+"""After so long without an end of kopf, its stream is up."""
+EVENT_SECONDS: Final = 5.0
+"""Longest delay of an event whose object a list already shows; after it, the event is missed."""
 STOP_SECONDS: Final = 10.0
+"""For kopf's tasks to end."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Resync:
-    """Compares the runs of the cache with what the API server lists (names and versions only), and corrects the cache.
+    """Compares the cached runs with a list (names and versions only), and corrects the cache: kopf can miss a deletion, and its
+    stream can stop without an error.
 
-    A deletion that kopf missed, or a stream that has stopped without an error, must not leave a run out of date for ever.
-    every: seconds. ``on_repair(number)`` is called with the number of objects corrected.
+    every: seconds.
+    on_repair: called with the number of corrected runs.
     """
 
     api: KubeApi
@@ -56,54 +58,52 @@ class Resync:
     namespaces: Sequence[str | None]
     every: float
     on_repair: Callable[[int], None] = lambda number: None
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def soon(self) -> None:
-        """Compare in a short while: kopf has been started."""
-        self._asked.set()
+    kopf_started: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a start of kopf: the next comparison follows after :data:`START_SECONDS`."""
 
     async def run(self) -> None:
-        """Compare every so often, and soon after :meth:`soon`, until cancelled."""
+        """Compares periodically until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.every):
-                    await self._asked.wait()
-                self._asked.clear()
-                await asyncio.sleep(SOON_SECONDS)
+                    await self.kopf_started.wait()
+                self.kopf_started.clear()
+                await asyncio.sleep(START_SECONDS)
             for namespace in self.namespaces:
                 try:
                     await self.compare(namespace)
                 except ApiError as error:
-                    log.warning("comparing runs with a list: %s", error)
+                    log.warning("runs were not compared with a list: %s", error)
 
     async def compare(self, namespace: str | None) -> int:
-        """One namespace, or all; returns how many runs had to be corrected."""
-        found, version = await self.api.list_at(RUN, namespace, metadata_only=True)
+        """Compares one namespace; None: all. Returns the number of corrected runs."""
+        listed_runs, list_version = await self.api.list_at(RUN, namespace, metadata_only=True)
         versions = {
-            (m["namespace"], m["name"]): int(m["resourceVersion"]) for m in (o["metadata"] for o in found)
+            (m["namespace"], m["name"]): int(m["resourceVersion"])
+            for m in (run["metadata"] for run in listed_runs)
         }
-        corrected = self.cache.forget_missing(RUN, versions, version, namespace=namespace)
-        if self._behind(versions):
-            await asyncio.sleep(SETTLED_SECONDS)
-            for at in self._behind(versions):
-                fresh = await self.api.get(RUN, *at)
-                if fresh is not None:
-                    self.cache.observe("MODIFIED", fresh)
+        corrected = self.cache.forget_missing(RUN, versions, list_version, namespace=namespace)
+        if self._outdated(versions):
+            await asyncio.sleep(EVENT_SECONDS)
+            for key in self._outdated(versions):
+                run = await self.api.get(RUN, *key)
+                if run is not None:
+                    self.cache.observe("MODIFIED", run)
                     corrected += 1
         if corrected:
-            log.warning("%d runs were not as the API server has them, and are corrected", corrected)
+            log.warning("%d cached runs were out of date and are corrected", corrected)
             self.on_repair(corrected)
         return corrected
 
-    def _behind(self, versions: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
-        return [at for at, version in versions.items() if self.cache.version(RUN, *at) < version]
+    def _outdated(self, versions: Mapping[Key, int]) -> list[Key]:
+        return [key for key, version in versions.items() if self.cache.version(RUN, *key) < version]
 
 
 class Watches:
-    """The stream of runs as one task, :meth:`run`: a list of all, then kopf; when kopf ends by itself, again.
+    """The stream of runs. :meth:`run` lists all runs, then runs kopf, and starts over when kopf ends.
 
-    kopf ends when runs are no longer served (their CRD was deleted), and by its own mistakes. ``on_event(kind)`` is called
-    for every event, ``on_start()`` of each start of kopf (which takes the process's signals for itself).
+    kopf ends when runs are no longer served (their CRD was deleted), and by its own errors. on_event: called with the kind of
+    each event. on_start: called after each start of kopf, which replaces the process's signal handlers.
     """
 
     def __init__(
@@ -129,33 +129,33 @@ class Watches:
         """Set once kopf was started."""
 
     def down_seconds(self) -> float:
-        """For how long kopf could not be kept up; 0 while it is, and while the API server has no runs to give."""
+        """Seconds since kopf's stream went down; 0 while it is up, and while the API server does not serve runs."""
         now = asyncio.get_running_loop().time()
         if self._broken_since is None or now - self._up_since > STEADY_SECONDS:
             return 0.0
         return now - self._broken_since
 
     async def run(self) -> None:
-        """Keep the stream up until cancelled."""
-        pause = 1.0
+        """Keeps the stream up until cancelled."""
+        pause, loop = 1.0, asyncio.get_running_loop()
         while True:
             await self._list()
-            began = asyncio.get_running_loop().time()
+            began = loop.time()
             try:
                 await self._streams()
-                reason: object = "it ended by itself"
+                reason: object = "it ended without an error"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-            now = asyncio.get_running_loop().time()
+            now = loop.time()
             steady = now - began > STEADY_SECONDS
             self._up_since = math.inf
             self._broken_since = now if steady or self._broken_since is None else self._broken_since
             pause = 1.0 if steady else min(30.0, pause * 2)
-            log.error("kopf stopped (%s); started again in %.0f s", reason, pause)
+            log.error("kopf stopped (%s); restarted in %.0f s", reason, pause)
             await asyncio.sleep(pause)
 
     async def _list(self) -> None:
-        """All runs into the cache. Until the API server gives them (their CRD may come after us), try again."""
+        """Lists all runs into the cache; retries until the API server serves them, as the CRD may be installed later."""
         pause = 1.0
         while True:
             try:
@@ -163,7 +163,7 @@ class Watches:
                     await listed(self._api, self._cache, KINDS[RUN], namespace)
             except ApiError as error:
                 hint = " (are the CRDs installed?)" if isinstance(error, NotFound) else ""
-                log.warning("%s%s; tried again in %.0f s", error, hint, pause)
+                log.warning("%s%s; retried in %.0f s", error, hint, pause)
                 self._broken_since = None
                 await asyncio.sleep(pause)
                 pause = min(LONGEST_PAUSE_SECONDS, pause * 2)
@@ -172,11 +172,11 @@ class Watches:
                 return
 
     async def _streams(self) -> None:
-        """kopf, until it ends or fails. Not by ``kopf.operator``: that cancels every task of the loop at its end."""
+        """Runs kopf until it ends. Not by ``kopf.operator``, which cancels every task of the loop at its end."""
         tasks = await kopf.spawn_tasks(
             registry=self._registry,
             settings=_settings(),
-            # Its own would be the host's name as the DNS has it: a lookup that keeps the event loop until it answers.
+            # kopf's default is the host's name by DNS, a lookup that blocks the event loop.
             identity=cast(Any, FIELD_OWNER),
             standalone=True,
             clusterwide=not self._namespaces,
@@ -216,7 +216,7 @@ def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.process.ultimate_exiting_timeout = None
-    # No permission to read CRDs and namespaces is needed: what is served is known.
+    # Scanning needs permission to read CRDs and namespaces.
     settings.scanning.disabled = True
     settings.persistence.finalizer = f"{GROUP}/kopf"
     settings.persistence.diffbase_storage = _NoDiffBase()
@@ -224,22 +224,22 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.connect_timeout = 10.0
     settings.networking.connect_timeout = 10.0
     settings.networking.request_timeout = 30.0
-    # 84 minutes without an API server end the stream, and Watches starts it again.
+    # The stream ends after 84 minutes without an API server; Watches starts it again.
     settings.networking.error_backoffs = (1.0, 1.0, 2.0, 3.0, *[5.0] * 1000)
-    # A task for an object lives as long as its events come; thousands of idle ones waste memory.
+    # kopf keeps a task per object until it is idle for so long.
     settings.queueing.idle_timeout = 0.2
     return settings
 
 
 class _NoDiffBase(kopf.AnnotationsDiffBaseStorage):
-    """No handler uses the difference; kopf would copy every object of every event to compute it."""
+    """No handler uses the difference between events, for which kopf would copy every object."""
 
     def build(self, **_: Any) -> Any:
         return {}
 
 
 async def _stop(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel kopf's root tasks, as kopf does at its end, and wait for them; a bounded time."""
+    """Cancels kopf's root tasks, as kopf does at its end, and waits for them."""
     for task in tasks:
         task.cancel()
     _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)

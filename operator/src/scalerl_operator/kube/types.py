@@ -1,11 +1,11 @@
-"""Types of what the Kubernetes API gives and takes."""
+"""Types of Kubernetes objects."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Object = dict[str, Any]
-"""A Kubernetes object as JSON has it."""
+"""A Kubernetes object as decoded JSON."""
 
 Key = tuple[str, str]
-"""An object of one kind: (namespace, name)."""
+"""(namespace, name) of an object of a known kind."""

@@ -1,10 +1,10 @@
-"""The work queue: which run is reconciled next. One at a time a run, many runs at once, none lost, never in a busy loop.
+"""The work queue of reconciles: at most one at a time per run, many runs at once, with back-off.
 
 A key is in at most one of these places::
 
     due       waits for a free worker, first come first served
-    waiting   a timer makes it due at a time; after a failure not before ``floor``
-    in work   a pass over it is under way; a wake-up in the meantime makes it due again when the pass ends
+    waiting   becomes due by a timer; after a failure not before ``floor``
+    in work   its reconcile (a pass) is running; if it is woken meanwhile, it is due again when the pass ends
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Final
 from scalerl_operator.kube.types import Key
 
 SOONEST_AFTER_FAILURE_SECONDS: Final = 5.0
-"""Something changed, so a failed key is retried before its back-off ends; but never sooner than this."""
+"""Shortest back-off of a failed key that is woken."""
 SHORTEST_DELAY_SECONDS: Final = 0.1
-"""A handler cannot ask for less: a mistake in it must not become a busy loop."""
+"""Shortest delay that a handler can return: an error in it must not become a busy loop."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Timer:
     handle: asyncio.TimerHandle
     at: float
     floor: float
-    """Not before this (the loop's clock), whatever wakes it."""
+    """The earliest time for a wake-up, by the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -40,23 +40,21 @@ class _Pass:
     task: asyncio.Task[float | None]
     began: float
     woken: bool = False
-    """A wake-up came during the pass: the key is processed once more."""
+    """The key was woken during the pass."""
     patient: bool = True
-    """All those wake-ups were."""
+    """All those wake-ups were patient."""
 
 
 class WorkQueue:
-    """Keys that are due, each handed to ``handler`` by at most one worker at a time.
+    """Keys that are due, each processed by at most one worker at a time.
 
-    ``handler(key)`` returns the seconds until the key is due again, or None: only when woken. When it raises,
-    the key comes back after ``base`` seconds, doubled with every failure in a row up to ``ceiling``, less up to a
-    quarter by chance; an exception's ``retry_after`` lengthens that wait, its ``longest_wait`` is a lower ceiling.
-    A pass that takes longer than ``limit`` seconds is a failure.
+    ``handler(key)`` returns the seconds until the key is due again; None: only when woken. When it raises, or takes longer than
+    ``limit`` seconds, the key is due again after ``base`` seconds, doubled with each consecutive failure up to ``ceiling``, with
+    a jitter of a quarter. An exception's ``retry_after`` lengthens that back-off; its ``longest_wait`` is a lower ceiling.
 
-    ``on_pass(key, result, seconds)`` is called at the end of each pass; the result is ``ok``, ``error`` or ``cancelled``.
+    ``on_pass(key, result, seconds)`` is called after each pass; the result is ``ok``, ``error`` or ``cancelled``.
 
-    The queue starts held: keys gather, nothing runs until :meth:`release` (a standby's queue stays held). All methods
-    belong to the event loop's thread.
+    The queue starts held: no pass begins before :meth:`release`.
     """
 
     def __init__(
@@ -86,10 +84,10 @@ class WorkQueue:
         self._failures: dict[Key, int] = {}
 
     def wake(self, key: Key, *, patient: bool = False) -> None:
-        """``key`` is due now; one in work is processed once more afterwards.
+        """Makes ``key`` due now, or after the pass that is in work.
 
-        After a failure it is brought forward, but not closer than
-        ``SOONEST_AFTER_FAILURE_SECONDS`` to it; ``patient``: not at all, as what has changed is not what failed.
+        A wake-up shortens a back-off to :data:`SOONEST_AFTER_FAILURE_SECONDS`; patient: not at all, as the change is unrelated
+        to the failure.
         """
         if (in_work := self._passes.get(key)) is not None:
             in_work.woken = True
@@ -100,31 +98,27 @@ class WorkQueue:
             self._schedule(key, asyncio.get_running_loop().time())
 
     def release(self) -> None:
-        """Hand out keys from now on."""
+        """Starts to process keys."""
         self._held = False
-        self._pump()
+        self._start_passes()
 
     async def halt(self) -> None:
-        """Stop at once: nothing is handed out, passes in work are cancelled and awaited; their keys stay due."""
+        """Begins no more passes, and cancels those in work; their keys stay due."""
         self._held = True
-        passes = dict(self._passes)
-        for one in passes.values():
-            one.task.cancel()
-        await asyncio.gather(*(one.task for one in passes.values()), return_exceptions=True)
+        tasks = [one.task for one in self._passes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def drain(self, timeout: float) -> list[Key]:
-        """Stop in good order: nothing more is handed out, passes in work may finish within ``timeout`` seconds.
-
-        Those that do not are cancelled; their keys are returned.
-        """
+        """Begins no more passes; those in work have ``timeout`` seconds to end, and are then cancelled. Returns their keys."""
         self._held = True
         for timer in self._waiting.values():
             timer.handle.cancel()
         self._waiting.clear()
-        passes = dict(self._passes)
-        if passes:
-            await asyncio.wait([one.task for one in passes.values()], timeout=timeout)
-        late = [key for key in passes if key in self._passes]
+        if self._passes:
+            await asyncio.wait([one.task for one in self._passes.values()], timeout=timeout)
+        late = list(self._passes)
         await self.halt()
         return late
 
@@ -133,7 +127,7 @@ class WorkQueue:
         return len(self._due)
 
     def in_work(self) -> int:
-        """Keys that are in work."""
+        """Keys in work."""
         return len(self._passes)
 
     def failing(self) -> int:
@@ -141,7 +135,7 @@ class WorkQueue:
         return len(self._failures)
 
     def _schedule(self, key: Key, at: float, floor: float = 0.0) -> None:
-        """Make ``key`` due at ``at`` unless it is due sooner; ``floor`` holds against every later wake-up."""
+        """Makes ``key`` due at ``at`` unless it is due sooner; ``floor``: the earliest time for later wake-ups."""
         loop = asyncio.get_running_loop()
         before = self._waiting.get(key)
         if before is not None:
@@ -159,9 +153,9 @@ class WorkQueue:
     def _make_due(self, key: Key) -> None:
         self._waiting.pop(key, None)
         self._due[key] = None
-        self._pump()
+        self._start_passes()
 
-    def _pump(self) -> None:
+    def _start_passes(self) -> None:
         while self._due and not self._held and len(self._passes) < self._workers:
             key = next(iter(self._due))
             del self._due[key]
@@ -181,13 +175,13 @@ class WorkQueue:
             raise
 
     def _ended(self, key: Key, task: asyncio.Task[float | None]) -> None:
-        """Where a key goes after its pass. A callback of the task: a task can be cancelled before it has begun."""
+        """Schedules the key after its pass. A callback of the task, which can be cancelled before it has begun."""
         now = asyncio.get_running_loop().time()
         over = self._passes.pop(key)
         floor = 0.0
         again: float | None
         if task.cancelled():
-            # Stopped from outside, so not done: due again (by halt at once, else after a pause).
+            # Not complete: due again, at once after halt().
             result, again = "cancelled", now if self._held else now + self._base
         elif (error := task.exception()) is not None:
             result, wait = "error", self._back_off(key, error)
@@ -202,10 +196,10 @@ class WorkQueue:
         if over.woken and key not in self._due and not (over.patient and result == "error"):
             self._schedule(key, max(now, floor), floor)
         self._on_pass(key, result, now - over.began)
-        self._pump()
+        self._start_passes()
 
     def _log(self, key: Key, error: BaseException, wait: float) -> None:
-        """One line for an error of the API server, a traceback for an unexpected one."""
+        """Logs a line for an error of the API server, a traceback for any other."""
         expected = hasattr(error, "longest_wait")
         log.log(
             logging.WARNING if expected else logging.ERROR,
@@ -215,7 +209,7 @@ class WorkQueue:
         )  # fmt: skip
 
     def _back_off(self, key: Key, error: BaseException) -> float:
-        """Seconds until ``key`` is tried again after ``error``, and one more failure in its row."""
+        """Counts a failure of ``key``. Returns the seconds until it is retried."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         ceiling = min(self._ceiling, getattr(error, "longest_wait", None) or self._ceiling)
         wait = min(ceiling, self._base * 2.0 ** min(failures - 1, 30))
