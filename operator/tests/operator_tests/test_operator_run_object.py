@@ -24,6 +24,7 @@ class OlderServer:
 
     def __init__(self) -> None:
         self.writes = 0
+        self.events: list[str] = []
 
     async def patch(self, *of: Any, resource_version: str, **more: Any) -> dict[str, Any]:
         self.writes += 1
@@ -34,14 +35,18 @@ class OlderServer:
         metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": str(self.writes + 1)}
         return {"kind": KIND, "metadata": metadata, "status": status}
 
-    async def event(self, *of: Any) -> None:
-        pass
+    async def event(self, run: Any, kind: str, reason: str, message: str) -> None:
+        self.events.append(reason)
 
 
 def ready(type_: str, generation: int | None) -> Condition:
     return Condition(
         type=type_, status="True", observed_generation=generation, last_transition_time=T0, reason="Ready"
     )
+
+
+def said(type_: str, reason: str) -> Condition:
+    return Condition(type=type_, status="True", last_transition_time=T0, reason=reason)
 
 
 async def test_fields_that_an_older_crd_does_not_keep_are_written_and_reported_once(
@@ -64,6 +69,28 @@ async def test_fields_that_an_older_crd_does_not_keep_are_written_and_reported_o
         "does not keep all of status.acceptedSpec, status.conditions, status.observedGeneration, status.trainer: "
         in warning
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "events"),
+    [
+        ("SuspendedByForecast", "StoppedByForecast", []),
+        ("SuspendedBySpec", "StoppedByForecast", ["StoppedByForecast"]),
+        (None, "SuspendedBySpec", ["SuspendedBySpec"]),
+    ],
+)
+async def test_reason_of_the_release_before_gets_no_second_event(
+    before: str | None, now: str, events: list[str]
+) -> None:
+    metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
+    old = RunStatus(conditions=[] if before is None else [said("Suspended", before)])
+    context = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, old, Memory())
+    server = OlderServer()
+    run = RunObject(cast(KubeApi, server), Cache(lambda key: None))
+    await run.write(
+        context, RunStatus(trainer=TrainerStatus(), conditions=[said("Suspended", now)]), at_once=True
+    )
+    assert server.events == events
 
 
 def test_a_run_that_begins_again_has_neither_models_nor_decisions() -> None:
