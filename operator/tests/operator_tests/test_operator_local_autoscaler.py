@@ -55,7 +55,7 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 ) -> None:
     record = await recorded(tmp_path, recorded_mode, wanted, to)
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}} | rules)
-    found, message = resumed_plan(plan(made), made.spec, record.known)
+    found, message = resumed_plan(plan(made), made.spec, record.summary)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert found.workload(Role.TRAINER) == plan(made).workload(Role.TRAINER)
     assert bool(message) == (expected != 1)
@@ -64,7 +64,7 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 async def test_a_first_start_is_the_specs(tmp_path: Path) -> None:
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}})
     record = await opened(tmp_path / "decisions.jsonl")
-    assert resumed_plan(plan(made), made.spec, record.known) == (plan(made), "")
+    assert resumed_plan(plan(made), made.spec, record.summary) == (plan(made), "")
 
 
 @pytest.mark.parametrize(("devices", "expected"), [("0,1,2,3,4", 4), ("0,1,2", 1)])
@@ -78,7 +78,7 @@ async def test_devices_that_are_gone_are_not_waited_for(
         generator={"devices": 1},
         trainer={"devices": 1},
     )
-    found, message = resumed_plan(plan(made), made.spec, record.known)
+    found, message = resumed_plan(plan(made), made.spec, record.summary)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert ("3 found on this machine" in message) == (expected == 1)
 
@@ -103,7 +103,7 @@ async def deciding(
         made,
         harness.runtime,
         DecisionService(path=tmp_path / "decisions.jsonl").record(),
-        applied=record.known.sequence - 1,
+        applied=record.summary.sequence - 1,
         token="secret",
         on_event=events.append,
     )
@@ -169,7 +169,7 @@ async def test_a_number_is_applied_once_and_the_plans_number_not_again(
         number = next(numbers, None)
         if number is None:
             return None
-        known = autoscaler.record.known
+        known = autoscaler.record.summary
         assert known.last is not None
         action = Action(kind="scale", generators=number)
         decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=known.history)

@@ -10,9 +10,9 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, Known
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, LogSummary
+from scalerl_operator.autoscaling.earlier_runs import ReadEarlier
 from scalerl_operator.autoscaling.forecast_client import Sidecar
-from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.models import Decision, Generators
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
@@ -23,12 +23,12 @@ from scalerl_operator.workloads import Plan, Role
 _TICK_SECONDS = 1.0
 
 
-def resumed_plan(plan: Plan, spec: RunSpec, known: Known) -> tuple[Plan, str]:
+def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]:
     """The plan with the number of generators that the autoscaler chose last, and a message where it differs from the spec.
 
     A machine that no longer has the devices for them starts with the spec's number.
     """
-    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, known.generators
+    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, log.generators
     if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
         return plan, ""
     number = min(max(number, allowed.min), allowed.max)

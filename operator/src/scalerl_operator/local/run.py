@@ -18,7 +18,7 @@ from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, known_of
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, summary_of
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
@@ -114,7 +114,7 @@ class LocalRun:
         self._started = time.monotonic() if started is None else started
         known = None
         if run.spec.autoscaling.mode != "Off":
-            known = known_of(directory.paths.decisions)
+            known = summary_of(directory.paths.decisions)
             plan, message = resumed_plan(plan, run.spec, known)
             plan = replace(plan, workloads=(*plan.workloads, forecaster()))
             if message:

@@ -21,7 +21,7 @@ from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_operator.autoscaling.history import select
+from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.local.procfs import kill_marked
 from scalerl_operator.policy.resume_changes import forbidden_changes
 
