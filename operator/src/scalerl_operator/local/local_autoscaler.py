@@ -1,4 +1,4 @@
-"""The autoscaler of a local run: observes the run each second, and carries out what the autoscaler requests."""
+"""Calls the autoscaler of a local run each second, and executes its reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]
 class LocalAutoscaler:
     """The autoscaler of one local run.
 
-    applied: number of the decision up to which :func:`resumed_plan` has applied the record.
+    applied: number of the last decision that :func:`resumed_plan` has applied.
     earlier: reads the finished runs that are a prior of the forecast.
     """
 
@@ -76,7 +76,7 @@ class LocalAutoscaler:
 
     @property
     def stop(self) -> str:
-        """Why the run is to end; empty while it is not to."""
+        """The reason to stop the run; empty without one."""
         return self._autoscaler.stop
 
     @property
@@ -104,7 +104,7 @@ class LocalAutoscaler:
         generators = Generators(
             wanted=self._runtime.replicas(Role.GENERATOR),
             ready=sum(member.weight_version >= 0 for member in status.members),
-            quota=self._runtime.most(Role.GENERATOR),
+            quota=self._runtime.max_replicas(Role.GENERATOR),
             devices_each=max(1, self._spec.generator.devices),
         )
         return self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
