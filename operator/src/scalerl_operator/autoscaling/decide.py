@@ -22,7 +22,7 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.alarm import alarm, is_healthy
 from scalerl_operator.autoscaling.decision_history import after_scaling, scaling_refusal, updated
 from scalerl_operator.autoscaling.models import Action, Alarm, Decision, History, Observation, Recipe, State
-from scalerl_operator.autoscaling.throughput import pace, pace_now, reach, remaining
+from scalerl_operator.autoscaling.throughput import pace_now, reach, remaining, settled_pace
 from scalerl_operator.autoscaling.vote import (
     Side,
     Vote,
@@ -161,7 +161,7 @@ def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cas
     refused = scaling_refusal(spec, observation, history, wanted + 1)
     if refused:
         return continued(shortfall, refused)
-    if elasticity is None and (history.settled is None or pace(observation.recent, history.settled) is None):
+    if elasticity is None and settled_pace(observation, history) is None:
         return continued(
             shortfall, "too few evaluations with these generators to tell later what more of them did"
         )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.models import Change, History, Observation, State
-from scalerl_operator.autoscaling.throughput import elasticity, pace
+from scalerl_operator.autoscaling.throughput import elasticity, pace, settled_pace
 
 ALWAYS_COUNTED: Final = (
     "min_gain",
@@ -110,8 +110,7 @@ def after_scaling(
 ) -> History:
     """The history after a decision to change the number of generators to ``to``."""
     change, wanted = history.change, observation.generators.wanted
-    # Only intervals with exactly these generators: a mixture would measure something else.
-    before = None if history.settled is None else pace(observation.recent, history.settled)
+    before = settled_pace(observation, history)
     return replace(
         history,
         reversals=history.reversals + (change is not None and _reverses(change, wanted, to)),

@@ -47,10 +47,14 @@ def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
     )
 
 
+def settled_pace(observation: Observation, history: History) -> Pace | None:
+    """The pace with exactly the present generators."""
+    return None if history.settled is None else pace(observation.recent, history.settled)
+
+
 def pace_now(observation: Observation, history: History) -> Pace | None:
     """The pace with the present generators; over all recent evaluations while these are too few."""
-    settled = None if history.settled is None else pace(observation.recent, history.settled)
-    return settled or pace(observation.recent)
+    return settled_pace(observation, history) or pace(observation.recent)
 
 
 def elasticity(before: Pace, after: Pace) -> float | None:

@@ -156,8 +156,6 @@ class LocalRun:
             asyncio.create_task(self._observe(), name="observe"),
             asyncio.create_task(self._measure_memory(), name="memory"),
         ]
-        if self._autoscaler is not None:
-            watchers.append(asyncio.create_task(self._autoscaler.run(), name="autoscaler"))
         try:
             await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in watchers:
@@ -171,6 +169,8 @@ class LocalRun:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            if self._autoscaler is not None:
+                self._autoscaler.close()
             await self._client.aclose()
         self._report()
         self._note_ready()
@@ -218,8 +218,6 @@ class LocalRun:
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
-        if self._autoscaler is not None:
-            self._autoscaler.observe(self._status)
         self._report_warnings(self._status)
         return True
 
@@ -235,6 +233,8 @@ class LocalRun:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
             self._runtime.stop()
         elif self._status is not None:
+            if self._autoscaler is not None:
+                self._autoscaler.update(self._status)
             wanted, given = self._stop_reason(self._status), self._status.stop_reason
             if must_send_stop(wanted, given, self._revocable):
                 # Without an answer, the next tick sends the request again.

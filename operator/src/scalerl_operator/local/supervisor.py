@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -87,7 +87,7 @@ class LocalRuntime:
         self._tasks: dict[asyncio.Task[Failure | None], Unit] = {}
         self._ended: asyncio.Queue[asyncio.Task[Failure | None] | None] = asyncio.Queue()
         self._replicas = {workload.role: workload.replicas for workload in plan.workloads}
-        self.units: list[Unit] = [unit for workload in plan.workloads for unit in self._units(workload)]
+        self.units = [unit for w in plan.workloads for unit in self._units(w, range(w.replicas))]
 
     @property
     def coordinator_url(self) -> str:
@@ -146,7 +146,7 @@ class LocalRuntime:
         added = range(self._replicas[role], replicas)
         try:
             for index in added:
-                new += self._replica_units(workload, index)
+                new += self._units(workload, [index])
             self._devices.take(workload, added)
         except BaseException:
             for port in {port for unit in new for port in unit.ports.values()}:
@@ -216,25 +216,28 @@ class LocalRuntime:
             await asyncio.wait(self._tasks)
             raise
 
-    def _units(self, workload: Workload) -> list[Unit]:
-        """One unit for each container of a service, or one for all ranks of a gang."""
+    def _units(self, workload: Workload, indices: Iterable[int]) -> list[Unit]:
+        """One unit for each container of these replicas of a service, or one for all ranks of a gang."""
+        members = [(i, member) for i in indices for member in self._members(workload, i)]
+        grouped = [(member.name, i, [member]) for i, member in members]
         if workload.lifetime is Lifetime.GANG:
-            members = [m for i in range(workload.replicas) for m in self._members(workload, i)]
-            return [self._unit(str(workload.role), workload, 0, members)]
-        return [unit for i in range(workload.replicas) for unit in self._replica_units(workload, i)]
-
-    def _replica_units(self, workload: Workload, index: int) -> list[Unit]:
-        return [self._unit(m.name, workload, index, [m]) for m in self._members(workload, index)]
-
-    def _unit(self, name: str, workload: Workload, index: int, members: list[Member]) -> Unit:
-        policy = self._settings.restart
-        return Unit(name, workload, index, members, policy, on_event=self._on_event, may_exit=self._may_exit)
+            grouped = [(str(workload.role), 0, [member for _, member in members])]
+        policy, on_event, may_exit = self._settings.restart, self._on_event, self._may_exit
+        return [
+            Unit(name, workload, index, of_unit, policy, on_event=on_event, may_exit=may_exit)
+            for name, index, of_unit in grouped
+        ]
 
     def _members(self, workload: Workload, index: int) -> list[Member]:
         """The processes of one replica."""
         replica = workload.replica_name(index)
-        names = [name for container in workload.containers for name in container.ports]
-        ports = {name: self._port(workload.role, name) for name in names}
+        # All processes get the coordinator's address in their environment, so its port is chosen before all others.
+        of_coordinator = workload.role is Role.COORDINATOR
+        ports = {
+            name: self._coordinator_port if of_coordinator and name == "http" else self._ports.take()
+            for container in workload.containers
+            for name in container.ports
+        }
         members = []
         for container in workload.containers:
             name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
@@ -242,10 +245,6 @@ class LocalRuntime:
             command = partial(self._command, workload, index, container, name, ports)
             members.append(Member(name, container, ports, command))
         return members
-
-    def _port(self, role: Role, name: str) -> int:
-        # All processes get the coordinator's address in their environment, so its port is chosen first.
-        return self._coordinator_port if role is Role.COORDINATOR and name == "http" else self._ports.take()
 
     def _master_port(self, role: Role, start: int) -> int:
         """The rendezvous port of a gang, a new one for each start, so that no late message of an earlier start reaches it."""

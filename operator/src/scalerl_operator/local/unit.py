@@ -119,9 +119,7 @@ class Unit:
             try:
                 end, culprit = await self._once(start)
             except OSError as error:
-                return self._fail(
-                    Failure(self.name, self.status.role, f"cannot be started: {error}", False, None, "")
-                )
+                return self._fail(f"cannot be started: {error}")
             finally:
                 await self._end_all()
             if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
@@ -130,9 +128,7 @@ class Unit:
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
                 log = str(culprit.command(start).log)
-                return self._fail(
-                    Failure(self.name, self.status.role, reason, outcome.bad_input, end.exit_code, log)
-                )
+                return self._fail(reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=log)
             self._record = outcome.record
             self.status.restarts += 1
             self._to(UnitState.BACK_OFF)
@@ -227,10 +223,12 @@ class Unit:
             await process.wait()
         self._processes.clear()
 
-    def _fail(self, failure: Failure) -> Failure:
+    def _fail(
+        self, reason: str, *, bad_input: bool = False, exit_code: int | None = None, log: str = ""
+    ) -> Failure:
         self._to(UnitState.FAILED)
-        self._on_event(Event(self.name, failure.reason, is_problem=True))
-        return failure
+        self._on_event(Event(self.name, reason, is_problem=True))
+        return Failure(self.name, self.status.role, reason, bad_input, exit_code, log)
 
     def _to(self, state: UnitState) -> None:
         self.status.state = state

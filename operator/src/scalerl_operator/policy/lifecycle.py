@@ -75,7 +75,10 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         return _suspend(observed, memory)
     assert spec is not None
     if observed.prepare.stale:
-        return _update(observed, memory)
+        # The roles' spec has changed: the run is drained with the old spec, then created again with the new one.
+        note = "the objects of the earlier spec to be deleted"
+        draining = _drain(observed, memory, Phase.PREPARING)
+        return draining or LifecycleDecision(Phase.PREPARING, _reset_failures(memory), note=note)
     memory = _without_drain(memory)
     if observed.prepare.state is not JobState.COMPLETE:
         return _prepare(spec, observed, memory)
@@ -151,47 +154,34 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
 # --- preparation --------------------------------------------------------------------------------
 
 
-def _update(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """The roles' spec has changed: the run is drained with the old spec, then created again with the new one."""
-    draining = _drain(observed, memory, Phase.PREPARING)
-    return draining or LifecycleDecision(
-        Phase.PREPARING, _reset_failures(memory), note="the objects of the earlier spec to be deleted"
-    )
-
-
 def _prepare(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    if observed.prepare.state is JobState.FAILED and observed.prepare.disrupted:
-        return _prepare_again(spec, observed, memory)
-    if _awaits_exit_code(observed.prepare, observed.unix_seconds):
+    job = observed.prepare
+    if job.state is JobState.FAILED and job.disrupted:
+        # After the delay, the Job is deleted, and then created again.
+        again = restarts.disrupted(_policy(spec), memory.record, ready_seconds=None)
+        wait = job.failed_at + again.delay_seconds - observed.unix_seconds
+        pending = _is_pending(wait)
+        return LifecycleDecision(
+            Phase.PREPARING,
+            memory if pending else replace(memory, record=again.record),
+            prepare=pending,
+            again_seconds=wait if pending else ASK_AGAIN_SECONDS,
+            note="the next attempt of the preparation",
+        )
+    if _awaits_exit_code(job, observed.unix_seconds):
         note = "the exit code of the preparation"
         return LifecycleDecision(
             Phase.PREPARING, memory, prepare=True, again_seconds=ASK_AGAIN_SECONDS, note=note
         )
-    if observed.prepare.state is JobState.FAILED:
-        worst = _worst(observed.prepare.ends)
+    if job.state is JobState.FAILED:
+        worst = _worst(job.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         message = worst.message or f"prepare exited with {worst.exit_code}"
         return _end(observed, memory, Outcome(End.FAILED, reason, message))
-    if observed.prepare.held:
+    if job.held:
         return LifecycleDecision(Phase.PENDING, memory, prepare=True, note=_IN_QUEUE)
-    return LifecycleDecision(
-        Phase.PREPARING,
-        memory,
-        prepare=observed.prepare.state is not JobState.LEAVING,
-        note="the model and tokenizer to be prepared",
-    )
-
-
-def _prepare_again(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    """After a disruption of the preparation: deletes its Job after a delay, so that it is created again."""
-    again = restarts.disrupted(_policy(spec), memory.record, ready_seconds=None)
-    wait = observed.prepare.failed_at + again.delay_seconds - observed.unix_seconds
-    note = "the next attempt of the preparation"
-    if _is_pending(wait):
-        return LifecycleDecision(Phase.PREPARING, memory, prepare=True, again_seconds=wait, note=note)
-    return LifecycleDecision(
-        Phase.PREPARING, replace(memory, record=again.record), again_seconds=ASK_AGAIN_SECONDS, note=note
-    )
+    note = "the model and tokenizer to be prepared"
+    return LifecycleDecision(Phase.PREPARING, memory, prepare=job.state is not JobState.LEAVING, note=note)
 
 
 # --- training -----------------------------------------------------------------------------------
