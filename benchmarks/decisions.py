@@ -58,7 +58,7 @@ from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
 from scalerl_operator.autoscaling import vote
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.forecast_request import question
+from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import (
     RECENT,
     Generators,
@@ -360,7 +360,7 @@ def observed(
         staleness=Staleness(allowed=8, most=4),
         recipe=Recipe(batch_completions=768, context_tokens=16_384, fp32_head=True, loss="cispo"),
     )
-    asked = question(SPEC, points, seen, history)
+    asked = build_request(SPEC, points, seen, history)
     assert isinstance(asked, ForecastRequest)
     answer, trouble = answered(replace(asked, earlier=list(earlier)))
     return replace(seen, forecast=answer, trouble=trouble)

@@ -12,8 +12,8 @@ from scalerl_cli.output import say
 from scalerl_cli.records import RecordProblem, recorded
 from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.autoscaling.replay import Other, under, verify
-from scalerl_operator.autoscaling.vote import counted
+from scalerl_operator.autoscaling.replay import Alternative, replay_under, verify
+from scalerl_operator.autoscaling.vote import prior_runs
 
 _SHOWN = 20
 """Differences in full; a record written over from some line on has them in all that follow."""
@@ -66,7 +66,7 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
     if spec.mode == "Off":
         say(f"{policy}: spec.autoscaling.mode: Off decides nothing (set Advisory or Auto)", error=True)
         return BAD_INPUT
-    others = list(under(spec, list(lines), _forecast))
+    others = list(replay_under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:
         say(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
@@ -93,7 +93,7 @@ def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         return None, f"the forecast was refused: {error}"
 
 
-def _first_stop(others: Sequence[Other], *, recorded: bool) -> str:
+def _first_stop(others: Sequence[Alternative], *, recorded: bool) -> str:
     for other in others:
         decision = other.line.decision if recorded else other.decision
         if decision.action.kind in ("stop", "hold"):
@@ -106,7 +106,7 @@ def _when(line: Line) -> str:
 
 
 def _prior(line: Line) -> str:
-    number = len(counted(line.observation.forecast))
+    number = len(prior_runs(line.observation.forecast))
     return f" ({number} earlier run{'s' if number > 1 else ''} as prior)" if number else ""
 
 

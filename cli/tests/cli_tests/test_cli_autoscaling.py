@@ -152,11 +152,11 @@ def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
         assert run.finish(120) == 130
     assert not list((run.directory / "logs").glob("generator-1*"))
     record = asyncio.run(opened(run.directory / "decisions.jsonl"))
-    last = record.known.last
+    last = record.summary.last
     assert last is not None
     grown = replace(last.decision, action=Action(kind="scale", generators=2))
     rules = AutoscalingSpec.model_validate(spec["autoscaling"])
-    asyncio.run(record.append("balance", rules, record.known.points, last.observation, grown))
+    asyncio.run(record.append("balance", rules, record.summary.points, last.observation, grown))
 
     with shell(tmp_path, "--dir", str(run.directory), "--resume", spec=spec) as again:
         again.until(lambda: len(list((run.directory / "logs").glob("generator-1*"))) == 2)

@@ -21,7 +21,7 @@ from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import Line
-from scalerl_operator.autoscaling.forecast_request import question
+from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import Generators, History
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.replay import verify
@@ -91,10 +91,10 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         points = [point(e) for e in curve[:count]]
         one = Generators(wanted=1, ready=1)
         seen = observe(spec, status(curve[:count]), points, one, unix_seconds=1.7e9)
-        asked = question(rules, points, seen, record.known.history)
+        asked = build_request(rules, points, seen, record.summary.history)
         assert not isinstance(asked, str)
         seen = replace(seen, forecast=answer_forecast(asked))
-        decision = decide(rules, seen, record.known.history)
+        decision = decide(rules, seen, record.summary.history)
         asyncio.run(record.append("autoscale", rules, points, seen, decision))
     return path.read_bytes()
 

@@ -1,4 +1,4 @@
-"""The operator's side of the coordinator's HTTP interface."""
+"""The operator's client of the coordinator's HTTP interface."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from scalerl_api.wire import (
 )
 
 if TYPE_CHECKING:
-    import aiohttp  # imported at the first use: the first child of a local run starts half a second sooner
+    import aiohttp
 
 T = TypeVar("T")
 
 DECISIONS_SECONDS: Final = 30.0
-"""Timeout of one line or page of the decision log, which waits for a disk; a status does not."""
+"""Timeout of one line or page of the decision log, which waits for a disk."""
 
 UPGRADE_REQUIRED: Final = 426
 READABLE_VERSIONS: Final = tuple(range(WIRE_VERSION, 0, -1))
-"""Wire versions whose status and stop this client reads: each version only added fields with defaults. A run keeps its
-images through an upgrade of the operator, so its coordinator may use an earlier version."""
+"""Wire versions that this client can use: each version only added fields with defaults. A run keeps its images when the operator
+is upgraded, so its coordinator may use an earlier version."""
 
 
 class CoordinatorUnreachable(Exception):
@@ -38,7 +38,7 @@ class CoordinatorUnreachable(Exception):
 
 
 class CoordinatorRefused(Exception):
-    """A refusal; the same request will be refused again."""
+    """The coordinator refused the request, and will refuse it again."""
 
 
 class EndpointMissing(CoordinatorRefused):
@@ -46,7 +46,7 @@ class EndpointMissing(CoordinatorRefused):
 
 
 class OffsetSuperseded(CoordinatorRefused):
-    """The log of decisions does not end at the given offset."""
+    """The decision log does not end at the given offset."""
 
 
 class CoordinatorClient:
@@ -63,7 +63,7 @@ class CoordinatorClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
-        """Closes the connections; a later request opens others."""
+        """Closes the connections; a later request opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -73,16 +73,16 @@ class CoordinatorClient:
         return await self._call("GET", endpoints.STATUS, None, Status)
 
     async def stop(self, reason: str) -> None:
-        """``POST /v1/stop``: end the run in order."""
+        """``POST /v1/stop``: the stop request; an empty reason cancels it."""
         await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
 
     async def decisions(self, offset: int) -> DecisionLines:
-        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset`` on."""
+        """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset``."""
         path = f"{endpoints.DECISIONS}?offset={offset}"
         return await self._call("GET", path, None, DecisionLines, DECISIONS_SECONDS)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
-        """``POST /v1/decisions``: write a line; it is on the run's volume when this returns."""
+        """``POST /v1/decisions``: writes a line, which is on the run's volume when this returns."""
         await self._call(
             "POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack, DECISIONS_SECONDS
         )
@@ -95,7 +95,7 @@ class CoordinatorClient:
         answer: type[T],
         timeout_seconds: float | None = None,
     ) -> T:
-        import aiohttp
+        import aiohttp  # takes half a second, by which the first child of a local run would start later
 
         self._session = self._session or aiohttp.ClientSession(headers=self._headers)
         data = None if body is None else msgspec.msgpack.encode(body)

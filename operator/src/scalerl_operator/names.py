@@ -1,9 +1,9 @@
 """Names and labels of a run's objects, and paths and ports in its pods. Pure.
 
-All names of a run start with one stem. The stem is the run's name if that is a DNS label that starts with a letter, of
-at most 40 characters (the pods of a StatefulSet carry a label with its name and a hash, which leaves 52; the hostname
-of a trainer's rank, at most 63, ends with the attempt and the index). Any other name is shortened and gets a hash of
-the whole name, so that two runs never share a stem.
+All names of a run start with its stem. The stem is the run's name if that is a DNS label that starts with a letter, of at most 40
+characters (the name of a StatefulSet may have 52, since its pods have a label with the name and a hash; the hostname of a
+trainer's rank may have 63 and ends with attempt and index). Any other name is shortened and gets a hash of the whole name, so
+that two runs never share a stem.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ AUTOSCALER: Final = "scalerl-autoscaler"
 """Field manager of ``spec.generator.replicas``, as an HPA has its own."""
 
 RUN: Final = f"{GROUP}/run"
-"""Label on every object of a run: the run's name (a long one shortened)."""
+"""Label on every object of a run: the run's name, shortened if it is long."""
 RUN_UID: Final = f"{GROUP}/run-uid"
 """Label on every object of a run: the run's uid, which distinguishes runs of one name."""
 ATTEMPT: Final = f"{GROUP}/attempt"
 """Label on a trainer Job and its pods: number of the attempt, from 1."""
 DECISIONS: Final = "decisions"
-"""As a component: ConfigMaps in which earlier releases kept decisions. They have up to a megabyte, and nothing reads them."""
+"""Component of the ConfigMaps in which earlier releases kept decisions: up to a megabyte each, no longer read."""
 COMPONENT: Final = "app.kubernetes.io/component"
-"""Label: the role; ``run`` on what belongs to no role."""
+"""Label: the role; ``run`` on objects of no role."""
 SPEC_HASH: Final = f"{GROUP}/spec-hash"
-"""Annotation of pods and of their Jobs: hash of the part of the spec that they were created for."""
+"""Annotation of pods and of their Jobs: hash of the part of the spec that they depend on."""
 RENDERED_HASH: Final = f"{GROUP}/rendered"
-"""Annotation on every object: hash of the object as rendered, so that the removal of a field is noticed too."""
+"""Annotation on every object: hash of the rendered object, to detect the removal of a field too."""
 IMAGE: Final = f"{GROUP}/image"
-"""Annotation of workloads: the operator's image for the role when the run began; used while ``spec.images`` names
-none."""
+"""Annotation of workloads: the operator's image for the role at the start of the run, unless ``spec.images`` names one."""
 SCALED_BY: Final = f"{GROUP}/scaled-by-decision"
 """Annotation of a run: number of the decision that last set ``spec.generator.replicas``."""
 FINALIZER: Final = f"{GROUP}/drain"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")
-"""Kueue's labels, passed on from the run to its workloads."""
+"""Kueue's labels, copied from the run to its workloads."""
 ABANDON: Final = f"{GROUP}/abandon-steps"
-"""Annotation of a run whose claim is lost: the number of trained steps, which the user gives up."""
+"""Annotation by which the user abandons a lost claim: the number of trained steps."""
 SCRAPE: Final = f"{GROUP}/scrape"
-"""Label of a namespace whose pods may read the metrics of runs: ``scalerl.dev/scrape: "true"`` where Prometheus is."""
+"""Label of a namespace whose pods may scrape the metrics of runs: ``scalerl.dev/scrape: "true"`` on that of Prometheus."""
 
 PORTS: Final = {"http": 8080, "control": 8081, "vllm": 8000}
-"""Numbers of the ports that a plan names."""
+"""Numbers of the named ports of containers."""
 MASTER_PORT_NUMBER: Final = 29500
 
 RUN_DIR: Final = "/run/scalerl/run"
@@ -61,7 +60,7 @@ MAX_STEM: Final = 40
 MAX_LABEL: Final = 63
 _STEM = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SHORTENED = re.compile(r"-x[0-9a-f]{8}$")
-"""End of a shortened name. A user's name with such an end is shortened too: it could be that of another run."""
+"""Suffix of a shortened name. A user's name with such a suffix is shortened too, since it could be the stem of another run."""
 
 
 def _shortened(start: str, whole: str, limit: int) -> str:
@@ -70,7 +69,7 @@ def _shortened(start: str, whole: str, limit: int) -> str:
 
 
 def stem(run: str) -> str:
-    """Start of all names of a run's objects.
+    """Prefix of the names of a run's objects.
 
     >>> stem("tiny-addition"), stem("v1.5-math")
     ('tiny-addition', 'v1-5-math-xfb2b870b')
@@ -82,7 +81,7 @@ def stem(run: str) -> str:
 
 
 def label_value(run: str) -> str:
-    """The run's name as a label: itself up to 63 characters, else shortened, with a hash."""
+    """The run's name as a label value, shortened and with a hash beyond 63 characters."""
     return run if len(run) <= MAX_LABEL and not _SHORTENED.search(run) else _shortened(run, run, MAX_LABEL)
 
 
@@ -99,7 +98,7 @@ def labels(run: str, uid: str, component: str = "run") -> dict[str, str]:
 
 
 def selector(uid: str, component: str | None = None) -> dict[str, str]:
-    """Labels that select a run's pods, all or of one role, and no pod of an earlier run of the same name."""
+    """Labels that select the pods of a run, or of one of its roles, and none of an earlier run of the same name."""
     return {RUN_UID: uid} | ({} if component is None else {COMPONENT: str(component)})
 
 
@@ -109,9 +108,9 @@ class Names:
     def __init__(self, run: str) -> None:
         self.stem = stem(run)
         self.claim = f"{self.stem}-data"
-        """The volume claim that the operator makes."""
+        """The volume claim that the operator creates."""
         self.spec = f"{self.stem}-spec"
-        """ConfigMap with the run file that all roles read."""
+        """ConfigMap with the run file."""
         self.token = f"{self.stem}-token"
         """Secret with the run's bearer token."""
         self.curve = f"{self.stem}-curve"
@@ -124,15 +123,15 @@ class Names:
         self.generator = f"{self.stem}-{Role.GENERATOR}"
         """Deployment and PodDisruptionBudget."""
         self.trainer = f"{self.stem}-{Role.TRAINER}"
-        """Headless Service, over all attempts."""
+        """Headless Service of all attempts."""
 
     def trainer_job(self, attempt: int) -> str:
-        """Job of one start of the gang; its pods' hostnames are this and ``-<rank>``."""
+        """Job of one attempt; ``-<rank>`` is appended for the hostnames of its pods."""
         return f"{self.trainer}-{attempt}"
 
     def coordinator_url(self, namespace: str) -> str:
         return f"http://{self.coordinator}.{namespace}.svc:{PORTS['http']}"
 
     def master(self, namespace: str, attempt: int) -> str:
-        """Host name of rank 0, different for each attempt, so that a late rank of an earlier one connects to none."""
+        """Host name of rank 0, different for each attempt, so that a late rank of an earlier attempt cannot connect."""
         return f"{self.trainer_job(attempt)}-0.{self.trainer}.{namespace}.svc"

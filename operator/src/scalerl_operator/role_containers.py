@@ -32,12 +32,12 @@ def plan(run: ScaleRLRun) -> Plan:
     return Plan((_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec)))
 
 
-# Compiled helpers and large weights make first starts slow; a startup probe that fails early would restart the process
-# again and again.
+# Compilation and large weights make first starts slow; an early failure of the startup probe would restart the process
+# repeatedly.
 _STARTUP_SECONDS = 1800
 _STARTUP_PERIOD_SECONDS = 1.0
 _WATERMARK = "0.1"
-"""Part of a server's KV cache that stays free when it admits a sequence, with ``generator.adaptiveConcurrency``."""
+"""Share of the KV cache that the server keeps free when it admits a sequence, with ``generator.adaptiveConcurrency``."""
 
 
 class _Probes(TypedDict):
@@ -66,11 +66,11 @@ _ONLINE: Final = {
     "DO_NOT_TRACK": "1",
 }
 _ENVIRONMENT: Final = _ONLINE | {"HF_HUB_OFFLINE": "1"}
-"""Once `prepare` is done, everything that a role reads is in the run's directory."""
+"""Offline: after `prepare`, everything that a role reads is in the run's directory."""
 
 
 def forecaster() -> Workload:
-    """The curve-fit sidecar of one run, for a runtime without a sidecar of its own."""
+    """The curve-fit sidecar of a local run."""
     container = Container(
         name="sidecar",
         argv=(
@@ -86,7 +86,7 @@ def forecaster() -> Workload:
 
 
 def _graders_memory_bytes(spec: RunSpec) -> int:
-    """Of all scoring processes of a generator; equal verifiers have theirs once."""
+    """Memory of all scoring processes of a generator; tasks with equal verifiers share theirs."""
     graders: list[tuple[VerifierSpec, ReasoningGymSource | None]] = []
     for task in spec.tasks:
         grader = task.verifier, task.reasoning_gym if task.verifier.name == "reasoning-gym" else None
@@ -132,39 +132,35 @@ def _coordinator(spec: RunSpec) -> Workload:
 
 def _generator(spec: RunSpec) -> Workload:
     generator = spec.generator
+    cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
+    drafts = generator.speculation.memory_bytes if generator.speculation else 0
     server = Container(
         name="server",
         # Loopback, not $(SCALERL_BIND): only the actor of the same replica may call vLLM's development endpoints.
         argv=(
-            "python",
-            "-m",
-            "scalerl_generator.vllm_server",
+            *("python", "-m", "scalerl_generator.vllm_server"),
             *("--host", "127.0.0.1", "--port", f"$({port_variable('vllm')})"),
             *_server_options(spec),
         ),
         env=_ENVIRONMENT,
         ports=("vllm",),
         loopback=("vllm",),
-        resources=Resources(
-            generator.devices,
-            generator.cpu_threads,
-            _server_memory_bytes(spec),
-        ),
+        resources=Resources(generator.devices, generator.cpu_threads, cache + drafts or None),
         volumes=_volumes(spec, sources=False, writable=False),
         **_probes("/health", "/health", "vllm", stuck_seconds=120),
     )
     actor = Container(
         name="actor",
         argv=(
-            "python",
-            "-m",
-            "scalerl_generator.actor",
-            "--server",
-            f"http://127.0.0.1:$({port_variable('vllm')})",
-            "--listen",
-            _listen("control"),
-            "--advertise",
-            f"http://$({ADDRESS}):$({port_variable('control')})",
+            *(
+                "python",
+                "-m",
+                "scalerl_generator.actor",
+                "--server",
+                f"http://127.0.0.1:$({port_variable('vllm')})",
+            ),
+            *("--listen", _listen("control")),
+            *("--advertise", f"http://$({ADDRESS}):$({port_variable('control')})"),
         ),
         env=_ENVIRONMENT,
         ports=("control",),
@@ -173,12 +169,6 @@ def _generator(spec: RunSpec) -> Workload:
         **_probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60),
     )
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
-
-
-def _server_memory_bytes(spec: RunSpec) -> int | None:
-    generator = spec.generator
-    cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
-    return cache + (generator.speculation.memory_bytes if generator.speculation else 0) or None
 
 
 def _server_options(spec: RunSpec) -> tuple[str, ...]:

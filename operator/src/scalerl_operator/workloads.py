@@ -1,8 +1,7 @@
-"""Workloads of a run, as both runtimes (a cluster, one machine) start them. Pure.
+"""Types of the plan: the workloads of a run for both runtimes (a cluster, one machine). Pure.
 
-Arguments and environment may refer to variables as Kubernetes writes them, ``$(NAME)``; :func:`literal` escapes text
-of the user. The runtime sets the variables below in the environment of every container; all other text is the same
-on both runtimes.
+Arguments and environment may refer to variables in Kubernetes' syntax, ``$(NAME)``; :func:`literal` escapes a user's text. Both
+runtimes set the variables below in the environment of each container.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BIND = "SCALERL_BIND"
-"""Address to listen on for what others reach (``0.0.0.0`` in a pod, loopback on one machine)."""
+"""Address to listen on (``0.0.0.0`` in a pod, loopback on one machine)."""
 ADDRESS = "SCALERL_ADDRESS"
 """Address under which the other roles reach this replica."""
 
 MASTER_PORT = "master"
-"""Name of a gang's rendezvous port; a new one for every start of the gang."""
+"""Name of a gang's rendezvous port."""
 
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
@@ -26,19 +25,19 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 class Role(enum.StrEnum):
     PREPARE = "prepare"
     FORECASTER = "forecaster"
-    """The curve-fit sidecar. On a cluster it runs in the operator's pod, so no plan of a run has it."""
+    """The curve-fit sidecar of a local run. On a cluster it runs in the operator's pod, so no plan has it."""
     COORDINATOR = "coordinator"
     GENERATOR = "generator"
     TRAINER = "trainer"
 
 
 class Lifetime(enum.StrEnum):
-    """How a workload's replicas live."""
+    """When the replicas of a workload start and end."""
 
     ONCE = "once"
     """Runs to completion before the others start."""
     SERVICE = "service"
-    """Runs as long as the run; each container is restarted on its own."""
+    """Runs until the run ends; each container is restarted separately."""
     GANG = "gang"
     """Replicas start together and, when one fails, restart together; the run is complete when all have exited 0."""
 
@@ -59,8 +58,8 @@ class Resources:
     """Resources of one container.
 
     devices: accelerators, not shared with others.
-    cpu_threads: compute threads; None: the runtime chooses for the machine.
-    memory_bytes: memory that the spec asks for; None: the spec does not say.
+    cpu_threads: compute threads; None: the runtime chooses.
+    memory_bytes: from the spec; None: not specified.
     """
 
     devices: int = 0
@@ -80,10 +79,10 @@ class Volume:
 class Container:
     """One process: its command, its ports and its probes.
 
-    startup: runs until it succeeds once, before the other probes; past its threshold the process is restarted.
-    liveness: past its threshold the process is restarted.
-    readiness: whether the process takes work; a failure restarts nothing.
-    loopback: those of ``ports`` that only the replica's own containers reach; probed from inside.
+    loopback: those of ``ports`` that only containers of the replica can reach; probed from inside.
+    startup: runs before the other probes until it succeeds once; at its threshold the process is restarted.
+    liveness: at its threshold the process is restarted.
+    readiness: whether the process accepts work; a failure restarts nothing.
     """
 
     name: str
@@ -103,7 +102,7 @@ class Workload:
     """Replicas of one role; the containers of a replica share its ports and its address.
 
     per_node: replicas that share a node's devices; a cluster runs them as processes of one pod.
-    essential: the run ends when it fails for good.
+    essential: the run fails when the workload does.
     """
 
     role: Role
@@ -137,11 +136,11 @@ class Plan:
 
 
 class UnknownVariable(Exception):
-    """A plan refers to a variable that the runtime does not set."""
+    """A container refers to a variable that the runtime does not set."""
 
 
 def port_variable(port: str) -> str:
-    """Environment variable that carries the number of a named port.
+    """Environment variable with the number of a named port.
 
     >>> port_variable("http")
     'SCALERL_PORT_HTTP'
@@ -150,7 +149,7 @@ def port_variable(port: str) -> str:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace every ``$(NAME)``, and ``$$`` by ``$``.
+    """Replaces each ``$(NAME)`` by its value, and ``$$`` by ``$``.
 
     >>> expand("--listen=$(SCALERL_BIND):$(SCALERL_PORT_HTTP)", {"SCALERL_BIND": "::", "SCALERL_PORT_HTTP": "80"})
     '--listen=:::80'
@@ -171,7 +170,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def literal(text: str) -> str:
-    """Escape text so that :func:`expand` returns it unchanged.
+    """Escapes text so that :func:`expand` returns it unchanged.
 
     >>> literal("a$(b)"), expand(literal("a$(b)"), {})
     ('a$$(b)', 'a$(b)')

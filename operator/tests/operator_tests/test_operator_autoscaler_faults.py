@@ -202,14 +202,14 @@ async def test_a_full_disk_is_a_condition_and_no_action(tmp_path: Path, url: str
     try:
         step = await watched.must(curve[:41])
         assert (step.decision.action.kind, step.action.kind, step.changed) == ("stop", "none", False)
-        assert "could not be recorded" in step.trouble
-        assert "File too large" in step.trouble
+        assert "could not be recorded" in step.problem
+        assert "File too large" in step.problem
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert await watched.step(curve[:41]) is None
     watched.clock.monotonic += LAST_RETRY_SECONDS
     step = await watched.must(curve[:41])
-    assert (step.action.kind, step.trouble) == ("stop", "")
+    assert (step.action.kind, step.problem) == ("stop", "")
 
 
 async def test_a_full_disk_does_not_make_balance_hot(tmp_path: Path, url: str) -> None:

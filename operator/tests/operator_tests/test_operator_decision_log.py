@@ -24,11 +24,11 @@ from scalerl_api.wire import EvaluationPoint
 from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import PAGE_BYTES, Line, RecordError, known_of
-from scalerl_operator.autoscaling.forecast_request import question
+from scalerl_operator.autoscaling.decision_log import PAGE_BYTES, Line, RecordError, summary_of
+from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.replay import under, verify
+from scalerl_operator.autoscaling.replay import replay_under, verify
 
 RULES = spec(stopAfter=2)
 
@@ -55,10 +55,10 @@ def record_run(
             Generators(wanted=1, ready=1),
             unix_seconds=1.7e9 + count,
         )
-        request = question(rules, points, seen, record.known.history)
+        request = build_request(rules, points, seen, record.summary.history)
         forecast, trouble = (None, request) if isinstance(request, str) else asked(request)
         seen = replace(seen, forecast=forecast, trouble=trouble)
-        decision = decide(rules, seen, record.known.history)
+        decision = decide(rules, seen, record.summary.history)
         lines.append(asyncio.run(record.append("autoscale", rules, points, seen, decision)))
     return lines
 
@@ -141,10 +141,10 @@ def test_forecast_request_names_acknowledged_low_evaluations() -> None:
     evaluated = flat_curve(20)
     points = [point(e) for e in evaluated]
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
-    request = question(RULES, points, seen, History(forgiven=120))
+    request = build_request(RULES, points, seen, History(forgiven=120))
     assert isinstance(request, ForecastRequest)
     assert request.alarms_after == next(p.tokens for p in points if p.version == 120)
-    request = question(RULES, points, seen, History())
+    request = build_request(RULES, points, seen, History())
     assert isinstance(request, ForecastRequest)
     assert request.alarms_after == 0.0
 
@@ -168,13 +168,13 @@ async def test_reopen_resumes_and_truncates_partial_line(
     content, lines = recorded
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(content + content[:100])
-    assert known_of(path).sequence == len(lines)
+    assert summary_of(path).sequence == len(lines)
     record = await opened(path)
-    assert record.known.history == lines[-1].decision.history
-    assert record.known.sequence == len(lines)
+    assert record.summary.history == lines[-1].decision.history
+    assert record.summary.sequence == len(lines)
     seen = lines[-1].observation
-    points = list(record.known.points)
-    decision = decide(RULES, seen, record.known.history)
+    points = list(record.summary.points)
+    decision = decide(RULES, seen, record.summary.history)
     await record.append("autoscale", RULES, points[:20], seen, decision)
     _, found = verify(path.read_bytes())
     assert [d.field for d in found] == [
@@ -182,7 +182,7 @@ async def test_reopen_resumes_and_truncates_partial_line(
         "observation.points.version",
         "observation.points.digest",
     ]
-    assert known_of(path).points == points[:20]
+    assert summary_of(path).points == points[:20]
 
 
 async def test_a_record_of_50_000_decisions_is_read_in_pages(
@@ -209,9 +209,9 @@ async def test_a_record_of_50_000_decisions_is_read_in_pages(
     loaded = await opened(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert loaded.known.sequence == 50_000
+    assert loaded.summary.sequence == 50_000
     assert peak < 16 * PAGE_BYTES < size
-    assert known_of(path) == loaded.known
+    assert summary_of(path) == loaded.summary
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_record_that_cannot_be_trusted_is_not_acted_on_and_left_as_it_is(
     path, content = tmp_path / "decisions.jsonl", spoil(recorded[0])
     path.write_bytes(content)
     with pytest.raises(RecordError, match=f"{problem}; repair it, or move it away"):
-        known_of(path)
+        summary_of(path)
     assert path.read_bytes() == content
 
 
@@ -252,15 +252,15 @@ def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None)
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
 
     def write() -> None:
-        decision = decide(RULES, seen, record.known.history)
+        decision = decide(RULES, seen, record.summary.history)
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
 
     while not path.exists() or path.stat().st_size < 3_000:
         write()
-    written = record.known.sequence
+    written = record.summary.sequence
     with pytest.raises(RecordError, match="File too large"):
         write()
-    assert record.known.sequence == written
+    assert record.summary.sequence == written
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (written, [])
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -282,12 +282,12 @@ def test_the_same_policy_would_have_done_the_same(recorded: tuple[bytes, list[Li
     def never(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         raise AssertionError("the same question has its answer in the record")
 
-    assert not any(other.differs for other in under(RULES, recorded[1], never))
+    assert not any(other.differs for other in replay_under(RULES, recorded[1], never))
 
 
 def test_another_policy_is_asked_its_own_questions(recorded: tuple[bytes, list[Line]]) -> None:
     """A smaller gain is still to be had where .02 is not."""
-    others = list(under(spec(stopAfter=2, minGain="0.0005"), recorded[1], asked))
+    others = list(replay_under(spec(stopAfter=2, minGain="0.0005"), recorded[1], asked))
     first = next(other for other in others if other.differs)
     assert first.line.decision.state is State.STOP
     assert first.decision.state is State.CONTINUE
@@ -298,7 +298,7 @@ def test_another_patience_moves_the_stop(recorded: tuple[bytes, list[Line]]) -> 
     def first_stop(decisions: list[State]) -> int:
         return decisions.index(State.STOP)
 
-    patient = [o.decision.state for o in under(spec(stopAfter=4), recorded[1], asked)]
+    patient = [o.decision.state for o in replay_under(spec(stopAfter=4), recorded[1], asked)]
     assert first_stop(patient) == first_stop([line.decision.state for line in recorded[1]]) + 2
 
 
@@ -334,7 +334,7 @@ def test_any_recorded_history_is_reproduced(
             forecast=None if p_gain is None else answer(p_gain),
             trouble="down" if p_gain is None else "",
         )
-        decision = decide(RULES, seen, record.known.history)
+        decision = decide(RULES, seen, record.summary.history)
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (len(history), [])

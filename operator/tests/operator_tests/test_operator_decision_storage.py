@@ -33,7 +33,7 @@ async def write(record: DecisionRecord, count: int = 3) -> Line:
     points = [point(e) for e in CURVE[:count]]
     one = Generators(wanted=1, ready=1)
     seen = observe(run(), status(CURVE[:count]), points, one, unix_seconds=1.7e9 + count)
-    return await record.append("autoscale", RULES, points, seen, decide(RULES, seen, record.known.history))
+    return await record.append("autoscale", RULES, points, seen, decide(RULES, seen, record.summary.history))
 
 
 async def test_lines_follow_each_other_and_are_read_again() -> None:
@@ -43,8 +43,8 @@ async def test_lines_follow_each_other_and_are_read_again() -> None:
     lines = [await write(record, count) for count in (2, 3, 4)]
     assert verify(service.content()) == (lines, [])
     again = await opened(service)
-    assert (again.known.sequence, again.known.history) == (3, lines[-1].decision.history)
-    assert [line.sequence for line in again.known.recent] == [0, 1, 2]
+    assert (again.summary.sequence, again.summary.history) == (3, lines[-1].decision.history)
+    assert [line.sequence for line in again.summary.recent] == [0, 1, 2]
 
 
 async def test_former_leader_writes_nothing_and_resumes_from_stored_state() -> None:
@@ -53,7 +53,7 @@ async def test_former_leader_writes_nothing_and_resumes_from_stored_state() -> N
     await write(new, 2)
     with pytest.raises(RecordError, match=r"decisions.jsonl could not be written"):
         await write(old, 3)
-    assert old.known.sequence == 1, "read again"
+    assert old.summary.sequence == 1, "read again"
     await write(old, 3)
     with pytest.raises(RecordError):
         await write(new, 4)
@@ -77,7 +77,7 @@ async def test_an_answer_that_does_not_arrive_is_no_answer(fate: list[str], kept
         # Not even read again: that comes first when the next is to be written.
         with pytest.raises(RecordError, match="read again"):
             await write(record, 3)
-    assert record.known.sequence == 1 + kept
+    assert record.summary.sequence == 1 + kept
     await write(record, 3)
     assert len(verify(service.content())[0]) == 2 + kept
     assert verify(service.content())[1] == []
@@ -100,7 +100,7 @@ async def test_a_refusal_leaves_the_record_as_it_was(
         patched.setattr(service, "record_decision", refuse)
         with pytest.raises(RecordError, match=f"cannot be written: {refusal}"):
             await write(record, 3)
-    assert record.known.sequence == 1
+    assert record.summary.sequence == 1
     await write(record, 3)
     assert len(verify(service.content())[0]) == 2
 
@@ -122,7 +122,7 @@ async def test_garbage_in_the_middle_is_left_alone_and_named() -> None:
             await opened(service)
         assert service.content() == damaged
     service.path.write_bytes(good)
-    assert (await opened(service)).known == record.known
+    assert (await opened(service)).summary == record.summary
     service.path.unlink()
     with pytest.raises(RecordError):
         await write(record, 8)
@@ -192,4 +192,4 @@ async def test_pages_end_with_what_the_coordinator_has(size: dict[str, int]) -> 
         with pytest.raises(RecordError, match="ends at byte 0 of 8"):
             await opened(service)
     else:
-        assert (await opened(service)).known.sequence == 1
+        assert (await opened(service)).summary.sequence == 1

@@ -27,14 +27,14 @@ from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, EarlierUse, Forec
 from scalerl_api.load import to_yaml
 from scalerl_api.spec import RunSpec
 from scalerl_api.status import Phase, RunStatus
-from scalerl_operator.autoscaling.counted_fields import ALWAYS, NOT_COUNTED, rules
 from scalerl_operator.autoscaling.decide import decide
+from scalerl_operator.autoscaling.decision_history import ALWAYS_COUNTED, NOT_COUNTED, rules
 from scalerl_operator.autoscaling.decision_log import as_recorded
+from scalerl_operator.autoscaling.earlier_runs import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.forecast_request import implausibility
-from scalerl_operator.autoscaling.history import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.models import Generators, State
-from scalerl_operator.autoscaling.replay import under, verify
-from scalerl_operator.autoscaling.vote import with_earlier
+from scalerl_operator.autoscaling.replay import replay_under, verify
+from scalerl_operator.autoscaling.vote import prior_note
 from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
@@ -368,9 +368,9 @@ async def test_other_policy_without_prior_requests_forecast(tmp_path: Path, url:
         asked.append(request)
         return answer(), ""
 
-    list(under(spec(stopAfter=2), lines, forecast))
+    list(replay_under(spec(stopAfter=2), lines, forecast))
     assert asked == []
-    list(under(spec(stopAfter=2, prior="None"), lines, forecast))
+    list(replay_under(spec(stopAfter=2, prior="None"), lines, forecast))
     assert [request.earlier for request in asked] == [[]]
 
 
@@ -393,7 +393,7 @@ def with_uses(*weights: float) -> Any:
     ],
 )
 def test_a_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: str) -> None:
-    assert with_earlier(with_uses(*weights)) == text
+    assert prior_note(with_uses(*weights)) == text
     observations = [seen(200 + 10 * i, forecast=with_uses(*weights)) for i in range(2)]
     last = chain(decide, spec(stopAfter=2), observations)[-1]
     assert last.state is State.STOP
@@ -413,7 +413,7 @@ def test_a_field_in_neither_list_restarts_the_count_unless_it_has_its_default() 
 
     assert rules(Later()) == rules(AutoscalingSpec())
     assert rules(Later(patience=6)) == rules(AutoscalingSpec()) + " patience=6"
-    assert {*ALWAYS, *NOT_COUNTED} == AutoscalingSpec.model_fields.keys() - {"prior"}
+    assert {*ALWAYS_COUNTED, *NOT_COUNTED} == AutoscalingSpec.model_fields.keys() - {"prior"}
 
 
 def asked_with(*names: str) -> ForecastRequest:

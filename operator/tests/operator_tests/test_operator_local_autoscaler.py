@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.local import local_autoscaler
 from scalerl_operator.local.devices import VISIBLE
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
 from scalerl_operator.local.unit import Event
@@ -55,7 +55,7 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 ) -> None:
     record = await recorded(tmp_path, recorded_mode, wanted, to)
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}} | rules)
-    found, message = resumed_plan(plan(made), made.spec, record.known)
+    found, message = resumed_plan(plan(made), made.spec, record.summary)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert found.workload(Role.TRAINER) == plan(made).workload(Role.TRAINER)
     assert bool(message) == (expected != 1)
@@ -64,7 +64,7 @@ async def test_a_run_begins_with_the_generators_that_were_chosen(
 async def test_a_first_start_is_the_specs(tmp_path: Path) -> None:
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}})
     record = await opened(tmp_path / "decisions.jsonl")
-    assert resumed_plan(plan(made), made.spec, record.known) == (plan(made), "")
+    assert resumed_plan(plan(made), made.spec, record.summary) == (plan(made), "")
 
 
 @pytest.mark.parametrize(("devices", "expected"), [("0,1,2,3,4", 4), ("0,1,2", 1)])
@@ -78,23 +78,22 @@ async def test_devices_that_are_gone_are_not_waited_for(
         generator={"devices": 1},
         trainer={"devices": 1},
     )
-    found, message = resumed_plan(plan(made), made.spec, record.known)
+    found, message = resumed_plan(plan(made), made.spec, record.summary)
     assert found.workload(Role.GENERATOR).replicas == expected
     assert ("3 found on this machine" in message) == (expected == 1)
 
 
 @asynccontextmanager
 async def deciding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, action: Action, **changes: Any
+    tmp_path: Path, state: State, action: Action, **changes: Any
 ) -> AsyncIterator[tuple[LocalAutoscaler, Harness, list[Event]]]:
-    """The autoscaler of a run whose last decision, of an earlier process, was ``action``; ``changes`` of its first status."""
-    monkeypatch.setattr(local_autoscaler, "_TICK_SECONDS", 0.01)
+    """The autoscaler of a run whose last decision, of an earlier process, was ``action``; ``changes`` of its first statuses."""
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}}).spec
     record = await opened(tmp_path / "decisions.jsonl")
-    points = [point(e) for e in CURVE]
-    observation = observe(made, status(CURVE), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
+    known = [point(e) for e in CURVE]
+    observation = observe(made, status(CURVE), known, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
     decision = Decision(state=state, reasons=["so"], action=action, history=History())
-    await record.append("autoscale", made.autoscaling, points, observation, decision)
+    await record.append("autoscale", made.autoscaling, known, observation, decision)
     harness = Harness(
         tmp_path, workload(Role.GENERATOR, Lifetime.SERVICE, "-c", "import time; time.sleep(600)")
     )
@@ -103,27 +102,33 @@ async def deciding(
         made,
         harness.runtime,
         DecisionService(path=tmp_path / "decisions.jsonl").record(),
-        applied=record.known.sequence - 1,
+        applied=record.summary.sequence - 1,
         token="secret",
         on_event=events.append,
     )
-    autoscaler.observe(status(changes.pop("points", []), **changes))
+    points = changes.pop("points", [])
+
+    async def update() -> None:
+        first, later = status(points, **changes), status(points)
+        for one in itertools.chain(itertools.repeat(first, 20), itertools.repeat(later)):
+            autoscaler.update(one)
+            await asyncio.sleep(0.01)
+
     runtime = asyncio.create_task(harness.runtime.run())
-    task = asyncio.create_task(autoscaler.run())
+    task = asyncio.create_task(update())
     try:
         yield autoscaler, harness, events
         assert not task.done()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        autoscaler.close()
         harness.runtime.stop()
         await asyncio.wait_for(runtime, 120)
 
 
-async def test_a_recorded_stop_is_carried_out_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with deciding(tmp_path, monkeypatch, State.STOP, Action(kind="stop")) as (autoscaler, _, _):
+async def test_a_recorded_stop_is_carried_out_after_a_restart(tmp_path: Path) -> None:
+    async with deciding(tmp_path, State.STOP, Action(kind="stop")) as (autoscaler, _, _):
         await eventually(lambda: autoscaler.stop == FORECAST)
 
 
@@ -131,18 +136,17 @@ async def test_a_recorded_stop_is_carried_out_after_a_restart(
     ("state", "kind", "reason"), [(State.STOP, "stop", FORECAST), (State.BROKEN, "hold", BROKEN)]
 )
 async def test_a_run_that_is_resumed_is_not_stopped_by_the_decision_that_stopped_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, kind: Any, reason: str
+    tmp_path: Path, state: State, kind: Any, reason: str
 ) -> None:
-    """Its first status still has the stop; the next ones do not."""
-    async with deciding(tmp_path, monkeypatch, state, Action(kind=kind), stop_reason=reason) as (
+    """Its first statuses still have the stop; the next ones do not."""
+    async with deciding(tmp_path, state, Action(kind=kind), stop_reason=reason) as (
         autoscaler,
         _,
         _,
     ):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert autoscaler.stop == ""
-        autoscaler.observe(status([]))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.3)
         assert autoscaler.stop == ""
 
 
@@ -153,7 +157,7 @@ async def test_an_error_of_the_autoscaler_is_reported_once_and_the_run_continues
         raise ZeroDivisionError("so")
 
     monkeypatch.setattr(Autoscaler, "step", fail)
-    async with deciding(tmp_path, monkeypatch, State.CONTINUE, Action(), points=CURVE) as (_, _, events):
+    async with deciding(tmp_path, State.CONTINUE, Action(), points=CURVE) as (_, _, events):
         await eventually(lambda: events)
         await asyncio.sleep(0.2)
         assert [(e.text, e.is_problem) for e in events] == [("ZeroDivisionError: so", True)]
@@ -169,7 +173,7 @@ async def test_a_number_is_applied_once_and_the_plans_number_not_again(
         number = next(numbers, None)
         if number is None:
             return None
-        known = autoscaler.record.known
+        known = autoscaler.record.summary
         assert known.last is not None
         action = Action(kind="scale", generators=number)
         decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=known.history)
@@ -180,7 +184,7 @@ async def test_a_number_is_applied_once_and_the_plans_number_not_again(
 
     monkeypatch.setattr(Autoscaler, "step", decide)
     scaled: list[int] = []
-    async with deciding(tmp_path, monkeypatch, State.GROW, Action(kind="scale", generators=4)) as (
+    async with deciding(tmp_path, State.GROW, Action(kind="scale", generators=4)) as (
         _,
         harness,
         _,

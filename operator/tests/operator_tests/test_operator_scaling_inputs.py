@@ -13,10 +13,10 @@ from scalerl_api.forecast import ForecastRequest
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.balance import LoadMeter
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.forecast_request import question
+from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import Change, Generators, History, Pace, Progress
 from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.throughput import Left, left, pace, reach
+from scalerl_operator.autoscaling.throughput import Remaining, pace, reach, remaining
 
 ONE = Generators(wanted=1, ready=1)
 NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)
@@ -54,18 +54,18 @@ def test_two_evaluations_of_one_moment_are_no_interval() -> None:
 @pytest.mark.parametrize(
     ("rest", "more", "elastic", "expected"),
     [
-        (Left(None, None, None), 0, 1.0, None),
-        (Left(None, 100.0, None), 0, 1.0, 100_000.0),
-        (Left(None, 100.0, None), 4, 1.0, 200_000.0),
-        (Left(None, 100.0, None), 4, 0.5, 141_421.4),
-        (Left(None, None, 400.0), 0, 1.0, 100_000.0),
-        (Left(None, None, 400.0), 4, 1.0, 100_000.0),  # as fast as it is dear
-        (Left(None, None, 400.0), 4, 0.5, 70_710.7),
-        (Left(20.0, 100.0, None), 4, 1.0, 10_000.0),
-        (Left(None, 100.0, None, tokens=9000.0), 4, 0.5, 9000.0),  # neither speed nor devices change it
+        (Remaining(None, None, None), 0, 1.0, None),
+        (Remaining(None, 100.0, None), 0, 1.0, 100_000.0),
+        (Remaining(None, 100.0, None), 4, 1.0, 200_000.0),
+        (Remaining(None, 100.0, None), 4, 0.5, 141_421.4),
+        (Remaining(None, None, 400.0), 0, 1.0, 100_000.0),
+        (Remaining(None, None, 400.0), 4, 1.0, 100_000.0),  # as fast as it is dear
+        (Remaining(None, None, 400.0), 4, 0.5, 70_710.7),
+        (Remaining(20.0, 100.0, None), 4, 1.0, 10_000.0),
+        (Remaining(None, 100.0, None, tokens=9000.0), 4, 0.5, 9000.0),  # neither speed nor devices change it
     ],
 )
-def test_reach(rest: Left, more: float, elastic: float, expected: float | None) -> None:
+def test_reach(rest: Remaining, more: float, elastic: float, expected: float | None) -> None:
     found = reach(NOW, rest, more, elastic)
     assert found == (None if expected is None else pytest.approx(expected, rel=1e-6))
 
@@ -76,7 +76,7 @@ def asked(
     whole = run(autoscaling, budget={"maxSeconds": 10_000})
     points = [point(e) for e in curve]
     observation = observe(whole, status(curve), points, generators, unix_seconds=1.7e9)
-    found = question(whole.autoscaling, points, observation, History())
+    found = build_request(whole.autoscaling, points, observation, History())
     assert isinstance(found, ForecastRequest)
     return found
 
@@ -149,10 +149,10 @@ def test_compute_limits_in_completion_tokens() -> None:
     """With a reference policy one costs 5/3; 3,000 are 1,800 of them, of which 600 are used."""
     limited = run(budget={"maxComputeTokens": 3000}, recipe={"kl": {"penalty": {"coefficient": "0.04"}}})
     found = observe(limited, status([], compute_tokens=1000.0), [], ONE, unix_seconds=1.7e9)
-    rest = left(limited.autoscaling, found, History())
-    assert rest == Left(None, None, None, tokens=pytest.approx(1200.0))
+    rest = remaining(limited.autoscaling, found, History())
+    assert rest == Remaining(None, None, None, tokens=pytest.approx(1200.0))
     assert reach(NOW, rest) == rest.tokens
     steps = run(budget={"maxSteps": 9})
     unlimited = observe(steps, status([], compute_tokens=1000.0), [], ONE, unix_seconds=1.7e9)
-    assert left(steps.autoscaling, unlimited, History()).tokens is None
+    assert remaining(steps.autoscaling, unlimited, History()).tokens is None
     assert "tokens" not in to_builtins(unlimited.limits) | to_builtins(unlimited.spent)

@@ -10,8 +10,8 @@ from operator_tests.decision_service import DecisionService
 from operator_tests.scaling import EVERY, run, status
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
+from scalerl_operator.autoscaling.earlier_runs import ReadEarlier
 from scalerl_operator.autoscaling.forecast_client import Sidecar
-from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import verify
 

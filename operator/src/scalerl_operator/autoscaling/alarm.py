@@ -1,4 +1,4 @@
-"""When a run counts as broken, and from when it no longer does. Pure."""
+"""When a run counts as broken, and when it no longer does. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ MOST_TRUNCATED: Final = 0.10
 HEALTHY_TRUNCATED: Final = 0.05
 """Truncation above 10 % precedes collapse, below 5 % is healthy (ScaleRL, §A [P])."""
 METHOD_1_LEAST_FALL: Final = 0.5
-"""Of minGain: how far under the forecast the newest evaluation had to lie."""
+"""Least distance of the newest evaluation under the forecast, as a share of minGain."""
 METHOD_1_EVALUATIONS: Final = 3
-"""That were compared together."""
+"""Evaluations that method 1 compared with the forecast."""
 
 
 def alarm(spec: AutoscalingSpec, observation: Observation, history: History) -> tuple[Alarm | None, str]:
-    """The alarm after this observation, raised now or not yet over, and why. ``history.alarm`` is the active one.
+    """The alarm after this observation, and why. ``history.alarm`` is the one that was active before.
 
-    | kind | raised | over |
+    | kind | raised | cleared |
     |---|---|---|
-    | not finite | the newest reward or truncation is no number | it is one |
+    | not finite | the newest reward or truncation is not finite | it is finite |
     | curve | the mean of three evaluations, all since a broken run was last resumed, is below the best such mean by more than noise and by half of minGain or more | it is within noise of the best, or an evaluation is the best so far |
-    | truncated | 10 % or more of the newest completions | below 5 % |
+    | truncated | 10 % or more of the newest completions are cut off | below 5 % |
 
-    The sidecar finds a fall, from the points alone; without an answer an alarm of the same evaluation set stands.
+    The sidecar detects the fall of a curve from the points. Without its answer, an alarm on the same evaluation set stays.
     """
     latest, active = observation.latest, history.alarm
     if latest is not None and (latest.reward is None or latest.truncated is None):
         what = "reward" if latest.reward is None else "truncation"
         return Alarm(kind="not finite"), f"the {what} of version {latest.version} is not a finite number"
-    fallen, why = _fallen(spec, observation, history)
+    fallen, why = _curve_alarm(spec, observation, history)
     if fallen is not None:
         return fallen, why
     threshold = HEALTHY_TRUNCATED if active is not None and active.kind == "truncated" else MOST_TRUNCATED
@@ -52,68 +52,47 @@ def is_healthy(observation: Observation) -> bool:
     return latest is not None and latest.truncated is not None and latest.truncated < HEALTHY_TRUNCATED
 
 
-def too_small_fall(guard: GuardAnswer) -> str:
-    """Why method 1 gave no outlook for a run whose fall was too small for an alarm; empty if it had not fallen."""
+def small_fall(guard: GuardAnswer) -> str:
+    """The fall for which method 1 gave no outlook, although it was too small for an alarm; empty without one."""
     return f"{'; '.join(guard.reasons)}, too little for an alarm" if guard.broken and guard.reasons else ""
 
 
-def _fallen(spec: AutoscalingSpec, observation: Observation, history: History) -> tuple[Alarm | None, str]:
-    active, answer = history.alarm, observation.forecast
+def _curve_alarm(
+    spec: AutoscalingSpec, observation: Observation, history: History
+) -> tuple[Alarm | None, str]:
+    active, answer, eval_version = history.alarm, observation.forecast, observation.points.eval_version
+    if active is not None and (active.kind, active.eval_version) != ("curve", eval_version):
+        active = None
     if answer is None:
-        if (
-            active is not None
-            and active.kind == "curve"
-            and active.eval_version == observation.points.eval_version
-        ):
-            return active, "the alarm stands until a forecast can be made again"
-        return None, ""
+        return active, "the alarm stands until a forecast can be made again"
     if answer.method is msgspec.UNSET:
-        return _fallen_method_1(spec, observation, history, answer.guard)
+        return _method_1_alarm(spec, observation, history.forgiven, active, answer.guard)
     if answer.guard.fall is msgspec.UNSET:
         return None, ""
-    return Alarm(kind="curve", eval_version=observation.points.eval_version), "; ".join(answer.guard.reasons)
+    return Alarm(kind="curve", eval_version=eval_version), "; ".join(answer.guard.reasons)
 
 
-def _fallen_method_1(
-    spec: AutoscalingSpec, observation: Observation, history: History, guard: GuardAnswer
+def _method_1_alarm(
+    spec: AutoscalingSpec, observation: Observation, forgiven: int, active: Alarm | None, guard: GuardAnswer
 ) -> tuple[Alarm | None, str]:
-    """By the rules of method 1, so that its records replay.
+    """The alarm by method 1, so that its records replay.
 
     It compared the last three evaluations with the 5 % quantile of a forecast made without them.
     """
-    active = history.alarm
-    if (
-        active is not None
-        and active.kind == "curve"
-        and active.eval_version == observation.points.eval_version
-    ):
-        return _still_fallen(observation, active, guard)
-    new = sum(progress.version > history.forgiven for progress in observation.recent)
-    if (
-        guard.broken
-        and new >= METHOD_1_EVALUATIONS
-        and _fall(guard) >= METHOD_1_LEAST_FALL * float(spec.min_gain)
-    ):
+    reasons = "; ".join(guard.reasons) or "the curve fell below its forecast"
+    if active is not None:
+        if guard.broken:
+            return active, reasons
+        reward = None if observation.latest is None else observation.latest.reward
+        if active.floor is not None and reward is not None and reward < active.floor:
+            return active, (
+                f"the reward, {reward:.3f}, has not come back to {active.floor:.3f}, where it fell below its forecast"
+            )
+        return None, ""
+    new = sum(progress.version > forgiven for progress in observation.recent)
+    # An answer without the numbers counts as a complete fall.
+    fall = guard.floor[-1] - guard.seen[-1] if guard.floor and guard.seen else 1.0
+    if guard.broken and new >= METHOD_1_EVALUATIONS and fall >= METHOD_1_LEAST_FALL * float(spec.min_gain):
         floor = guard.floor[-1] if guard.floor else None
-        return Alarm(kind="curve", floor=floor, eval_version=observation.points.eval_version), _reasons(guard)
+        return Alarm(kind="curve", floor=floor, eval_version=observation.points.eval_version), reasons
     return None, ""
-
-
-def _still_fallen(observation: Observation, active: Alarm, guard: GuardAnswer) -> tuple[Alarm | None, str]:
-    if guard.broken:
-        return active, _reasons(guard)
-    reward = None if observation.latest is None else observation.latest.reward
-    if active.floor is not None and reward is not None and reward < active.floor:
-        return active, (
-            f"the reward, {reward:.3f}, has not come back to {active.floor:.3f}, where it fell below its forecast"
-        )
-    return None, ""
-
-
-def _fall(guard: GuardAnswer) -> float:
-    """How far the newest evaluation lay under the forecast; all the way where the guard did not say."""
-    return guard.floor[-1] - guard.seen[-1] if guard.floor and guard.seen else 1.0
-
-
-def _reasons(guard: GuardAnswer) -> str:
-    return "; ".join(guard.reasons) or "the curve fell below its forecast"

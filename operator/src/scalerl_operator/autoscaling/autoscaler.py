@@ -1,9 +1,9 @@
-"""The autoscaler of one run, on a cluster (:mod:`scalerl_operator.controller.cluster_autoscaler`, at each reconcile) and for a local run
-(:mod:`scalerl_operator.local.local_autoscaler`, each second). Its caller never waits for it.
+"""The autoscaler of one run. Its callers are the reconcile of a cluster (:mod:`scalerl_operator.controller.cluster_autoscaler`) and
+the loop of a local run (:mod:`scalerl_operator.local.local_autoscaler`).
 
-Each :meth:`Autoscaler.report` brings a status, returns the latest report, and starts at most one step in the background: observe, request
-a forecast, decide, record. The report follows from the decision log, so that a process that starts later knows as much as the one
-before. The caller carries it out.
+:meth:`Autoscaler.report` takes a status and returns the latest report without waiting. It starts at most one step in the
+background: observe, request a forecast, decide, record. The caller executes the report. The report depends on the decision log
+only, so that it is the same after a restart of the process.
 """
 
 from __future__ import annotations
@@ -25,48 +25,51 @@ from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.balance import LEAST_STEPS, LoadMeter, balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Policy, RecordError
+from scalerl_operator.autoscaling.earlier_runs import ReadEarlier
 from scalerl_operator.autoscaling.forecast_client import Sidecar, SidecarError
-from scalerl_operator.autoscaling.forecast_request import UNBELIEVABLE, implausibility, question
-from scalerl_operator.autoscaling.history import ReadEarlier
+from scalerl_operator.autoscaling.forecast_request import IMPLAUSIBLE, build_request, implausibility
 from scalerl_operator.autoscaling.models import Action, Decision, Generators, Load, Observation, State
 from scalerl_operator.autoscaling.observation import Point, limits, observe, point, recipe
 from scalerl_operator.autoscaling.report import AutoscalerReport, report_of
 
 FIRST_RETRY_SECONDS: Final = 15.0
 LAST_RETRY_SECONDS: Final = 600.0
-"""Pauses after consecutive failures: the first, doubled each time, up to the last."""
+"""Pauses after consecutive failures: the first pause doubles each time, up to the last."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One decision and what to do about it.
+    """One decision and its execution.
 
-    action: the decision's in Auto; nothing in Advisory, and nothing if it could not be recorded.
-    changed: the state is another one than before: worth an event.
-    trouble: why nothing is acted upon, for a condition; empty while all is well.
+    action: of the decision in Auto; none in Advisory, and none if the decision could not be recorded.
+    changed: the state differs from the one before.
+    problem: why the decision is not executed; empty otherwise.
     """
 
     policy: Policy
     decision: Decision
     action: Action
     changed: bool
-    trouble: str = ""
+    problem: str = ""
 
 
 class Autoscaler:
-    """Decides for one run, carries nothing out.
+    """Decides for one run.
 
-    name: of the run, for the process's log. spec: the run as it is now. record: decisions continue from its history.
-    sidecar: may be shared by all runs. wake: called when the report has changed.
-    on_decision: called with the state of each decision made here.
-    earlier: reads the finished runs that are a prior of the forecast; None: no run is.
-    unix: the machine's clock. monotonic: one that only goes forward, for retries.
-    resumed: the user has taken a stop back, and no decision has been recorded since that knows of it; it takes ``stopAfter``
-    new evaluations to stop again.
-    stop: as in the last report; it holds while the coordinator does not answer.
-    decision: the last one made here; None before the first.
+    name: of the run, for log messages.
+    spec: the run's present spec.
+    record: has the history that decisions continue from.
+    sidecar: may be shared by all runs.
+    wake: called when the report has changed.
+    on_decision: called with the state of each decision.
+    earlier: reads the finished runs that are a prior of the forecast; None: there is no prior.
+    unix: the machine's clock.
+    monotonic: a clock for retries.
+    resumed: the user has resumed a stopped run, and no decision that observed it has been recorded yet.
+    stop: as in the last report; it stays while the coordinator does not answer.
+    decision: the last one of this process; None before the first.
     """
 
     def __init__(
@@ -95,9 +98,9 @@ class Autoscaler:
         self._earlier: Sequence[EarlierRun] | None = None
         self._unix = unix
         self._meter = LoadMeter()
-        self._seen: object = None
-        # Apart: a sidecar that is down holds up no balance, and a balance that went well no question.
-        self._asking, self._balancing, self._failing = (Backoff(monotonic) for _ in range(3))
+        self._decided_on: object = None
+        # Separate, so that a sidecar that is down does not delay the balance, and a successful balance not the forecast.
+        self._forecast_retry, self._balance_retry, self._step_retry = (Backoff(monotonic) for _ in range(3))
         self._task: asyncio.Task[None] | None = None
         self._was_resumed = False
         self._problem: tuple[Reason, str] | None = None
@@ -105,14 +108,12 @@ class Autoscaler:
         self._alarming = False
         self._reported_sequence = -1
 
-    # --- called by whoever carries it out ---------------------------------------------------------
-
     def report(
         self, spec: RunSpec, status: Status, generators: Generators, *, resumed: bool = False
     ) -> AutoscalerReport:
-        """The latest report; a step on what is new in ``status`` is started in the background.
+        """Returns the latest report, and starts a step on ``status`` in the background.
 
-        resumed: the run was resumed, and the coordinator still holds the stop request.
+        resumed: the run was resumed, and the coordinator still has the stop request.
         """
         self.resumed = self.resumed or (resumed and not self._was_resumed)
         self._was_resumed, self.spec = resumed, spec
@@ -124,7 +125,7 @@ class Autoscaler:
         return report
 
     def close(self) -> None:
-        """Cancels a step under way; ``wake`` is not called afterwards."""
+        """Cancels the present step; ``wake`` is not called afterwards."""
         self._wake = lambda: None
         if self._task is not None:
             self._task.cancel()
@@ -137,25 +138,25 @@ class Autoscaler:
         if not self.record.loaded:
             reason, message = self._problem or (Reason.NO_FORECAST, "the decision log is being read")
             return AutoscalerReport(reason=reason, message=message)
-        report = report_of(self.record.known, self.spec, self._problem, resumed=self.resumed)
+        report = report_of(self.record.summary, self.spec, self._problem, resumed=self.resumed)
         return replaced(report, event=event, alarming=alarming)
 
     def _may_start(self, status: Status, report: AutoscalerReport) -> bool:
-        if self.spec.autoscaling.mode == "Off" or self._task is not None or self._failing.waits:
+        if self.spec.autoscaling.mode == "Off" or self._task is not None or self._step_retry.waits:
             return False
         if not self.record.loaded:
             return True
         if status.stop_reason or (report.stop and self._problem is None):
-            return False  # a run that ends, or is about to, needs no further decision
-        newest = self.record.known.sequence
+            return False  # the run ends, so it needs no further decision
+        newest = self.record.summary.sequence
         if report.generators is not None and newest != self._reported_sequence:
-            # The number is applied first, so that the next step observes it.
+            # The caller applies the number first, so that the next step observes it.
             self._reported_sequence = newest
             return False
         return True
 
     async def _advance(self, status: Status, generators: Generators) -> None:
-        """Reads the decision log, or makes one step. Raises nothing: an error becomes part of the report."""
+        """Loads the decision log, or makes one step. An error becomes part of the report."""
         changed, problem = True, None
         try:
             if not self.record.loaded:
@@ -172,13 +173,13 @@ class Autoscaler:
             problem = (Reason.AUTOSCALER_FAILED, f"{type(error).__name__}: {error}")
         finally:
             self._task = None
-        self._failing.note(failed=problem is not None)
+        self._step_retry.note(failed=problem is not None)
         self._problem = problem or self._problem
         if changed:
             self._wake()
 
     def _note(self, step: Step) -> None:
-        self._problem = (Reason.AUTOSCALER_FAILED, step.trouble) if step.trouble else None
+        self._problem = (Reason.AUTOSCALER_FAILED, step.problem) if step.problem else None
         decision = self.decision = step.decision
         self._on_decision(decision.state)
         if step.changed:
@@ -187,61 +188,62 @@ class Autoscaler:
             self._events.append(decision.reasons[0])
         self._alarming = self._alarming or (step.changed and decision.state is State.BROKEN)
 
-    # --- one step ---------------------------------------------------------------------------------
-
     async def step(self, status: Status, generators: Generators) -> Step | None:
-        """Decide if there is something to decide on: a new evaluation, a retry, or a full window of load.
+        """Decides after a new evaluation, at a retry, or after a complete window of load; None without one of them.
 
-        One call at a time; a slow sidecar makes it take up to :data:`.forecast_client.BOUND_SECONDS`. Raises nothing that the
-        run's own state, the sidecar or the disk can cause.
+        One call at a time. A slow sidecar delays it by up to :data:`.forecast_client.BOUND_SECONDS`. Errors of the sidecar and of
+        the record become part of the step.
         """
         if self.spec.autoscaling.mode == "Off":
             return None
         points = [point(evaluation) for evaluation in status.points]
         load = self._meter.measure(self.spec, status, generators)
         resumed = self.resumed
-        what = (status.points, self._rules(), resumed)
-        if points and (what != self._seen or self._asking.is_due):
+        inputs = (status.points, self._rules(), resumed)
+        if points and (inputs != self._decided_on or self._forecast_retry.is_due):
             step = await self._autoscale(status, generators, points)
             if step is None:
                 return None
-            # A resumption that this step has observed is not new any more; one that came meanwhile is.
-            self._seen = (*what[:2], resumed and self.resumed)
+            # A resumption that this step has observed is no longer new; a later one is.
+            self._decided_on = (*inputs[:2], resumed and self.resumed)
             return step
         if load is not None and self._may_balance(load, generators):
             observation = self._observe(status, generators, points)
             self._meter.restart()
             step = await self._finish("balance", points, replace(observation, load=load))
-            self._balancing.note(failed=bool(step.trouble))
+            self._balance_retry.note(failed=bool(step.problem))
             return step
         return None
 
     def _rules(self) -> tuple[object, ...]:
-        """What of the spec a decision rests on."""
+        """The parts of the spec that a decision depends on."""
         return self.spec.autoscaling, limits(self.spec), recipe(self.spec)
 
     def _may_balance(self, load: Load, generators: Generators) -> bool:
         rules = self.spec.autoscaling
         allowed = rules.generators
-        if allowed is None or self._balancing.waits or load.seconds < rules.cooldown_seconds:
+        if allowed is None or self._balance_retry.waits or load.seconds < rules.cooldown_seconds:
             return False
-        # The window stays open until it holds enough steps, however long one takes; a limit needs none.
+        # The window continues until it has enough steps, however long one takes; a limit needs none.
         return load.steps >= LEAST_STEPS or not allowed.min <= generators.wanted <= allowed.max
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
-        """One decision; None where the rules changed while its forecast was awaited: the next step asks by the new ones."""
+        """One decision; None if the rules changed during the forecast request: the next step uses the new ones."""
         resumed, rules = self.resumed, self._rules()
         observation = replace(self._observe(status, generators, points), resumed=resumed)
-        asked = question(self.spec.autoscaling, points, observation, self.record.known.history)
-        answer, trouble = None, asked if isinstance(asked, str) else ""
-        if not isinstance(asked, str):
-            answer, trouble = await self._forecast(replace(asked, earlier=list(await self._prior())))
+        request = build_request(self.spec.autoscaling, points, observation, self.record.summary.history)
+        if isinstance(request, str):
+            answer, trouble = None, request
+        else:
+            answer, trouble = await self._forecast(replace(request, earlier=list(await self._prior())))
             if rules != self._rules():
                 return None
         step = await self._finish("autoscale", points, replace(observation, forecast=answer, trouble=trouble))
-        # Points that cannot be used are no failure: asking again would change nothing before there are others.
-        self._asking.note(failed=bool(step.trouble) or (answer is None and not isinstance(asked, str)))
-        if resumed and not step.trouble:
+        # Points that cannot be used are no failure: a retry needs other points.
+        self._forecast_retry.note(
+            failed=bool(step.problem) or (answer is None and not isinstance(request, str))
+        )
+        if resumed and not step.problem:
             self.resumed = False
         return step
 
@@ -252,13 +254,12 @@ class Autoscaler:
         except SidecarError as error:
             return None, str(error)
         implausible = implausibility(request, answer)
-        return (None, f"{UNBELIEVABLE}: {implausible}") if implausible else (answer, "")
+        return (None, f"{IMPLAUSIBLE}: {implausible}") if implausible else (answer, "")
 
     async def _prior(self) -> Sequence[EarlierRun]:
-        """The earlier runs to ask with.
+        """The earlier runs of the forecast request.
 
-        They are read once: a forecast must not jump because another run has ended, for then agreeing evaluations would
-        agree on different questions.
+        They are read once: consecutive evaluations count as agreeing only if their forecasts have the same prior.
         """
         if self._read_earlier is None or self.spec.autoscaling.prior == "None":
             return []
@@ -266,20 +267,20 @@ class Autoscaler:
             try:
                 self._earlier = await self._read_earlier(self.spec)
             except Exception:
-                # What other runs left behind must not cost this one its forecast.
+                # Files of other runs must not prevent the forecast of this one.
                 log.exception("finished runs cannot be read; the forecast is made without them as a prior")
                 self._earlier = []
         return self._earlier
 
     async def _finish(self, policy: Policy, points: list[Point], observation: Observation) -> Step:
-        spec, before = self.spec.autoscaling, self.record.known.history
+        spec, before = self.spec.autoscaling, self.record.summary.history
         decision = (decide if policy == "autoscale" else balance)(spec, observation, before)
         changed = decision.state is not before.state
         try:
             await self.record.append(policy, spec, points, observation, decision)
         except RecordError as error:
-            trouble = f"the decision could not be recorded, so it is not acted upon: {error}"
-            return Step(policy, decision, Action(), False, trouble)
+            problem = f"the decision could not be recorded, so it is not acted upon: {error}"
+            return Step(policy, decision, Action(), False, problem)
         if decision.action.kind == "scale":
             self._meter.restart()
         return Step(policy, decision, decision.action if spec.mode == "Auto" else Action(), changed)
@@ -298,12 +299,12 @@ class Backoff:
 
     @property
     def waits(self) -> bool:
-        """Whether the next attempt is still to come."""
+        """Whether the pause has not ended."""
         return self._failures > 0 and self._monotonic() < self._retry_at
 
     @property
     def is_due(self) -> bool:
-        """Whether a failure is to be tried again now."""
+        """Whether the pause after a failure has ended."""
         return self._failures > 0 and not self.waits
 
     def note(self, *, failed: bool) -> None:

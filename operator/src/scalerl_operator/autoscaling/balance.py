@@ -1,13 +1,13 @@
-"""Balance: as many generators as the trainer needs, by how busy both sides are. Pure, and no forecast in it.
+"""Balance: as many generators as the trainer needs, from the utilisation of both. Pure; no forecast is used.
 
-| observed over a cooldown | then |
+| observed over a cooldown | decision |
 |---|---|
-| the trainer waits, nothing is queued for it, the generators are at work | one more |
-| rollouts become too old to be trained on | one less |
-| the generators wait for leases, and one less would still keep up | one less |
+| the trainer waits, less than a step is queued, the generators are busy | one more |
+| rollouts become too old to be trained on | one fewer |
+| the generators wait for leases, and one fewer would still keep up | one fewer |
 
-Thresholds are ours. What argues for one more excludes what argues for one less with room between, and
-each change against the one before waits twice as long, so that a run between two numbers settles.
+The thresholds are from no paper. The conditions for one more and for one fewer are apart, and the cooldown doubles with each
+reversal, so that a run between two numbers settles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.generator_history import remember, scaled, why_not
+from scalerl_operator.autoscaling.decision_history import after_scaling, scaling_refusal, updated
 from scalerl_operator.autoscaling.models import (
     Action,
     Decision,
@@ -31,53 +31,52 @@ from scalerl_operator.autoscaling.models import (
 )
 
 LEAST_STEPS: Final = 3
-"""Steps come in lumps: fewer say little of either side."""
+"""Fewer steps are too few to measure the utilisation."""
 TRAINER_WAITS: Final = 0.7
-"""The trainer computes for less than this share of the time."""
+"""The trainer waits if it computes for less than this share of the time."""
 GENERATORS_WORK: Final = 0.8
-"""The generators have a request in flight for at least this share of it."""
+"""The generators are busy if they have a request in flight for at least this share of the time."""
 STILL_KEEPS_UP: Final = 0.7
-"""How busy one generator less may be expected to be."""
+"""Highest expected utilisation of the generators with one fewer."""
 MOST_STALE: Final = 0.05
 """Share of delivered rollouts dropped because they were too old."""
 
 
 def balance(spec: AutoscalingSpec, observation: Observation, history: History) -> Decision:
-    """One generator more or less, or none, from ``observation.load``.
+    """One generator more or fewer, or no change, from ``observation.load``.
 
-    Does nothing while a run is broken or is to stop, and never adds one while a forecast's trial
-    step is still being measured.
+    No change while a run is broken or is to stop, or while an exploratory change is being measured.
     """
-    history = remember(spec, observation, history)
-    kept = Decision(
+    history = updated(spec, observation, history)
+    unchanged = Decision(
         state=history.state, reasons=[], history=replace(history, unix_seconds=observation.unix_seconds)
     )
     if spec.generators is None or observation.load is None:
-        return replace(kept, reasons=["nothing to balance"])
+        return replace(unchanged, reasons=["nothing to balance"])
     if history.state in (State.STOP, State.BROKEN):
-        return replace(kept, reasons=[f"the run is {history.state}"])
+        return replace(unchanged, reasons=[f"the run is {history.state}"])
     wanted = observation.generators.wanted
-    step, why = _step(observation.load, wanted)
+    step, why = _difference(observation.load, wanted)
     if not spec.generators.min <= wanted <= spec.generators.max:
         step = 1 if wanted < spec.generators.min else -1
         why = f"outside autoscaling.generators ({spec.generators.min} to {spec.generators.max})"
     if step == 0:
-        return replace(kept, reasons=[why])
+        return replace(unchanged, reasons=[why])
     if history.change is not None and history.change.exploratory and history.change.measuring:
-        return replace(kept, reasons=[f"{why}; but the last step up is still being measured"])
+        return replace(unchanged, reasons=[f"{why}; but the last step up is still being measured"])
     to = wanted + step
-    refused = why_not(spec, observation, history, to)
+    refused = scaling_refusal(spec, observation, history, to)
     if refused:
-        return replace(kept, reasons=[f"{why}; but {refused}"])
+        return replace(unchanged, reasons=[f"{why}; but {refused}"])
     return replace(
-        kept,
+        unchanged,
         reasons=[f"{wanted} → {to} generators: {why}"],
         action=Action(kind="scale", generators=to),
-        history=replace(scaled(observation, history, to), unix_seconds=observation.unix_seconds),
+        history=replace(after_scaling(observation, history, to), unix_seconds=observation.unix_seconds),
     )
 
 
-def _step(load: Load, generators: int) -> tuple[int, str]:
+def _difference(load: Load, generators: int) -> tuple[int, str]:
     busy = (
         f"trainer busy {load.trainer_busy:.0%}, generators {load.generator_busy:.0%}, "
         f"{load.queued_steps:.1f} steps queued, {load.stale_share:.1%} stale"
@@ -95,7 +94,7 @@ def _step(load: Load, generators: int) -> tuple[int, str]:
 
 
 class LoadMeter:
-    """Measures the load over a window, which restarts with :meth:`restart`, and whenever the generators or the clock change."""
+    """Measures the load over a window. A change of the generators, or a clock that goes back, starts a new one."""
 
     def __init__(self) -> None:
         self._start: tuple[Status, Generators] | None = None
@@ -105,21 +104,21 @@ class LoadMeter:
         self._start = None
 
     def measure(self, spec: RunSpec, status: Status, generators: Generators) -> Load | None:
-        """The window so far; None where it begins."""
+        """The load over the window so far; None at its start."""
         start, before = self._start or (status, None)
         steady = generators == before and generators.ready == generators.wanted
         if not steady or status.wall_seconds < start.wall_seconds or status.step < start.step:
-            # Without its curves, which may be long.
+            # Without the curves, which may be long.
             self._start = replace(status, points=[], set_points={}), generators
             return None
-        return load(spec, start, status)
+        return _load(spec, start, status)
 
 
-def load(spec: RunSpec, start: Status, end: Status) -> Load:
-    """How busy trainer and generators were between two statuses, which have totals of the whole run."""
+def _load(spec: RunSpec, start: Status, end: Status) -> Load:
+    """Utilisation of trainer and generators between two statuses, whose totals are of the whole run."""
 
     def alive_seconds(status: Status) -> float:
-        # The coordinator counts a generator's devices while it is there and the trainer's always.
+        # The coordinator counts the trainer's devices always, and a generator's while it is registered.
         of_generators = status.device_seconds - spec.trainer.ranks * status.wall_seconds
         return max(0.0, of_generators / max(1, spec.generator.devices))
 

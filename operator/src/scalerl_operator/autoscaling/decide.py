@@ -1,13 +1,14 @@
-"""Stops a run that no longer pays, scales one that time would cut short, and reports when the curve does not decide. Pure.
+"""Decides whether to stop a run, add generators, or hold a broken run. Pure.
 
-The same spec, observation and history give the same decision, bit for bit: replay rests on that.
+The same spec, observation and history give the same decision, bit for bit. A replay compares the reasons too, so a text that
+is recorded stays as it is.
 
 | state | when |
 |---|---|
-| BROKEN | an alarm is raised (:mod:`.alarm`); ``stopAfter`` consecutive new evaluations with it hold the run |
-| INSUFFICIENT | no believable forecast (:func:`.vote.doubts`) |
-| STOP | ``stopAfter`` consecutive new evaluations voted for it (:mod:`.vote`), by the fit or because nothing happens, and none has voted against it since |
-| GROW | the vote is to continue, budget or deadline end before it has paid off, and more generators help |
+| BROKEN | an alarm is active (:mod:`.alarm`); ``stopAfter`` consecutive new evaluations with it hold the run |
+| INSUFFICIENT | there is no forecast, or it does not suffice for a decision (:func:`.vote.insufficiency`) |
+| STOP | ``stopAfter`` consecutive new evaluations voted for a stop (:mod:`.vote`), and none has voted against it since |
+| GROW | the vote is to continue, budget or deadline end before that pays off, and more generators help |
 | CONTINUE | otherwise |
 """
 
@@ -19,17 +20,25 @@ from msgspec.structs import replace
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.alarm import alarm, is_healthy
-from scalerl_operator.autoscaling.generator_history import remember, scaled, why_not
+from scalerl_operator.autoscaling.decision_history import after_scaling, scaling_refusal, updated
 from scalerl_operator.autoscaling.models import Action, Alarm, Decision, History, Observation, Recipe, State
-from scalerl_operator.autoscaling.throughput import left, pace, pace_now, reach
-from scalerl_operator.autoscaling.vote import Side, Vote, doubts, flat_vote, if_wrong, vote, with_earlier
+from scalerl_operator.autoscaling.throughput import pace_now, reach, remaining, settled_pace
+from scalerl_operator.autoscaling.vote import (
+    Side,
+    Vote,
+    flat_vote,
+    insufficiency,
+    prior_note,
+    stop_caveat,
+    vote,
+)
 
 LEAST_ELASTICITY: Final = 0.7
 """d ln(tokens/s) / d ln(devices) under which more devices are mostly wasted."""
 LEAST_MORE: Final = 1.01
-"""Growing has to bring at least this many times the compute."""
+"""More generators must bring at least this many times the compute."""
 MOST_GROWTH: Final = 2
-"""A measured elasticity is believed up to so many times the generators it was measured with."""
+"""A measured elasticity is extrapolated to at most so many times the generators it was measured with."""
 LARGE_BATCH: Final = 2048
 LONG_CONTEXT: Final = 32_768
 
@@ -37,78 +46,70 @@ LONG_CONTEXT: Final = 32_768
 def decide(spec: AutoscalingSpec, observation: Observation, history: History) -> Decision:
     """The decision on one observation, and the history for the next.
 
-    A stop or a hold is repeated while it stands, so that nothing depends on its delivery; an evaluation counts once, however
-    often it is observed.
+    A stop or a hold is repeated while its condition holds, so that nothing depends on its delivery. Each evaluation counts
+    once, however often it is observed.
     """
-    history = remember(spec, observation, history)
+    history = updated(spec, observation, history)
     active, why = alarm(spec, observation, history)
     if (active is not None) != (history.state is State.BROKEN):
-        # What was counted is another thing from here on.
+        # The streak counts something else from here on.
         history = replace(history, streak=0)
     history = replace(history, alarm=active, was_healthy=history.was_healthy or is_healthy(observation))
     if active is not None:
         return _broken(spec, observation, history, active, why)
-    unsure = doubts(spec, observation)
-    if unsure:
-        flat = None if observation.forecast is None else flat_vote(spec, observation.forecast)
-        if flat is not None:
-            return _voted_flat(spec, observation, history, flat, unsure)
-        if observation.forecast is not None:
-            # This evaluation has a forecast and did not agree. One without a forecast does neither.
+    answer = observation.forecast
+    lacking = insufficiency(spec, observation)
+    cast: Vote | None
+    if not lacking:
+        assert answer is not None
+        assert answer.outlook is not None
+        cast = vote(spec, answer, answer.outlook)
+    else:
+        cast = None if answer is None else flat_vote(spec, answer)
+    if cast is None:
+        if answer is not None:
+            # A forecast that does not suffice ends the streak. Without a forecast, the streak stays.
             history = replace(history, streak=0, version=max(history.version, observation.points.version))
-        return _or_revert(spec, observation, history, State.INSUFFICIENT, unsure)
-    assert observation.forecast is not None
-    assert observation.forecast.outlook is not None
-    cast = vote(spec, observation.forecast, observation.forecast.outlook)
+        return _or_revert(spec, observation, history, State.INSUFFICIENT, lacking)
     history = _counted(observation, history, cast)
     if history.streak >= spec.stop_after:
         return _stop(spec, observation, history, cast)
+    agree = f"{history.streak} of {spec.stop_after} new evaluations in a row agree"
+    if lacking:
+        reasons = [*lacking, *cast.reasons, agree]
+        return _or_revert(spec, observation, history, State.INSUFFICIENT, reasons)
     if cast.side is Side.STOP:
-        reasons = [*cast.reasons, f"{history.streak} of {spec.stop_after} new evaluations in a row agree"]
-        return replace(
-            _or_revert(spec, observation, history, State.CONTINUE, reasons), advice=advice(observation.recipe)
-        )
+        decision = _or_revert(spec, observation, history, State.CONTINUE, [*cast.reasons, agree])
+        return replace(decision, advice=advice(observation.recipe))
     return _grow(spec, observation, history, cast)
 
 
 def _stop(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
     assert observation.forecast is not None
-    agree = ", ".join(
-        filter(None, [f"{history.streak} new evaluations in a row agree", with_earlier(observation.forecast)])
-    )
-    reasons = [*cast.reasons, agree, *if_wrong(observation.forecast)]
+    agree = f"{history.streak} new evaluations in a row agree"
+    if prior := prior_note(observation.forecast):
+        agree += f", {prior}"
+    reasons = [*cast.reasons, agree, *stop_caveat(observation.forecast)]
     decision = _decided(observation, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
     return replace(decision, advice=advice(observation.recipe), pays=0.0)
-
-
-def _voted_flat(
-    spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote, unsure: list[str]
-) -> Decision:
-    """Of a run that no fit can be believed of because nothing happens."""
-    history = _counted(observation, history, cast)
-    if history.streak >= spec.stop_after:
-        return _stop(spec, observation, history, cast)
-    agree = f"{history.streak} of {spec.stop_after} new evaluations in a row agree"
-    return _or_revert(spec, observation, history, State.INSUFFICIENT, [*unsure, *cast.reasons, agree])
 
 
 def _broken(
     spec: AutoscalingSpec, observation: Observation, history: History, active: Alarm, why: str
 ) -> Decision:
-    """An alarm that stands, and whether it has stood long enough to hold the run."""
+    """The decision while an alarm is active; it holds the run after ``stopAfter`` new evaluations."""
     if active.kind == "curve" and observation.forecast is None:
-        # Without a forecast this evaluation neither agrees nor disagrees.
+        # Whether this evaluation has fallen too is unknown.
         return _decided(observation, history, State.BROKEN, [why])
     latest = -1 if observation.latest is None else observation.latest.version
     version = observation.points.version if active.kind == "curve" else latest
-    if active.kind == "truncated" and not history.was_healthy:
-        # Models begin like that, before training has taught them to come to an end: nothing has gone bad yet.
-        known = replace(history, version=max(version, history.version))
-        return _decided(
-            observation, known, State.BROKEN, [why, "it never was better, so the run is not held"]
-        )
     streak = history.streak + (version > history.version)
-    history = replace(history, streak=streak, version=max(version, history.version))
+    history = replace(history, version=max(version, history.version))
+    if active.kind == "truncated" and not history.was_healthy:
+        # Many completions of an untrained model are cut off; training has not made this run worse.
+        reasons = [why, "it never was better, so the run is not held"]
+        return _decided(observation, history, State.BROKEN, reasons)
+    history = replace(history, streak=streak)
     if streak < spec.stop_after:
         count = f"{streak} of {spec.stop_after} new evaluations in a row find it so"
         return _decided(observation, history, State.BROKEN, [why, count])
@@ -128,85 +129,84 @@ def _counted(observation: Observation, history: History, cast: Vote) -> History:
 
 
 def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
-    """More generators, if they bring the compute that pays within reach, or one fewer than were tried."""
-    rest, now = left(spec, observation, history), pace_now(observation, history)
-    have = None if now is None else reach(now, rest)
-    reasons = [*cast.reasons, *([rest.doubt] if rest.doubt else [])]
+    """The smallest number of generators that brings the compute that pays within reach; else :func:`_or_revert`."""
+    limits, now = remaining(spec, observation, history), pace_now(observation, history)
+    reachable = None if now is None else reach(now, limits)
+    reasons = [*cast.reasons, *([limits.deadline_note] if limits.deadline_note else [])]
 
     def continued(*why: str) -> Decision:
         decision = _or_revert(spec, observation, history, State.CONTINUE, [*reasons, *why])
-        return replace(decision, reach=have, pays=cast.pays)
+        return replace(decision, reach=reachable, pays=cast.pays)
 
     if not cast.valuable:
         return continued()
-    if now is None or have is None:
+    if now is None or reachable is None:
         return continued(
             "how much compute is left is not known" if now is None else "nothing limits the compute"
         )
-    if have >= cast.pays:
+    if reachable >= cast.pays:
         return continued()
-    binds = f"{have:.3g} more tokens are within reach, {cast.pays:.3g} would pay"
-    if history.elasticity is not None and history.elasticity < LEAST_ELASTICITY:
+    shortfall = f"{reachable:.3g} more tokens are within reach, {cast.pays:.3g} would pay"
+    elasticity = history.elasticity
+    if elasticity is not None and elasticity < LEAST_ELASTICITY:
         return continued(
-            binds, f"the last change had an elasticity of {history.elasticity:.2f}, under {LEAST_ELASTICITY}"
+            shortfall, f"the last change had an elasticity of {elasticity:.2f}, under {LEAST_ELASTICITY}"
         )
-    if observation.staleness.most > observation.staleness.allowed:
+    staleness = observation.staleness
+    if staleness.most > staleness.allowed:
         return continued(
-            binds,
-            f"rollouts are {observation.staleness.most} steps old, {observation.staleness.allowed} are allowed",
+            shortfall, f"rollouts are {staleness.most} steps old, {staleness.allowed} are allowed"
         )
     wanted = observation.generators.wanted
-    refused = why_not(spec, observation, history, wanted + 1)
+    refused = scaling_refusal(spec, observation, history, wanted + 1)
     if refused:
-        return continued(binds, refused)
-    if history.elasticity is None and (
-        history.settled is None or pace(observation.recent, history.settled) is None
-    ):
+        return continued(shortfall, refused)
+    if elasticity is None and settled_pace(observation, history) is None:
         return continued(
-            binds, "too few evaluations with these generators to tell later what more of them did"
+            shortfall, "too few evaluations with these generators to tell later what more of them did"
         )
 
-    def with_generators(count: int) -> float:
+    def reachable_with(count: int) -> float:
         more = (count - wanted) * observation.generators.devices_each
-        return reach(now, rest, more, 1.0 if history.elasticity is None else history.elasticity) or 0.0
+        return reach(now, limits, more, 1.0 if elasticity is None else elasticity) or 0.0
 
-    most = wanted + 1 if history.elasticity is None else MOST_GROWTH * wanted
-    possible = [n for n in range(wanted + 1, most + 1) if not why_not(spec, observation, history, n)]
-    to = next((n for n in possible if with_generators(n) >= cast.pays), max(possible, key=with_generators))
-    if with_generators(to) < LEAST_MORE * have:
-        return continued(binds, "more generators would not bring more compute within this budget")
+    most = wanted + 1 if elasticity is None else MOST_GROWTH * wanted
+    possible = [n for n in range(wanted + 1, most + 1) if not scaling_refusal(spec, observation, history, n)]
+    to = next((n for n in possible if reachable_with(n) >= cast.pays), max(possible, key=reachable_with))
+    if reachable_with(to) < LEAST_MORE * reachable:
+        return continued(shortfall, "more generators would not bring more compute within this budget")
     basis = (
         "elasticity not measured yet: one step, taken back if it does not help"
-        if history.elasticity is None
-        else f"measured elasticity {history.elasticity:.2f}"
+        if elasticity is None
+        else f"measured elasticity {elasticity:.2f}"
     )
-    reasons = [f"{wanted} → {to} generators: {binds}", basis, *reasons]
-    grown = scaled(observation, history, to, exploratory=history.elasticity is None)
+    reasons = [f"{wanted} → {to} generators: {shortfall}", basis, *reasons]
+    grown = after_scaling(observation, history, to, exploratory=elasticity is None)
     decision = _decided(observation, grown, State.GROW, reasons, Action(kind="scale", generators=to))
-    return replace(decision, reach=have, pays=cast.pays)
+    return replace(decision, reach=reachable, pays=cast.pays)
 
 
 def _or_revert(
     spec: AutoscalingSpec, observation: Observation, history: History, state: State, reasons: list[str]
 ) -> Decision:
-    """The decision as it is, unless the last step up was a trial that did not help."""
-    change = history.change
+    """The decision without an action, or with the removal of generators that were added exploratorily and did not help."""
+    change, elasticity = history.change, history.elasticity
     if (
         change is None
         or not change.exploratory
         or change.measuring
         or observation.generators.wanted != change.after
-        or history.elasticity is None
-        or history.elasticity >= LEAST_ELASTICITY
+        or elasticity is None
+        or elasticity >= LEAST_ELASTICITY
     ):
         return _decided(observation, history, state, reasons)
-    refused = why_not(spec, observation, history, change.before)
-    what = f"an elasticity of {history.elasticity:.2f} was measured, under {LEAST_ELASTICITY}"
+    measured = f"an elasticity of {elasticity:.2f} was measured, under {LEAST_ELASTICITY}"
+    refused = scaling_refusal(spec, observation, history, change.before)
     if refused:
-        return _decided(observation, history, state, [*reasons, f"{what}; {refused}"])
+        return _decided(observation, history, state, [*reasons, f"{measured}; {refused}"])
+    reasons = [f"{change.after} → {change.before} generators: {measured}", *reasons]
     action = Action(kind="scale", generators=change.before)
-    back = f"{change.after} → {change.before} generators: {what}"
-    return _decided(observation, scaled(observation, history, change.before), state, [back, *reasons], action)
+    return _decided(observation, after_scaling(observation, history, change.before), state, reasons, action)
 
 
 def _decided(
@@ -217,34 +217,36 @@ def _decided(
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """What raises the asymptote of a curve that has become flat and this recipe does not do yet, cheapest first.
+    """Changes of the recipe that raise the asymptote, which more devices do not; the cheapest first.
 
-    More devices do not. Figures from ScaleRL, arXiv 2510.13786: [P] read in the paper, [S] reported by others about it.
+    Figures from ScaleRL, arXiv 2510.13786: [P] from the paper, [S] from reports of others about it.
 
     >>> advice(Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss="cispo"))[0]
     'a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])'
     """
-    found = []
-    if not recipe.fp32_head:
-        found.append("recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])")
-    if recipe.loss.lower() not in ("cispo", "gspo"):
-        found.append(
-            "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])"
-        )
-    if recipe.batch_completions < LARGE_BATCH:
-        found.append(
+    changes = [
+        (not recipe.fp32_head, "recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])"),
+        (
+            recipe.loss.lower() not in ("cispo", "gspo"),
+            "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])",
+        ),
+        (
+            recipe.batch_completions < LARGE_BATCH,
             f"a batch of {LARGE_BATCH} completions ({recipe.batch_completions} now): A .610 → .645 from 768 to 2048, "
-            "with Cmid 2,542 → 10,909 GPU-hours (ScaleRL [P])"
-        )
-    if recipe.context_tokens < LONG_CONTEXT:
-        found.append(
+            "with Cmid 2,542 → 10,909 GPU-hours (ScaleRL [P])",
+        ),
+        (
+            recipe.context_tokens < LONG_CONTEXT,
             f"a context of {LONG_CONTEXT} tokens ({recipe.context_tokens} now): A .610 → .645 from 14k to 32k, "
-            "with Cmid 2,542 → 11,272 GPU-hours (ScaleRL [P])"
-        )
-    found.append(
-        "a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])"
-    )
-    return [
-        *found,
-        "a new recipe is a new curve with a later midpoint: compare none before it has passed its own",
+            "with Cmid 2,542 → 11,272 GPU-hours (ScaleRL [P])",
+        ),
+        (
+            True,
+            "a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])",
+        ),
+        (
+            True,
+            "a new recipe is a new curve with a later midpoint: compare none before it has passed its own",
+        ),
     ]
+    return [text for applies, text in changes if applies]

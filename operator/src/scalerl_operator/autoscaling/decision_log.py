@@ -1,8 +1,7 @@
 """``decisions.jsonl``: every decision with all its inputs, one JSON object a line.
 
-A line is written before its action is carried out. Each line carries its number and the history
-that it was decided with, so that a missing and an added line are found. Points are recorded as what changed: ``kept`` of
-those known before, then ``added``.
+A line is written before its action is carried out. Its sequence number and the history before it reveal lines that were
+removed or added. Of the points it has the changes only: ``kept`` of those before, then ``added``.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ FORMAT: Final = 2
 FILE: Final = "decisions.jsonl"
 PAGE_BYTES: Final = 2**20
 REASON_CHARACTERS: Final = 1000
-"""Of a reason in the status."""
+"""Longest reason or message in the status."""
 
 Policy = Literal["autoscale", "balance"]
 
 
 class RecordError(Exception):
-    """The record cannot be read or written; the message says why. Nothing may be acted on that is not in it."""
+    """The record cannot be read or written; the message says why. No decision that is not in it may be acted on."""
 
 
 class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """One decision. time: of this machine, for people. spec: ``spec.autoscaling`` as it was then.
+    """One decision. Unknown fields are ignored: earlier releases wrote a digest with each line.
 
-    Unknown fields are ignored: earlier releases wrote a digest with each line.
+    time: by the machine's clock, for people only.
+    spec: ``spec.autoscaling`` at the decision.
+    kept, added: the points, see the module.
+    before: the history that the decision was made with.
     """
 
     format: int
@@ -63,20 +65,14 @@ class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
     decision: Decision
 
 
-@dataclass(frozen=True)
-class Read:
-    """A line as it stands in a record. line: None if it is none, and then ``problem`` says why."""
-
-    number: int
-    line: Line | None
-    problem: str = ""
-
-
 @dataclass
-class Known:
-    """What the lines so far come to: the next sequence number, points, history.
+class LogSummary:
+    """Summary of the lines so far.
 
-    last: the newest line. last_evaluated: the newest on an evaluation, not on the balance. recent: the newest few, oldest first.
+    sequence: of the next line.
+    last: the newest line.
+    last_evaluated: the newest line on an evaluation, not on the balance.
+    recent: the newest lines, oldest first.
     """
 
     sequence: int = 0
@@ -88,7 +84,7 @@ class Known:
 
     @property
     def generators(self) -> int | None:
-        """How many there were to be after the last line; None before the first."""
+        """The number of generators requested by the last line; None before the first."""
         if self.last is None:
             return None
         action = self.last.decision.action
@@ -96,7 +92,7 @@ class Known:
         return action.generators if acted else self.last.observation.generators.wanted
 
     def add(self, line: Line) -> None:
-        """Take one more line in."""
+        """Adds the next line."""
         self.last = line
         if line.policy == "autoscale":
             self.last_evaluated = line
@@ -108,7 +104,7 @@ class Known:
 
 
 def decision_status(line: Line) -> DecisionStatus:
-    """The line's decision as the status has it."""
+    """The line's decision for the status."""
     decision, action = line.decision, line.decision.action
     moment = datetime.fromisoformat(line.time).astimezone(UTC)
     return DecisionStatus(
@@ -120,35 +116,35 @@ def decision_status(line: Line) -> DecisionStatus:
     )
 
 
-def read(content: bytes, first: int = 1) -> Iterator[Read]:
-    """The lines of a record in order, numbered from ``first``. Not checked here: whether the decisions can be made again."""
+class _Format(msgspec.Struct):
+    format: int
+
+
+def read(content: bytes, first: int = 1) -> Iterator[tuple[int, Line | str]]:
+    """The lines of a record in order, numbered from ``first``; in place of an invalid line, what is wrong with it."""
     *whole, rest = content.split(b"\n")
     for number, raw in enumerate(whole, first):
         try:
-            format_ = msgspec.json.decode(raw, type=_Format).format
-            if format_ != FORMAT:
-                yield Read(number, None, f"format {format_}; this program reads format {FORMAT}")
-                continue
-            line = msgspec.json.decode(raw, type=Line)
+            found = msgspec.json.decode(raw, type=_Format).format
+            if found != FORMAT:
+                yield number, f"format {found}; this program reads format {FORMAT}"
+            else:
+                yield number, msgspec.json.decode(raw, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield Read(number, None, str(error))
-            continue
-        yield Read(number, line)
+            yield number, str(error)
     if rest:
-        yield Read(first + len(whole), None, "unfinished: its end is missing")
-
-
-class _Format(msgspec.Struct):
-    format: int
+        yield first + len(whole), "unfinished: its end is missing"
 
 
 class DecisionRecord:
     """The record of one run, in ``decisions.jsonl`` on the run's volume, which its coordinator reads and writes.
 
-    Two operators may write at once, when one has lost its lease and does not know yet. Every line therefore names the offset that
-    it follows: of two lines at one offset the coordinator refuses the second, and its sender reads the log again.
+    Two operators may write at once: one that has lost its lease learns of it late. Every line therefore names the offset that
+    it follows. Of two lines at one offset, the coordinator refuses the second, and its sender reads the log again.
 
-    read_page, write_line: see :class:`.CoordinatorClient`. known: what its lines come to. loaded: it was read once.
+    read_page, write_line: see :class:`.CoordinatorClient`.
+    summary: of the lines read and written.
+    loaded: the log was read once.
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class DecisionRecord:
         read_page: Callable[[int], Awaitable[DecisionLines]],
         write_line: Callable[[int, bytes], Awaitable[None]],
     ) -> None:
-        self.known = Known()
+        self.summary = LogSummary()
         self.loaded = False
         self._read_page = read_page
         self._write_line = write_line
@@ -164,20 +160,20 @@ class DecisionRecord:
         self._stale = True
 
     async def load(self) -> None:
-        """Read the log.
+        """Reads the log.
 
         Raises:
-            RecordError: it cannot be read, another release wrote it, or it was edited and is to be repaired where it is.
+            RecordError: it cannot be read, or a line is invalid, of another format, or does not follow from the one before.
         """
-        content, offset, size = _Reader(), 0, 1
+        reader, offset, size = _PageReader(), 0, 1
         try:
             while offset < size:
                 page = await self._read_page(offset)
                 if not page.content and page.size > offset:
                     text = f"{FILE} ends at byte {offset} of {page.size}: it was cut while it was read"
                     raise RecordError(text)
-                # In a thread: a long record takes its time.
-                await asyncio.to_thread(content.add, page.content)
+                # In a thread: to decode a long record takes long.
+                await asyncio.to_thread(reader.add, page.content)
                 offset += len(page.content)
                 size = page.size if page.size >= 0 else offset
         except EndpointMissing as error:
@@ -185,7 +181,7 @@ class DecisionRecord:
             raise RecordError(text) from error
         except (CoordinatorUnreachable, CoordinatorRefused) as error:
             raise RecordError(f"{FILE} cannot be read: {error}") from error
-        self._size, self.known, self.loaded, self._stale = content.size, content.known, True, False
+        self._size, self.summary, self.loaded, self._stale = reader.size, reader.summary, True, False
 
     async def append(
         self,
@@ -195,26 +191,26 @@ class DecisionRecord:
         observation: Observation,
         decision: Decision,
     ) -> Line:
-        """Write one decision, made from ``known.history``; it is on disk when this returns.
+        """Writes one decision, made with ``summary.history``; it is on disk when this returns.
 
         Raises:
-            RecordError: it is not in the record, or it is unknown whether it is. Where another operator has written meanwhile, the
-                record was read again, and the decision has to be made again from the new ``known``.
+            RecordError: the decision is not in the record, or it is unknown whether it is. After a write by another operator the
+                record was read again, and the decision must be made again with the new ``summary``.
         """
         if self._stale:
             await self.load()
             raise RecordError(f"{FILE} was read again; the decision has to be made again")
-        kept = _common(self.known.points, points)
+        kept = _common(self.summary.points, points)
         line = Line(
             format=FORMAT,
-            sequence=self.known.sequence,
+            sequence=self.summary.sequence,
             time=datetime.fromtimestamp(observation.unix_seconds, UTC).isoformat(timespec="seconds"),
             policy=policy,
             spec=as_recorded(spec),
             kept=kept,
             added=list(points[kept:]),
             observation=observation,
-            before=self.known.history,
+            before=self.summary.history,
             decision=decision,
         )
         content = msgspec.json.encode(line) + b"\n"
@@ -231,67 +227,67 @@ class DecisionRecord:
             raise RecordError(f"{FILE} cannot be written: {error}") from error
         self._stale = False
         self._size += len(content)
-        self.known.add(line)
+        self.summary.add(line)
         return line
 
 
-def known_of(path: Path) -> Known:
-    """What the lines of a file come to; there is none before the first decision.
+def summary_of(path: Path) -> LogSummary:
+    """The summary of a file, which is missing before the first decision.
 
     Raises:
         RecordError: as :meth:`DecisionRecord.load`.
     """
-    content = _Reader()
+    reader = _PageReader()
     try:
         with path.open("rb") as file:
             while page := file.read(PAGE_BYTES):
-                content.add(page)
+                reader.add(page)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from error
-    return content.known
+    return reader.summary
 
 
 def as_recorded(spec: AutoscalingSpec) -> dict[str, Any]:
-    """The spec as a line has it."""
+    """The spec as :attr:`Line.spec`."""
     return spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-class _Reader:
-    """Adds up a record that is read in pages, which may end within a line.
+class _PageReader:
+    """Reads a record in pages, which may end within a line.
 
-    known: what its whole lines come to. size: their bytes.
+    summary: of the complete lines.
+    size: of the complete lines, in bytes.
     """
 
     def __init__(self) -> None:
-        self.known = Known()
+        self.summary = LogSummary()
         self.size = 0
         self._partial = b""
         self._next_line = 1
 
     def add(self, page: bytes) -> None:
-        """The next page.
-
-        Raises:
-            RecordError: a line is not what it should be, or of another release.
-        """
+        """Adds the next page. Raises RecordError as :meth:`DecisionRecord.load`."""
         content = self._partial + page
         end = content.rfind(b"\n") + 1
-        for one in read(content[:end], self._next_line):
-            line, problem = one.line, one.problem
-            if line is not None and (line.sequence, line.before) != (self.known.sequence, self.known.history):
-                line, problem = None, "does not follow from the line before"
-            if line is None:
-                repair = "repair it, or move it away on the run's volume to start an empty one"
-                raise RecordError(f"{FILE}: line {one.number}: {problem}; {repair}")
-            self.known.add(line)
-            self._next_line = one.number + 1
+        for number, line in read(content[:end], self._next_line):
+            if isinstance(line, Line) and (line.sequence, line.before) == (
+                self.summary.sequence,
+                self.summary.history,
+            ):
+                self.summary.add(line)
+                self._next_line = number + 1
+                continue
+            problem = line if isinstance(line, str) else "does not follow from the line before"
+            repair = "repair it, or move it away on the run's volume to start an empty one"
+            raise RecordError(f"{FILE}: line {number}: {problem}; {repair}")
         self.size += end
         self._partial = content[end:]
 
 
 def _common(before: Sequence[Point], now: Sequence[Point]) -> int:
-    """How many points they begin with that are the same."""
-    pairs = zip(before, now, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    """The number of points that both begin with."""
+    return sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False))
+    )

@@ -17,24 +17,26 @@ if TYPE_CHECKING:
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
 BOUND_SECONDS: Final = 60.0
-"""For all attempts of one request together."""
+"""Timeout of one request, with all its attempts."""
 AT_ONCE: Final = 8
-"""Requests under way at a time: a thousand runs that ask at once would time each other out."""
+"""Concurrent requests: with those of a thousand runs at once, all would time out."""
 NO_ANSWER: Final = "no forecast"
-"""How the message begins where no attempt brought a usable answer: down, slow, busy, or answering garbage."""
+"""Start of the message where no attempt got a valid answer."""
 
 
 class SidecarError(Exception):
-    """There is no forecast; the message says why."""
+    """No forecast; the message says why."""
 
 
 class Sidecar:
-    """One sidecar; any number of runs may ask.
+    """Client of one sidecar, shared by any number of runs.
 
-    url: read for each request, since a sidecar that was restarted may have moved.
-    timeout_seconds: for one attempt. attempts: how many, in all. backoff_seconds: wait before the second, doubled before each
-    further one, with jitter. An attempt that fails to connect, times out, or is answered with 5xx or with anything that is not the
-    answer's type is repeated; 4xx is not.
+    A failed connection, a timeout, a 5xx and an invalid answer are retried; a 4xx is not.
+
+    url: read for each request, since a restarted sidecar may have another.
+    timeout_seconds: of one attempt.
+    attempts: at most, in all.
+    backoff_seconds: before the second attempt; doubled before each further one, with jitter.
     """
 
     def __init__(
@@ -56,8 +58,7 @@ class Sidecar:
 
     async def forecast(self, request: ForecastRequest) -> ForecastAnswer:
         """Raises SidecarError."""
-        # Here, so that the first child of a local run starts half a second sooner.
-        import aiohttp
+        import aiohttp  # takes half a second, by which the first child of a local run would start later
 
         url, body, failure = self._url().rstrip("/") + FORECAST, msgspec.json.encode(request), ""
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
@@ -72,7 +73,7 @@ class Sidecar:
                         pause = self._backoff_seconds * 2.0 ** (attempt - 1)
                         await asyncio.sleep(pause * random.uniform(0.5, 1.5))
                     try:
-                        return await _ask(session, url, body)
+                        return await _attempt(session, url, body)
                     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                         failure = str(error) or type(error).__name__
         except TimeoutError:
@@ -80,8 +81,8 @@ class Sidecar:
         raise SidecarError(f"{NO_ANSWER}: {url}: {failure}, after {self._attempts} attempts")
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> ForecastAnswer:
-    """One attempt. Raises ValueError for an answer that another attempt may mend."""
+async def _attempt(session: aiohttp.ClientSession, url: str, body: bytes) -> ForecastAnswer:
+    """One attempt. Raises ValueError for an answer that is worth another attempt."""
     content = bytearray()
     async with session.post(url, data=io.BytesIO(body)) as response:
         async for chunk in response.content.iter_chunked(65536):

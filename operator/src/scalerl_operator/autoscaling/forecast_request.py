@@ -1,4 +1,4 @@
-"""The request to the curve-fit sidecar, from the points and the spec, and the check of its answer. Pure."""
+"""Builds the request to the curve-fit sidecar and validates its answer. Pure."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from msgspec import UNSET
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import Flat, ForecastAnswer, ForecastRequest, Points
 from scalerl_operator.autoscaling.decide import LEAST_ELASTICITY
-from scalerl_operator.autoscaling.generator_history import remember
-from scalerl_operator.autoscaling.models import History, Observation
+from scalerl_operator.autoscaling.decision_history import updated
+from scalerl_operator.autoscaling.models import History, Observation, Pace
 from scalerl_operator.autoscaling.observation import Point, usable
-from scalerl_operator.autoscaling.throughput import left, pace_now, reach
+from scalerl_operator.autoscaling.throughput import Remaining, pace_now, reach, remaining
 
 T = TypeVar("T")
 
-UNBELIEVABLE: Final = "the forecast cannot be believed"
-"""How the trouble of a decision begins whose forecast has an :func:`implausibility`."""
+IMPLAUSIBLE: Final = "the forecast cannot be believed"
+"""Start of ``Observation.trouble`` where the answer has an :func:`implausibility`."""
 _LONGEST: Final = 80
 SAME: Final = 1e-9
-"""Relative difference of two computes that are one."""
+"""Relative difference up to which two computes are equal."""
 
 
-def question(
+def build_request(
     spec: AutoscalingSpec, points: Sequence[Point], observation: Observation, history: History
 ) -> ForecastRequest | str:
-    """The request, or why there is nothing to ask.
+    """The request, or why there is none.
 
-    Compute is in completion tokens of trained steps; prices per device-hour become prices per token
-    by the measured pace, and what may still be used becomes a compute the same way.
+    Compute is in completion tokens of trained steps. The measured pace converts prices per device-hour to prices per token,
+    and the remaining budget to compute.
     """
     used = usable(points)
     if not used:
         left_out = f"{observation.points.mixed} of several weight versions, {observation.points.not_finite} not finite"
         return f"none of {len(points)} evaluations can be used ({left_out}); see evaluation.holdSeconds"
-    history = remember(spec, observation, history)
+    history = updated(spec, observation, history)
     now = pace_now(observation, history)
     value = price = most = budget = None
     if now is not None:
-        ahead = reach(now, left(spec, observation, history))
+        limits = remaining(spec, observation, history)
+        ahead = reach(now, limits)
         budget = None if ahead is None else used[-1].tokens + ahead
         if spec.price_per_device_hour is not None and spec.value_per_point is not None:
             value = 100.0 * float(spec.value_per_point)
             tokens_per_device_hour = 3600.0 * now.tokens_per_second / now.devices
             price = float(spec.price_per_device_hour) / tokens_per_device_hour
         if spec.target is not None:
-            ahead = _most_reach(spec, observation, history)
+            ahead = _most_reach(spec, observation, history, now, limits)
             most = None if ahead is None else used[-1].tokens + ahead
     return ForecastRequest(
         points=Points(
@@ -68,20 +69,18 @@ def question(
     )
 
 
-def _most_reach(spec: AutoscalingSpec, observation: Observation, history: History) -> float | None:
-    """With as many generators as there may be: a target is out of reach only if those cannot reach it."""
-    now, rest = pace_now(observation, history), left(spec, observation, history)
-    if now is None:
-        return None
+def _most_reach(
+    spec: AutoscalingSpec, observation: Observation, history: History, now: Pace, limits: Remaining
+) -> float | None:
+    """The compute within reach with as many generators as allowed: a target is out of reach only if those cannot reach it."""
     elastic = 1.0 if history.elasticity is None else history.elasticity
-    reaches = [reach(now, rest)]
+    reaches = [reach(now, limits)]
     if spec.generators is not None and elastic >= LEAST_ELASTICITY:
         quota = observation.generators.quota
         most = spec.generators.max if quota is None else min(spec.generators.max, quota)
         more = max(0, most - observation.generators.wanted) * observation.generators.devices_each
-        reaches.append(reach(now, rest, more, elastic))
-    known = [one for one in reaches if one is not None]
-    return max(known) if known else None
+        reaches.append(reach(now, limits, more, elastic))
+    return max((one for one in reaches if one is not None), default=None)
 
 
 def _one_if_same(values: list[T]) -> list[T] | T:
@@ -89,7 +88,7 @@ def _one_if_same(values: list[T]) -> list[T] | T:
 
 
 def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:
-    """What in an answer of the right shape cannot be, or does not belong to the request; else empty."""
+    """Why an answer of the right type is invalid or does not belong to the request; empty for a valid answer."""
     fit, outlook = answer.fit, answer.outlook
     last = request.points.compute[-1]
     if abs(fit.now + fit.segment_start - last) > SAME * max(1.0, abs(last)):
@@ -102,37 +101,34 @@ def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:
             return f"{name} is {interval.median:g} in an interval from {interval.low:g} to {interval.high:g}"
     if not 0.0 <= fit.A.low <= fit.A.high <= 1.0:
         return f"A from {fit.A.low:g} to {fit.A.high:g} is no pass rate"
-    chances = {"p_before_cmid": fit.p_before_cmid}
-    if isinstance(answer.flat, Flat):
-        chances |= {name: getattr(answer.flat, name) for name in ("share", "p_trend", "p_late", "p_gain")}
-    if outlook is None:
-        if not answer.guard.broken:
-            return "no outlook for a run that is not broken"
-    else:
-        chances["p_gain_above_min"] = outlook.p_gain_above_min
-        if request.target is not None:
-            chances["p_asymptote_above_target"] = _given(outlook.p_asymptote_above_target)
-            if request.max_compute is not None:
-                chances["p_target_at_max_compute"] = _given(outlook.p_target_at_max_compute)
-        if request.price is not None and outlook.best_block is None:
-            return "no best block, which was asked for"
-        if outlook.best_block is not None and outlook.best_block.compute < 0:
-            return f"a block of {outlook.best_block.compute:g} tokens"
+    if outlook is None and not answer.guard.broken:
+        return "no outlook for a run that is not broken"
     uses = [] if answer.earlier is UNSET else answer.earlier
     named, wanted = [use.name for use in uses], [run.name for run in request.earlier]
     if named != wanted:
         return f"it weighs the earlier runs {_joined(named)}, asked with {_joined(wanted)}"
-    chances |= {f"the weight of the earlier run {use.name}": use.weight for use in uses}
-    for name, chance in chances.items():
-        if not 0.0 <= chance <= 1.0:
-            return f"{name} is {chance:g}"
+    probabilities: dict[str, float | None] = {"p_before_cmid": fit.p_before_cmid}
+    if isinstance(answer.flat, Flat):
+        probabilities |= {
+            name: getattr(answer.flat, name) for name in ("share", "p_trend", "p_late", "p_gain")
+        }
+    if outlook is not None:
+        if request.price is not None and outlook.best_block is None:
+            return "no best block, which was asked for"
+        if outlook.best_block is not None and outlook.best_block.compute < 0:
+            return f"a block of {outlook.best_block.compute:g} tokens"
+        probabilities["p_gain_above_min"] = outlook.p_gain_above_min
+        if request.target is not None:
+            probabilities["p_asymptote_above_target"] = outlook.p_asymptote_above_target
+            if request.max_compute is not None:
+                probabilities["p_target_at_max_compute"] = outlook.p_target_at_max_compute
+    probabilities |= {f"the weight of the earlier run {use.name}": use.weight for use in uses}
+    for name, p in probabilities.items():
+        if p is None or not 0.0 <= p <= 1.0:
+            return f"{name} is {p}"
     return ""
 
 
 def _joined(names: Sequence[str]) -> str:
     text = ", ".join(names) or "(none)"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def _given(value: float | None) -> float:
-    return -1.0 if value is None else value

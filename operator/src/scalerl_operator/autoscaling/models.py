@@ -1,8 +1,7 @@
-"""Observation, history and decision of the autoscaler: plain data, recorded as JSON and read back exactly.
+"""Observation, history and decision of the autoscaler: plain data that JSON preserves exactly.
 
-Seconds, unless said otherwise, are the run's own clock: since its first lease, over all its
-incarnations, never taken back by the coordinator. Compute is in completion tokens of trained steps
-(``work_tokens``), the axis of the curve.
+Seconds are by the run's clock unless stated otherwise: since its first lease, over all its incarnations; the coordinator never
+sets it back. Compute is in completion tokens of trained steps (``work_tokens``), the axis of the curve.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 from scalerl_api.forecast import ForecastAnswer
 
 RECENT: int = 16
-"""Evaluations in an observation, for the run's pace."""
+"""Most evaluations in an observation, for the run's pace."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,21 +22,20 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class State(enum.StrEnum):
-    """What is thought of a run; ``docs/autoscaling.md`` says what to do about each."""
+    """State of a run; ``docs/autoscaling.md`` has the remedy for each."""
 
     INSUFFICIENT = "INSUFFICIENT"
-    """No believable forecast: the run continues."""
+    """No sufficient forecast: the run continues."""
     CONTINUE = "CONTINUE"
     STOP = "STOP"
     """Continuing does not pay."""
     GROW = "GROW"
-    """Continuing pays, and time runs out before it has paid off."""
+    """Continuing pays, but budget or deadline end before it pays off."""
     BROKEN = "BROKEN"
-    """The curve, the truncation or the numbers went bad: an alarm, never a stop by forecast; one that stays holds
-    the run."""
+    """An alarm is active: the curve fell, too many completions are cut off, or a number is not finite."""
 
 
-# --- observed ----------------------------------------------------------------------------------------
+# --- observation -------------------------------------------------------------------------------------
 
 
 class Spent(Recorded, frozen=True, kw_only=True):
@@ -47,7 +45,7 @@ class Spent(Recorded, frozen=True, kw_only=True):
     device_seconds: float
     steps: int
     tokens: float | msgspec.UnsetType = msgspec.UNSET
-    """Of :attr:`Limits.tokens`; left out without that limit, and in records of the release before."""
+    """Counted as :attr:`Limits.tokens`; left out without that limit, and in records of earlier releases."""
 
 
 class Limits(Recorded, frozen=True, kw_only=True):
@@ -57,12 +55,12 @@ class Limits(Recorded, frozen=True, kw_only=True):
     seconds: float | None = None
     device_hours: float | None = None
     tokens: float | msgspec.UnsetType = msgspec.UNSET
-    """``budget.maxComputeTokens`` in completion tokens of RL, at what one costs by the recipe (:mod:`scalerl_api.compute`);
-    left out where it is no limit, and in records of the release before."""
+    """``budget.maxComputeTokens`` in completion tokens of RL, at the recipe's cost of one (:mod:`scalerl_api.compute`); left out
+    where there is no limit, and in records of earlier releases."""
 
 
 class Progress(Recorded, frozen=True, kw_only=True):
-    """What had been used when an evaluation was made."""
+    """The totals at an evaluation."""
 
     version: int
     tokens: int
@@ -80,10 +78,13 @@ class Latest(Recorded, frozen=True, kw_only=True):
 
 
 class PointSet(Recorded, frozen=True, kw_only=True):
-    """The points that the forecast was asked with.
+    """The points of the forecast request.
 
-    version: of the last one used; -1 with none. digest: of those used. mixed, not_finite: left out,
-    because several weight versions made them, or because they are no numbers.
+    used: their number.
+    version: of the last one; -1 without any.
+    digest: of all of them.
+    mixed: evaluations left out because several weight versions made them.
+    not_finite: evaluations left out because their reward is not finite.
     """
 
     used: int
@@ -95,8 +96,13 @@ class PointSet(Recorded, frozen=True, kw_only=True):
 
 
 class Generators(Recorded, frozen=True, kw_only=True):
-    """wanted: replicas asked for. ready: of those, how many hold weights and work. quota: the most there
-    can be here (devices, cluster quota), None if not known. devices_each: what one counts for."""
+    """The generators of the run.
+
+    wanted: requested replicas.
+    ready: replicas that hold weights and work.
+    quota: most replicas that devices or quota allow; None if unknown.
+    devices_each: devices of one replica, at least 1.
+    """
 
     wanted: int
     ready: int
@@ -105,17 +111,21 @@ class Generators(Recorded, frozen=True, kw_only=True):
 
 
 class Staleness(Recorded, frozen=True, kw_only=True):
-    """allowed: k of recipe.offPolicy. most: the oldest token trained on so far, in steps."""
+    """Staleness in steps.
+
+    allowed: k of recipe.offPolicy.
+    most: of the oldest token trained on so far.
+    """
 
     allowed: int
     most: int
 
 
 class Load(Recorded, frozen=True, kw_only=True):
-    """How busy both sides were over the last ``seconds``, in which ``steps`` were trained.
+    """Utilisation of trainer and generators over the last ``seconds``, in which ``steps`` were trained.
 
-    queued_steps: rollouts that wait for the trainer, in steps' worth, at the end of it.
-    stale_share: of the rollouts delivered, those dropped because they had become too old.
+    queued_steps: rollouts that wait for the trainer at the end, in steps.
+    stale_share: share of the delivered rollouts that were dropped as too old.
     """
 
     seconds: float
@@ -127,7 +137,7 @@ class Load(Recorded, frozen=True, kw_only=True):
 
 
 class Recipe(Recorded, frozen=True, kw_only=True):
-    """What of the recipe the paper found to move the asymptote."""
+    """The choices of the recipe that move the asymptote according to ScaleRL."""
 
     batch_completions: int
     context_tokens: int
@@ -136,10 +146,11 @@ class Recipe(Recorded, frozen=True, kw_only=True):
 
 
 class Observation(Recorded, frozen=True, kw_only=True):
-    """Everything that a decision rests on, besides the spec and the history.
+    """The input of a decision, besides the spec and the history.
 
-    unix_seconds: this machine's clock; only a deadline is held against it.
-    forecast: as received. trouble: why there is none; empty with one, and while nothing was asked.
+    unix_seconds: the machine's clock, for a deadline only.
+    forecast: as received.
+    trouble: why there is no forecast; empty with one, and where none was requested.
     resumed: the run was resumed since the last decision.
     """
 
@@ -158,11 +169,11 @@ class Observation(Recorded, frozen=True, kw_only=True):
     resumed: bool = False
 
 
-# --- remembered ----------------------------------------------------------------------------------
+# --- history -------------------------------------------------------------------------------------
 
 
 class Pace(Recorded, frozen=True, kw_only=True):
-    """How fast the run goes: medians over ``intervals`` between evaluations."""
+    """The run's pace: medians over ``intervals`` between evaluations."""
 
     tokens_per_second: float
     devices: float
@@ -171,11 +182,12 @@ class Pace(Recorded, frozen=True, kw_only=True):
 
 
 class Change(Recorded, frozen=True, kw_only=True):
-    """The last change of the number of generators that was wanted.
+    """The last decision that changed the number of generators.
 
-    at: the run's clock. pace: before it. exploratory: made without a measured elasticity, and taken
-    back if that turns out too low. measuring: until the elasticity is known, or someone else's change
-    (or that this one was not carried out) made it unknowable.
+    at: seconds of the run's clock.
+    exploratory: made without a measured elasticity, and reverted if the elasticity is too low.
+    measuring: the elasticity is not known yet; False also if another number of generators prevents the measurement.
+    pace: before the change.
     """
 
     before: int
@@ -187,9 +199,10 @@ class Change(Recorded, frozen=True, kw_only=True):
 
 
 class Alarm(Recorded, frozen=True, kw_only=True):
-    """Why the run is BROKEN, and what ends that.
+    """Why the run is BROKEN.
 
-    floor: by method 1, the reward that the newest evaluation had to stay above. eval_version: what was measured on.
+    floor: by method 1, the reward that the newest evaluation had to stay above.
+    eval_version: the evaluation set of a fallen curve.
     """
 
     kind: Literal["curve", "truncated", "not finite"]
@@ -198,13 +211,18 @@ class Alarm(Recorded, frozen=True, kw_only=True):
 
 
 class History(Recorded, frozen=True, kw_only=True):
-    """What one decision hands to the next.
+    """What one decision passes to the next.
 
-    rules: the fields of the spec that the streak was counted under. version: newest evaluation that
-    had a vote. streak: consecutive evaluations that voted for a stop, or, while BROKEN, that found the run so.
+    rules: the fields of the spec that the streak was counted under.
+    version: newest evaluation that was counted.
+    streak: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
     forgiven: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
-    was_healthy: few completions were cut off once since then. generators: wanted at the last observation.
-    settled: since when all of them have been ready; None while they are not. elasticity: as last measured. reversals: changes against the direction of the one before. unix_seconds: of the last observation.
+    was_healthy: since then, an evaluation had few completions cut off.
+    generators: requested at the last observation.
+    settled: since when all of them have been ready; None while they are not.
+    elasticity: as last measured.
+    reversals: number of changes in the direction opposite to the one before.
+    unix_seconds: of the last observation.
     """
 
     state: State = State.INSUFFICIENT
@@ -222,11 +240,14 @@ class History(Recorded, frozen=True, kw_only=True):
     unix_seconds: float = 0.0
 
 
-# --- decided -------------------------------------------------------------------------------------
+# --- decision ------------------------------------------------------------------------------------
 
 
 class Action(Recorded, frozen=True, kw_only=True):
-    """What is to be done. stop: ``on_stop`` says how. scale: to ``generators`` replicas. hold: suspend a broken run."""
+    """The action of a decision.
+
+    kind: ``stop`` as ``on_stop`` says, ``scale`` to ``generators`` replicas, ``hold`` suspends a broken run.
+    """
 
     kind: Literal["none", "stop", "scale", "hold"] = "none"
     generators: int | None = None
@@ -234,9 +255,12 @@ class Action(Recorded, frozen=True, kw_only=True):
 
 
 class Decision(Recorded, frozen=True, kw_only=True):
-    """reasons: in words, the deciding one first. advice: what raises the asymptote, with its source.
+    """A decision.
 
-    reach: compute still to be had within budget and deadline; pays: further compute that would pay.
+    reasons: for people, the decisive one first.
+    advice: changes of the recipe that raise the asymptote.
+    reach: further compute within budget and deadline, in tokens.
+    pays: further compute that would pay, in tokens.
     """
 
     state: State

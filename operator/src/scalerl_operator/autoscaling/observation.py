@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, convert
 
 from scalerl_api.compute import rl_token_cost
 from scalerl_api.spec import RunSpec
@@ -27,7 +28,7 @@ from scalerl_operator.autoscaling.models import (
 
 
 class Point(Recorded, frozen=True, kw_only=True):
-    """One evaluation as it is recorded; a reward or truncation of None was not a finite number."""
+    """One evaluation as recorded. A reward or truncation of None was not finite."""
 
     version: int
     tokens: int
@@ -41,7 +42,7 @@ class Point(Recorded, frozen=True, kw_only=True):
 
 
 def point(evaluation: EvaluationPoint) -> Point:
-    """The part of an evaluation that is recorded."""
+    """The evaluation as recorded."""
     return Point(
         version=evaluation.version,
         tokens=evaluation.work_tokens,
@@ -56,12 +57,12 @@ def point(evaluation: EvaluationPoint) -> Point:
 
 
 def usable(points: Sequence[Point]) -> list[Point]:
-    """Those that lie on the curve of one weight version each, in the order given."""
+    """The points with a finite reward from one weight version each, in the order given."""
     return [p for p in points if not p.mixed and p.reward is not None]
 
 
 def point_set(points: Sequence[Point]) -> PointSet:
-    """What is said of the points in an observation."""
+    """The summary of the points for an observation."""
     used = usable(points)
     digest = hashlib.blake2b(msgspec.json.encode(used), digest_size=16).hexdigest()
     return PointSet(
@@ -75,19 +76,19 @@ def point_set(points: Sequence[Point]) -> PointSet:
 
 
 def limits(spec: RunSpec) -> Limits:
-    """The run's budget as it is recorded."""
+    """The run's budget as recorded."""
     seconds, hours = spec.budget.max_seconds, spec.budget.max_device_hours
     tokens = spec.budget.max_compute_tokens
     return Limits(
         steps=spec.budget.max_steps,
         seconds=None if seconds is None else float(seconds),
         device_hours=None if hours is None else float(hours),
-        tokens=msgspec.UNSET if tokens is None else float(tokens / rl_token_cost(spec.recipe)),
+        tokens=UNSET if tokens is None else float(tokens / rl_token_cost(spec.recipe)),
     )
 
 
 def recipe(spec: RunSpec) -> Recipe:
-    """The part of the recipe that is recorded."""
+    """The recipe as recorded."""
     return Recipe(
         batch_completions=spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt,
         context_tokens=spec.model.context_tokens,
@@ -100,24 +101,22 @@ def observe(
     spec: RunSpec, status: Status, points: Sequence[Point], generators: Generators, *, unix_seconds: float
 ) -> Observation:
     """The observation of the run, without a forecast."""
+    tokens = (
+        UNSET
+        if spec.budget.max_compute_tokens is None
+        else status.compute_tokens / float(rl_token_cost(spec.recipe))
+    )
     return Observation(
         unix_seconds=unix_seconds,
         spent=Spent(
             seconds=status.wall_seconds,
             device_seconds=status.device_seconds,
             steps=status.step,
-            tokens=msgspec.UNSET
-            if spec.budget.max_compute_tokens is None
-            else status.compute_tokens / float(rl_token_cost(spec.recipe)),
+            tokens=tokens,
         ),
         limits=limits(spec),
-        recent=[
-            Progress(version=p.version, tokens=p.tokens, seconds=p.seconds, device_seconds=p.device_seconds)
-            for p in points[-RECENT:]
-        ],
-        latest=Latest(version=points[-1].version, reward=points[-1].reward, truncated=points[-1].truncated)
-        if points
-        else None,
+        recent=[convert(p, Progress, from_attributes=True) for p in points[-RECENT:]],
+        latest=convert(points[-1], Latest, from_attributes=True) if points else None,
         points=point_set(points),
         generators=generators,
         staleness=Staleness(allowed=spec.recipe.max_staleness_steps, most=status.max_staleness_steps),

@@ -1,4 +1,4 @@
-"""Makes recorded decisions again, by the policy they were made with or by another one. Pure but for the forecast."""
+"""Makes recorded decisions again, by the recorded policy or by another one. Pure except for the forecast."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_operator.autoscaling.balance import balance
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import Known, Line, read
-from scalerl_operator.autoscaling.forecast_request import question
+from scalerl_operator.autoscaling.decision_log import Line, LogSummary, read
+from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_operator.autoscaling.observation import point_set
-from scalerl_operator.autoscaling.vote import counted
+from scalerl_operator.autoscaling.vote import prior_runs
 
 _LONGEST = 60
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a record and what follows from it part. field: path within the line."""
+    """A difference between a recorded line and the line made again.
+
+    field: path within the line.
+    """
 
     line: int
     field: str
@@ -36,26 +39,26 @@ class Difference:
 
 
 def verify(content: bytes) -> tuple[list[Line], list[Difference]]:
-    """Make every decision of a record again from its own line; the lines that could be read, and all differences."""
-    known, lines, found = Known(), [], []
-    for one in read(content):
-        if one.line is None:
-            found.append(Difference(one.number, "line", one.problem))
+    """Makes every decision of a record again from its own line; the valid lines, and all differences."""
+    before, lines, found = LogSummary(), [], []
+    for number, line in read(content):
+        if isinstance(line, str):
+            found.append(Difference(number, "line", line))
             continue
-        found.extend(_differences(one.number, one.line, known))
-        known.add(one.line)
-        lines.append(one.line)
+        found.extend(_differences(number, line, before))
+        before.add(line)
+        lines.append(line)
     return lines, found
 
 
-def _differences(number: int, line: Line, known: Known) -> Iterator[Difference]:
+def _differences(number: int, line: Line, before: LogSummary) -> Iterator[Difference]:
     def differ(name: str, recorded: object, found: object) -> Iterator[Difference]:
         for path, a, b in _parts(recorded, found, name):
             yield Difference(number, path, f"recorded {_short(a)}, {_short(b)} follows")
 
-    yield from differ("sequence", line.sequence, known.sequence)
-    yield from differ("before", line.before, known.history)
-    points = [*known.points[: line.kept], *line.added]
+    yield from differ("sequence", line.sequence, before.sequence)
+    yield from differ("before", line.before, before.history)
+    points = [*before.points[: line.kept], *line.added]
     yield from differ("observation.points", line.observation.points, point_set(points))
     try:
         spec = AutoscalingSpec.model_validate(line.spec)
@@ -70,46 +73,47 @@ def _decide(line: Line, spec: AutoscalingSpec, observation: Observation, history
 
 
 @dataclass(frozen=True)
-class Other:
-    """What another policy makes of a recorded moment."""
+class Alternative:
+    """A recorded line, and the decision of another policy on its observation."""
 
     line: Line
     decision: Decision
 
     @property
     def differs(self) -> bool:
-        """In its state, or in what it would have done."""
+        """Whether state or action differ from the recorded ones."""
         recorded = self.line.decision
         return (recorded.state, recorded.action) != (self.decision.state, self.decision.action)
 
 
-def under(
+def replay_under(
     spec: AutoscalingSpec,
     lines: list[Line],
     forecast: Callable[[ForecastRequest], tuple[ForecastAnswer | None, str]],
-) -> Iterator[Other]:
-    """Each recorded moment under another policy, its history chained from the start.
+) -> Iterator[Alternative]:
+    """The decisions of another policy on each recorded observation, each with the history of the one before.
 
-    Where the other policy asks the forecast something else than was asked, ``forecast`` answers from
-    the recorded points, without earlier runs as a prior; where the sidecar gave no answer, there is none here either.
-    Observations stay as recorded, also where the other policy would have stopped or scaled the run.
+    Where its forecast request differs from the recorded one, ``forecast`` answers it from the recorded points, without earlier
+    runs as a prior. Where the sidecar gave no answer, there is none here either. Observations stay as recorded, also after the
+    other policy would have stopped or scaled the run.
     """
-    history, known = History(), Known()
+    history, recorded = History(), LogSummary()
     for line in lines:
         observation = line.observation
-        points = [*known.points[: line.kept], *line.added]
-        known.add(line)
+        recorded.add(line)
+        points = recorded.points
         if line.policy == "autoscale" and observation.forecast is not None:
-            theirs = question(AutoscalingSpec.model_validate(line.spec), points, observation, line.before)
-            ours = question(spec, points, observation, history)
-            # Their points are not in the record: a new forecast has no prior.
-            without = spec.prior == "None" and bool(counted(observation.forecast))
-            if (ours != theirs or without) and not isinstance(ours, str):
-                answer, trouble = forecast(ours)
+            recorded_spec = AutoscalingSpec.model_validate(line.spec)
+            request = build_request(spec, points, observation, history)
+            same = request == build_request(recorded_spec, points, observation, line.before)
+            without_prior = spec.prior == "None" and bool(prior_runs(observation.forecast))
+            if (not same or without_prior) and not isinstance(request, str):
+                # The record has no points of earlier runs, so a new forecast has no prior.
+                answer, trouble = forecast(request)
                 observation = replace(observation, forecast=answer, trouble=trouble)
         decision = _decide(line, spec, observation, history)
         history = decision.history
-        yield Other(line, decision)
+        yield Alternative(line, decision)
 
 
 def _parts(a: object, b: object, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""What the autoscaler of a run requests and reports, from the decision log. Pure."""
+"""The report of a run's autoscaler, from its decision log. Pure."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from scalerl_api.status import DecisionStatus
 from scalerl_api.wire import BROKEN, FORECAST
 from scalerl_operator.autoscaling.decision_log import (
     REASON_CHARACTERS,
-    Known,
     Line,
+    LogSummary,
     as_recorded,
     decision_status,
 )
 from scalerl_operator.autoscaling.forecast_client import NO_ANSWER
-from scalerl_operator.autoscaling.forecast_request import UNBELIEVABLE
+from scalerl_operator.autoscaling.forecast_request import IMPLAUSIBLE
 from scalerl_operator.autoscaling.models import State
 from scalerl_operator.autoscaling.observation import limits, recipe
 
 _STOPS: Final = {"stop": FORECAST, "hold": BROKEN}
-"""Actions that end a run, and the reason that its coordinator gets."""
+"""Actions that end a run, and the reasons for the stop request to its coordinator."""
 
 
 @dataclass(frozen=True)
 class AutoscalerReport:
     """What the autoscaler of one run requests and reports.
 
-    known: the decision log was read; until then the status keeps what it has.
-    stop: the reason for which the run is to end, ``FORECAST`` or ``BROKEN``; empty while it is not to.
-    generators: the number that the last decision set; None: it set none. decision: that decision's number.
-    decisions: the last few, newest last. state: of the newest. forecast: reward at the horizon with its 90 % interval.
+    known: the decision log was read; until then, ``status.autoscaling`` stays as it is.
+    stop: the reason to stop the run, ``FORECAST`` or ``BROKEN``; empty without one.
+    generators: the number that the last decision set; None if it set none.
+    decision: sequence number of the last decision.
+    decisions: the newest decisions, oldest first.
+    state: of the newest decision.
+    forecast: reward at the horizon with its 90 % interval.
     ready, reason, message: of the condition ForecastReady.
-    event: for an Event, once; empty mostly. alarming: the Event is a warning.
+    event: message of an Event, reported once; empty without one.
+    alarming: the Event is a warning.
     """
 
     known: bool = False
@@ -53,13 +57,14 @@ class AutoscalerReport:
 
 
 def report_of(
-    known: Known, spec: RunSpec, problem: tuple[Reason, str] | None, *, resumed: bool
+    log: LogSummary, spec: RunSpec, problem: tuple[Reason, str] | None, *, resumed: bool
 ) -> AutoscalerReport:
-    """The report of a run whose log was read.
+    """The report of a run.
 
-    problem: why nothing can be decided now. resumed: the user has taken a stop back since the last decision.
+    problem: why the autoscaler cannot decide now.
+    resumed: the user has resumed the run since the last decision.
     """
-    evaluated, last = known.last_evaluated, known.last
+    evaluated, last = log.last_evaluated, log.last
     ready, reason, message = _forecast_ready(evaluated)
     if problem is not None:
         ready, (reason, message) = False, problem
@@ -70,8 +75,8 @@ def report_of(
         known=True,
         stop=stop,
         generators=None if last is None or not _acted_on(spec, last) else last.decision.action.generators,
-        decision=known.sequence - 1,
-        decisions=tuple(decision_status(line) for line in known.recent),
+        decision=log.sequence - 1,
+        decisions=tuple(decision_status(line) for line in log.recent),
         state=None if last is None else last.decision.state.value,
         forecast=_forecast(evaluated),
         ready=ready,
@@ -81,11 +86,11 @@ def report_of(
 
 
 def _acted_on(spec: RunSpec, line: Line) -> bool:
-    """Whether a decision was made under the spec as it is, in mode Auto: the autoscaling, the budget and the recipe."""
+    """Whether the mode is Auto and the decision was made under the present autoscaling, budget and recipe."""
     found = line.observation
     if (found.limits, found.recipe) != (limits(spec), recipe(spec)):
         return False
-    # A field that the release which made it did not have: it decided as the default says.
+    # The release that recorded the line may not have had a field; it decided as with the default.
     rules = as_recorded(AutoscalingSpec()) | line.spec
     return spec.autoscaling.mode == "Auto" and rules == as_recorded(spec.autoscaling)
 
@@ -106,7 +111,7 @@ def _forecast_ready(evaluated: Line | None) -> tuple[bool, Reason, str]:
     answer = observation.forecast
     if state is State.BROKEN:
         return False, Reason.BROKEN, why
-    if answer is None and observation.trouble.startswith((NO_ANSWER, UNBELIEVABLE)):
+    if answer is None and observation.trouble.startswith((NO_ANSWER, IMPLAUSIBLE)):
         return False, Reason.SIDECAR_UNREACHABLE, observation.trouble
     if state is State.INSUFFICIENT:
         return False, Reason.NO_FORECAST, why

@@ -1,7 +1,6 @@
-"""How fast a run goes, what more devices made of that, and how much compute it can still have. Pure.
+"""A run's pace, the elasticity of the pace in devices, and the compute within its limits. Pure.
 
-Medians over the intervals between evaluations, so that one jump of a clock, one restart or one slow
-step does not count.
+Medians over the intervals between evaluations, so that one jump of a clock, one restart or one slow step does not count.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_operator.autoscaling.models import History, Observation, Pace, Progress
 
 INTERVALS: Final = 3
-"""Between evaluations, before a pace is believed: one bad one cannot move the median of three."""
+"""Fewest intervals between evaluations for a pace: one outlier cannot move the median of three."""
 LEAST_CHANGE: Final = 0.02
-"""Change of ln(devices) under which an elasticity is all noise."""
+"""Change of ln(devices) under which an elasticity is only noise."""
 
 
 def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
-    """From the intervals that began at ``since`` or later; None with fewer than ``INTERVALS`` good ones."""
+    """The pace over the intervals that began at ``since`` or later; None with fewer than ``INTERVALS`` in which all values rose."""
     good = [
         (
             b.tokens - a.tokens,
@@ -48,10 +47,14 @@ def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
     )
 
 
+def settled_pace(observation: Observation, history: History) -> Pace | None:
+    """The pace with exactly the present generators."""
+    return None if history.settled is None else pace(observation.recent, history.settled)
+
+
 def pace_now(observation: Observation, history: History) -> Pace | None:
-    """With the present generators if they have been there for long enough, else over all there is."""
-    settled = None if history.settled is None else pace(observation.recent, history.settled)
-    return settled or pace(observation.recent)
+    """The pace with the present generators; over all recent evaluations while these are too few."""
+    return settled_pace(observation, history) or pace(observation.recent)
 
 
 def elasticity(before: Pace, after: Pace) -> float | None:
@@ -69,51 +72,55 @@ def elasticity(before: Pace, after: Pace) -> float | None:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What may still be used; None is no limit. doubt: why the deadline was left out, if it was."""
+class Remaining:
+    """What is left of the limits; None is no limit.
+
+    deadline_note: why the deadline was left out; empty if it was not.
+    """
 
     steps: float | None
     seconds: float | None
     device_seconds: float | None
-    doubt: str = ""
+    deadline_note: str = ""
     tokens: float | None = None
 
 
-def left(spec: AutoscalingSpec, observation: Observation, history: History) -> Left:
-    """Of budget, deadline and ``maxDeviceHours``, never below 0."""
+def remaining(spec: AutoscalingSpec, observation: Observation, history: History) -> Remaining:
+    """What is left of budget, deadline and ``maxDeviceHours``, never below 0."""
     limits, spent = observation.limits, observation.spent
     seconds = [] if limits.seconds is None else [limits.seconds - spent.seconds]
-    doubt = ""
+    note = ""
     if spec.deadline is not None:
         if observation.unix_seconds < history.unix_seconds:
-            doubt = "the clock went back, so the deadline does not count this time"
+            note = "the clock went back, so the deadline does not count this time"
         else:
             seconds.append(datetime.fromisoformat(spec.deadline).timestamp() - observation.unix_seconds)
     hours = [float(h) for h in (limits.device_hours, spec.max_device_hours) if h is not None]
-    return Left(
+    tokens = None
+    if limits.tokens is not UNSET and spent.tokens is not UNSET:
+        tokens = max(0.0, limits.tokens - spent.tokens)
+    return Remaining(
         steps=None if limits.steps is None else max(0.0, float(limits.steps - spent.steps)),
         seconds=max(0.0, min(seconds)) if seconds else None,
         device_seconds=max(0.0, 3600 * min(hours) - spent.device_seconds) if hours else None,
-        doubt=doubt,
-        tokens=None
-        if limits.tokens is UNSET or spent.tokens is UNSET
-        else max(0.0, limits.tokens - spent.tokens),
+        deadline_note=note,
+        tokens=tokens,
     )
 
 
-def reach(now: Pace, rest: Left, more_devices: float = 0.0, elastic: float = 1.0) -> float | None:
-    """Compute still to be had with so many more devices; None if nothing limits it.
+def reach(now: Pace, limits: Remaining, more_devices: float = 0.0, elastic: float = 1.0) -> float | None:
+    """Compute within the limits with so many more devices, in tokens; None if nothing limits it.
 
-    tokens/s grow by (devices'/devices)^elasticity. With an elasticity under 1 a budget of device-hours
-    buys less compute the more devices work on it, so growing helps against time only.
+    tokens/s grow by (devices'/devices)^elasticity. With an elasticity under 1, more devices get less compute out of a budget
+    of device-hours; they help only against a limit of time.
     """
     factor = (now.devices + more_devices) / now.devices
     speed = now.tokens_per_second * factor**elastic
-    within = [] if rest.tokens is None else [rest.tokens]
-    if rest.steps is not None:
-        within.append(rest.steps * now.tokens_per_step)
-    if rest.seconds is not None:
-        within.append(rest.seconds * speed)
-    if rest.device_seconds is not None:
-        within.append(rest.device_seconds * speed / (now.devices + more_devices))
+    within = [] if limits.tokens is None else [limits.tokens]
+    if limits.steps is not None:
+        within.append(limits.steps * now.tokens_per_step)
+    if limits.seconds is not None:
+        within.append(limits.seconds * speed)
+    if limits.device_seconds is not None:
+        within.append(limits.device_seconds * speed / (now.devices + more_devices))
     return min(within) if within else None

@@ -1,4 +1,4 @@
-"""What one evaluation's forecast says: whether it can be believed, and for or against stopping. Pure."""
+"""The vote of one evaluation's forecast for or against a stop, and whether the forecast suffices for a vote. Pure."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from typing import Final
 import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_api.forecast import ForecastAnswer, Outlook
-from scalerl_operator.autoscaling.alarm import too_small_fall
+from scalerl_api.forecast import BestBlock, ForecastAnswer, Outlook
+from scalerl_operator.autoscaling.alarm import small_fall
 from scalerl_operator.autoscaling.models import Observation
 
 ENOUGH_POINTS: Final = 10
 WIDEST_A: Final = 0.15
 MOST_BEFORE_CMID: Final = 0.2
-"""Beyond these three the asymptote is not identified, and nothing is decided: on simulated curves of the
-published parameters the reward at twice the compute was off by more than .02 in one of four at 2·Cmid,
-in two of three at Cmid."""
+"""With fewer points, or beyond these two, the asymptote is not identified and nothing is decided: on simulated curves of the
+published parameters, the reward at twice the compute was off by more than .02 in one of four at 2·Cmid, and in two of
+three at Cmid."""
 
 STOP_BELOW: Final = 0.18
-"""P(gain at the horizon > minGain) that votes for a stop; some .06 of it are late rises, which no fit can exclude."""
+"""P(gain at the horizon > minGain) below which the vote is to stop; some .06 of it are late rises, which no fit can exclude."""
 RELEASE_AT: Final = 0.28
-"""From where it votes against one; in between it does neither."""
+"""The same P from which the vote is to continue; between the two it is neither."""
 TARGET_BELOW: Final = 0.05
-"""P(R(Cmax) > target) that votes for a stop."""
+"""P(R(Cmax) > target) below which the vote is to stop."""
 TARGET_RELEASE_AT: Final = 0.2
-"""From where it votes against one."""
+"""The same P from which the vote is to continue."""
 RELEASE_RETURN: Final = 0.1
-"""With money: what a block has to return beyond its price, as a share of it, to vote against a stop."""
+"""With a price: the net return of a block, as a share of its price, from which the vote is to continue."""
 PATIENCE: Final = 0.5
-"""Share of what may be used from where a run that shows nothing can be stopped; see docs/autoscaling.md for the
-frontier between reward lost and compute saved that it was chosen on."""
+"""Share of the budget from which a run without any rise can be stopped. docs/autoscaling.md has the frontier between reward
+lost and compute saved from which it was chosen."""
 FIT_EXPECTS_GAIN: Final = 0.7
-"""P(gain at the horizon > minGain) of a fit from where the run is not flat, however uncertain its asymptote is: a rise
-that gains speed has a low mean trend too."""
+"""P(gain at the horizon > minGain) of a fit from which a run is not flat, however uncertain its asymptote is: a rise that
+accelerates has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
 """P(gain at the horizon > minGain), or P(A > target), from which continuing is worth more devices."""
 EARLIER_COUNT: Final = 0.1
-"""Weight in all from which on the method uses earlier runs; one of its own is named from there on, or where none has so much."""
+"""Total weight from which the method uses earlier runs. A run of at least this weight is named; without one, all are."""
 MOST_NAMES: Final = 5
 METHOD_1_STOP_BELOW: Final = 0.1
 METHOD_1_RELEASE_AT: Final = 0.2
-"""As above, for answers of method 1, which had no late rises in P."""
+"""STOP_BELOW and RELEASE_AT for answers of method 1, whose P has no late rises."""
 
 
 class Side(enum.IntEnum):
-    """Ordered: of several rules the one that says the most for a stop counts."""
+    """Ordered: of several rules, the one nearest to a stop decides."""
 
     CONTINUE = 0
     NEITHER = 1
@@ -57,9 +57,10 @@ class Side(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Vote:
-    """One evaluation's say.
+    """One evaluation's vote.
 
-    valuable: continuing is worth more devices. pays: further compute that would pay, in tokens.
+    valuable: continuing is worth more devices.
+    pays: further compute that would pay, in tokens.
     """
 
     side: Side
@@ -68,8 +69,8 @@ class Vote:
     pays: float
 
 
-def doubts(spec: AutoscalingSpec, observation: Observation) -> list[str]:
-    """Why there is no believable forecast; empty if there is one."""
+def insufficiency(spec: AutoscalingSpec, observation: Observation) -> list[str]:
+    """Why the forecast does not suffice for a vote; empty if it does."""
     answer = observation.forecast
     if answer is None:
         return [observation.trouble or "no forecast was made"]
@@ -88,27 +89,22 @@ def doubts(spec: AutoscalingSpec, observation: Observation) -> list[str]:
     if not found and not fit.identifiable:
         found.extend(fit.doubts or ["the asymptote is not identifiable"])
     if answer.outlook is None:
-        found.append(too_small_fall(answer.guard) or "the answer has no outlook")
+        found.append(small_fall(answer.guard) or "the answer has no outlook")
     elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
         found.append("what a device-hour buys is not known yet, so nothing can be said in money")
     return found
 
 
 def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vote:
-    """Of a forecast without :func:`doubts`: by money or else by gain, and by the target if there is one."""
+    """The vote of a forecast without :func:`insufficiency`: by price or else by gain, and by the target if there is one."""
     ahead = (float(spec.horizon) - 1.0) * answer.fit.now
     block = outlook.best_block if spec.price_per_device_hour is not None else None
     if block is not None:
-        said = [(_by_return(spec, block.compute, block.gain, block.net), _block_text(block.gain, block.net))]
+        votes = [_by_price(spec, block)]
         valuable, pays = block.net > 0, block.compute
     else:
-        p = outlook.p_gain_above_min
-        text = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
-        if answer.method is msgspec.UNSET:
-            said = [(_by_probability(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), text)]
-        else:
-            said = [_by_gain(spec, answer, outlook, text)]
-        valuable, pays = p >= WORTH_MORE_DEVICES, ahead
+        votes = [_by_gain(spec, answer, outlook)]
+        valuable, pays = outlook.p_gain_above_min >= WORTH_MORE_DEVICES, ahead
     if spec.target is not None:
         p_ever = outlook.p_asymptote_above_target
         if block is None and p_ever is not None:
@@ -117,16 +113,16 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
             p = outlook.p_target_at_max_compute
             text = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
             late = 0.0 if outlook.p_late_rise is msgspec.UNSET else outlook.p_late_rise
-            said.append((_by_probability(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), text))
-    side = max(one for one, _ in said)
-    said.sort(key=lambda one: one[0], reverse=True)
-    return Vote(side, tuple(text for _, text in said), valuable and side is Side.CONTINUE, pays)
+            votes.append((_side(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), text))
+    votes.sort(key=lambda one: one[0], reverse=True)
+    side = votes[0][0]
+    return Vote(side, tuple(text for _, text in votes), valuable and side is Side.CONTINUE, pays)
 
 
 def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
-    """For a stop, because nothing happens, whatever a fit says; None if the points do not say it.
+    """The vote to stop a run that does not rise, whatever its fit says; None if it rises, or it is too early.
 
-    Where a price decides, a flat run has no best block to be held against it, so this says nothing.
+    With a price there is none: a flat run has no best block to compare with the price.
     """
     flat = answer.flat
     if (
@@ -138,7 +134,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or (answer.method != 2 and answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN)
     ):
         return None
-    side = _by_probability(flat.p_gain, STOP_BELOW, RELEASE_AT)
+    side = _side(flat.p_gain, STOP_BELOW, RELEASE_AT)
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
@@ -150,24 +146,21 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
     return Vote(side, (text,), False, 0.0)
 
 
-def if_wrong(answer: ForecastAnswer) -> list[str]:
-    """What a wrong stop loses; nothing where the answer does not say (method 1)."""
+def stop_caveat(answer: ForecastAnswer) -> list[str]:
+    """The loss if a stop is wrong; empty for answers of method 1, which do not have it."""
     outlook = answer.outlook
     if outlook is None or outlook.p_late_rise is msgspec.UNSET:
         return []
-    late = outlook.late_rise
-    known = (
-        ""
-        if late is msgspec.UNSET
-        else f"; late rises in public curves gained {late.low:.2f} to {late.high:.2f}"
-    )
+    late, known = outlook.late_rise, ""
+    if late is not msgspec.UNSET:
+        known = f"; late rises in public curves gained {late.low:.2f} to {late.high:.2f}"
     return [
         f"where this is wrong: the forecast's 95th percentile is {outlook.gain.high:+.3f}{known}; resuming takes it back"
     ]
 
 
-def counted(answer: ForecastAnswer | None) -> list[str]:
-    """Names of the earlier runs that counted, by weight."""
+def prior_runs(answer: ForecastAnswer | None) -> list[str]:
+    """Names of the earlier runs that the forecast used as a prior, by weight."""
     if answer is None or answer.earlier is msgspec.UNSET:
         return []
     if sum(use.weight for use in answer.earlier) < EARLIER_COUNT:
@@ -177,9 +170,9 @@ def counted(answer: ForecastAnswer | None) -> list[str]:
     return heavy or [use.name for use in uses if use.weight > 0]
 
 
-def with_earlier(answer: ForecastAnswer | None) -> str:
-    """``with 3 earlier runs as prior: a, b, c``; empty where none counted."""
-    names = counted(answer)
+def prior_note(answer: ForecastAnswer) -> str:
+    """``with 3 earlier runs as prior: a, b, c``; empty without a prior."""
+    names = prior_runs(answer)
     if not names:
         return ""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
@@ -187,56 +180,50 @@ def with_earlier(answer: ForecastAnswer | None) -> str:
     return f"with {len(names)} earlier {runs} as prior: {', '.join(names[:MOST_NAMES])}{more}"
 
 
-def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook, text: str) -> tuple[Side, str]:
-    """Before half of what may be used a fit alone is not enough: the run must have gained something, and have stopped to."""
-    flat, late = answer.flat, outlook.p_late_rise
-    text += "" if late is msgspec.UNSET else f", that of an unannounced rise, {late:.2f}, included"
-    more = _late_rises_beyond_a_doubling(spec, outlook)
-    side = _by_probability(outlook.p_gain_above_min, STOP_BELOW + more, RELEASE_AT + more)
-    # At low rewards, or far ahead, a fit leaves room for more than its points show: they say it themselves.
-    shown = flat_vote(spec, answer) if side is Side.NEITHER else None
-    if shown is not None and shown.side is Side.STOP:
-        return Side.STOP, f"{text}; {shown.reasons[0]}"
+def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> tuple[Side, str]:
+    """Before half of the budget, a fit alone does not stop a run: the run must have gained something, and have stopped to."""
+    p, flat, late = outlook.p_gain_above_min, answer.flat, outlook.p_late_rise
+    text = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
+    if answer.method is msgspec.UNSET:
+        return _side(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), text
+    doublings, more = math.log2(float(spec.horizon)), 0.0
+    if late is not msgspec.UNSET:
+        text += f", that of an unannounced rise, {late:.2f}, included"
+        # The thresholds are for a horizon of one doubling; a longer one adds late rises to P.
+        more = late - (1.0 - (1.0 - late) ** (1.0 / doublings))
+    side = _side(p, STOP_BELOW + more, RELEASE_AT + more)
+    # At low rewards, or far ahead, a fit has a wider distribution than the trend of its points.
+    flat_cast = flat_vote(spec, answer) if side is Side.NEITHER else None
+    if flat_cast is not None and flat_cast.side is Side.STOP:
+        return Side.STOP, f"{text}; {flat_cast.reasons[0]}"
     if side is not Side.STOP or flat is msgspec.UNSET or flat.share >= PATIENCE:
         return side, text
     least, early = float(spec.min_gain), f"at {flat.share:.0%} of what may be used"
     if flat.gained < least:
         return Side.NEITHER, f"{text}, but it has gained nothing yet {early}"
-    if flat.slope.high * math.log2(float(spec.horizon)) >= least:
+    if flat.slope.high * doublings >= least:
         return Side.NEITHER, f"{text}, but it still gained up to {flat.slope.high:.3f} a doubling {early}"
     return side, text
 
 
-def _late_rises_beyond_a_doubling(spec: AutoscalingSpec, outlook: Outlook) -> float:
-    """What late rises add to P at a horizon other than 2, which the bounds are for."""
-    late = outlook.p_late_rise
-    return (
-        0.0
-        if late is msgspec.UNSET
-        else late - (1.0 - (1.0 - late) ** (1.0 / math.log2(float(spec.horizon))))
-    )
+def _by_price(spec: AutoscalingSpec, block: BestBlock) -> tuple[Side, str]:
+    if block.net <= 0:
+        return Side.STOP, "no further compute is worth its price"
+    text = f"the best further block gains {block.gain:.3f} and is worth {block.net:.2f} more than it costs"
+    if block.compute <= 0:
+        return Side.STOP, text
+    worth = 100.0 * float(spec.value_per_point or 0) * block.gain
+    return Side.CONTINUE if block.net >= RELEASE_RETURN * (worth - block.net) else Side.NEITHER, text
 
 
-def _by_probability(p: float, stop_below: float, release_at: float) -> Side:
+def _side(p: float, stop_below: float, release_at: float) -> Side:
     if p < stop_below:
         return Side.STOP
     return Side.CONTINUE if p >= release_at else Side.NEITHER
 
 
-def _by_return(spec: AutoscalingSpec, compute: float, gain: float, net: float) -> Side:
-    if net <= 0 or compute <= 0:
-        return Side.STOP
-    worth = 100.0 * float(spec.value_per_point or 0) * gain
-    return Side.CONTINUE if net >= RELEASE_RETURN * (worth - net) else Side.NEITHER
-
-
-def _block_text(gain: float, net: float) -> str:
-    if net <= 0:
-        return "no further compute is worth its price"
-    return f"the best further block gains {gain:.3f} and is worth {net:.2f} more than it costs"
-
-
 def _to_target(answer: ForecastAnswer, outlook: Outlook, otherwise: float) -> float:
+    """Further compute to the target, in tokens; ``otherwise`` where the forecast does not reach it."""
     median = None if outlook.to_target is None else outlook.to_target.median
     if median is None:
         return otherwise

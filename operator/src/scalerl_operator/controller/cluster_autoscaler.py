@@ -15,7 +15,7 @@ from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.history import select
+from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build.storage import CURVE_KEY

@@ -1,4 +1,4 @@
-"""Accelerators of this machine, counted without loading any framework, and their assignment to processes."""
+"""The accelerators of this machine, listed without loading a framework, and their assignment to processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIST_SECONDS = 30
 
 
 class NotEnoughDevices(Exception):
-    """The spec needs more accelerators than this machine has, or they are named in a way that DeepSpeed does not read."""
+    """The spec needs more accelerators than this machine has, or their names are not numbers, which DeepSpeed needs."""
 
 
 def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     listed = environ.get(VISIBLE)
     if listed is not None:
         names = [name.strip() for name in listed.split(",") if name.strip()]
-        # CUDA stops reading at the first entry that names no device.
+        # CUDA ignores the first invalid entry and all after it.
         return tuple(names[: names.index("-1")] if "-1" in names else names)
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -39,7 +39,7 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def check(plan: Plan, available: Sequence[str]) -> None:
-    """Raises NotEnoughDevices unless each process can have devices of its own."""
+    """Raises NotEnoughDevices unless each process can have its own devices."""
     if plan.devices() <= len(available):
         trains = any(
             c.resources.devices for w in plan.workloads if w.role is Role.TRAINER for c in w.containers
@@ -64,7 +64,7 @@ def check(plan: Plan, available: Sequence[str]) -> None:
 
 
 class Pool:
-    """Assigns this machine's devices to processes: disjoint, neighbours together.
+    """Assigns the devices of this machine to processes: disjoint, adjacent ones together.
 
     Raises:
         NotEnoughDevices: see :func:`check`.
@@ -83,7 +83,7 @@ class Pool:
         return len(self._free)
 
     def take(self, workload: Workload, indices: Iterable[int]) -> None:
-        """Assign devices to these replicas, to all or none.
+        """Assigns devices to all of these replicas, or to none.
 
         Raises:
             NotEnoughDevices: nothing was assigned.
@@ -103,7 +103,7 @@ class Pool:
             del self._free[:devices]
 
     def give_back(self, replica: str) -> None:
-        """Free the devices of a replica that has ended for good."""
+        """Frees the devices of a replica that has ended."""
         for key in [key for key in self._held if key[0] == replica]:
             self._free.extend(self._held.pop(key))
 

@@ -1,8 +1,7 @@
-"""The autoscaler of a local run: observes the run each second, and carries out what the autoscaler requests."""
+"""Executes the reports of the autoscaler of a local run."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,25 +9,22 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, Known
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, LogSummary
+from scalerl_operator.autoscaling.earlier_runs import ReadEarlier
 from scalerl_operator.autoscaling.forecast_client import Sidecar
-from scalerl_operator.autoscaling.history import ReadEarlier
 from scalerl_operator.autoscaling.models import Decision, Generators
-from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.local.supervisor import LocalRuntime
 from scalerl_operator.local.unit import Event
 from scalerl_operator.workloads import Plan, Role
 
-_TICK_SECONDS = 1.0
 
-
-def resumed_plan(plan: Plan, spec: RunSpec, known: Known) -> tuple[Plan, str]:
+def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]:
     """The plan with the number of generators that the autoscaler chose last, and a message where it differs from the spec.
 
     A machine that no longer has the devices for them starts with the spec's number.
     """
-    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, known.generators
+    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, log.generators
     if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
         return plan, ""
     number = min(max(number, allowed.min), allowed.max)
@@ -49,7 +45,7 @@ def resumed_plan(plan: Plan, spec: RunSpec, known: Known) -> tuple[Plan, str]:
 class LocalAutoscaler:
     """The autoscaler of one local run.
 
-    applied: number of the decision up to which :func:`resumed_plan` has applied the record.
+    applied: number of the last decision that :func:`resumed_plan` has applied.
     earlier: reads the finished runs that are a prior of the forecast.
     """
 
@@ -69,14 +65,13 @@ class LocalAutoscaler:
         self._spec = spec
         self._runtime = runtime
         self._on_event = on_event
-        self._status: Status | None = None
-        self._was_stopped = False
+        self._was_stopped: bool | None = None
         self._applied = applied
         self._problem = ""
 
     @property
     def stop(self) -> str:
-        """Why the run is to end; empty while it is not to."""
+        """The reason to stop the run; empty without one."""
         return self._autoscaler.stop
 
     @property
@@ -84,32 +79,18 @@ class LocalAutoscaler:
         """The last one of this process; None before the first."""
         return self._autoscaler.decision
 
-    def observe(self, status: Status) -> None:
-        """Takes the coordinator's newest status. The first one shows whether a stopped run is resumed."""
-        if self._status is None:
+    def update(self, status: Status) -> None:
+        """Executes the latest report, and starts a step on ``status``, the coordinator's newest, in the background."""
+        if self._was_stopped is None:
+            # The first status shows whether a stopped run is resumed.
             self._was_stopped = status.stop_reason in (FORECAST, BROKEN)
-        self._status = status
-
-    async def run(self) -> None:
-        """Decides and acts until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(_TICK_SECONDS)
-                if self._status is not None:
-                    self._apply(self._report(self._status))
-        finally:
-            self._autoscaler.close()
-
-    def _report(self, status: Status) -> AutoscalerReport:
         generators = Generators(
             wanted=self._runtime.replicas(Role.GENERATOR),
             ready=sum(member.weight_version >= 0 for member in status.members),
-            quota=self._runtime.most(Role.GENERATOR),
+            quota=self._runtime.max_replicas(Role.GENERATOR),
             devices_each=max(1, self._spec.generator.devices),
         )
-        return self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
-
-    def _apply(self, report: AutoscalerReport) -> None:
+        report = self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
         problem = report.message if report.reason is Reason.AUTOSCALER_FAILED else ""
         if problem and problem != self._problem:
             self._event(problem, is_problem=True)
@@ -119,6 +100,10 @@ class LocalAutoscaler:
         if report.generators is not None and report.decision != self._applied:
             self._applied = report.decision
             self._scale(report.generators)
+
+    def close(self) -> None:
+        """Cancels the step in the background."""
+        self._autoscaler.close()
 
     def _scale(self, wanted: int) -> None:
         now = self._runtime.replicas(Role.GENERATOR)

@@ -11,9 +11,8 @@ HOST: Final = "127.0.0.1"
 class Ports:
     """Free ports, reserved until :meth:`close`.
 
-    A bound socket that does not listen holds each port. The server of that port sets ``SO_REUSEADDR``, as HTTP servers and
-    torch's stores do, and can listen there at any time, also after a restart; for all other processes the port is taken,
-    and the kernel does not choose it.
+    A bound socket that does not listen reserves each port. A server with ``SO_REUSEADDR`` (HTTP servers, torch's stores) can
+    still listen on it, also after a restart; the kernel assigns the port to no other process.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class Ports:
         """A free port.
 
         Raises:
-            OSError: none is left.
+            OSError: no port is free.
         """
         holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

@@ -14,7 +14,7 @@ from scalerl_operator.workloads import Container, Probe
 
 async def succeeds(probe: Probe, port: int) -> bool:
     """One ``GET``: True on a 2xx within the probe's timeout."""
-    import aiohttp  # takes half a second, by which the first child of a run would start later
+    import aiohttp  # takes half a second, by which the first child would start later
 
     timeout = aiohttp.ClientTimeout(total=probe.timeout_seconds)
     try:
@@ -28,7 +28,7 @@ async def succeeds(probe: Probe, port: int) -> bool:
 
 
 async def watch(container: Container, ports: dict[str, int], on_ready: Callable[[], None]) -> Cause:
-    """Probes until the startup or the liveness probe has failed; returns which. Without them, it never returns.
+    """Probes until the startup or the liveness probe has failed, and returns which; never returns without these probes.
 
     on_ready: called once, when the container is ready.
     """

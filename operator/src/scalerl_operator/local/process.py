@@ -20,9 +20,9 @@ from scalerl_operator.local import subreaper
 from scalerl_operator.local.procfs import kill_marked
 
 MARK: Final = "SCALERL_PROCESS"
-"""Environment variable of a child and of all that it starts: which start of which process."""
+"""Environment variable that identifies the start of a child; its descendants inherit it."""
 MAX_LOG_BYTES: Final = 64 << 20
-"""A longer log is renamed to ``.1`` at the next start of its process, so that restarts do not fill the disk."""
+"""A longer log is renamed to ``.1`` at the next start of its process, so that logs do not fill the disk."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ _LOG = logging.getLogger(__name__)
 class Command:
     """A command and its limits.
 
-    argv: ``python`` as the first word means this interpreter.
+    argv: ``python`` as the first argument is this interpreter.
     mark: value of :data:`MARK`.
     grace_seconds: from a stop to SIGKILL of the process tree.
-    orphan_grace_seconds: the same when the runtime has died.
+    orphan_grace_seconds: the same after the runtime was killed.
     cpus: CPU affinity of the process tree.
     held: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
     """
@@ -58,7 +58,7 @@ class ChildProcess:
         self._command = command
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
-        # The subreaper writes nothing: its end is readable once it has exited.
+        # The subreaper writes nothing, so its socket becomes readable when it exits.
         self._loop.add_reader(lifeline, self._on_exit)
 
     @classmethod
@@ -103,15 +103,14 @@ class ChildProcess:
         return await asyncio.shield(self._ended)
 
     def stop(self) -> None:
-        """Send SIGTERM to the child; its subreaper kills the remaining processes after the grace period."""
-        self.send(signal.SIGTERM)
+        """Sends SIGTERM to the child; its subreaper kills the remaining processes after the grace period."""
+        self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the whole process tree now."""
-        self.send(signal.SIGQUIT)
+        """Kills the whole process tree."""
+        self._send(signal.SIGQUIT)
 
-    def send(self, number: int) -> None:
-        """Send a signal to the subreaper (see there)."""
+    def _send(self, number: int) -> None:
         if self._popen.poll() is None:
             self._popen.send_signal(number)
 
@@ -120,7 +119,7 @@ class ChildProcess:
         self._lifeline.close()
         code = self._popen.wait()
         if code == -signal.SIGKILL:
-            # A subreaper that was itself killed has killed nobody.
+            # A subreaper that was killed itself has not killed its tree.
             try:
                 kill_marked(MARK, self._command.mark, self._command.log)
             except TimeoutError as error:
@@ -129,5 +128,5 @@ class ChildProcess:
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment that children inherit: ours, without variables of another process of a run."""
+    """The environment that children inherit: that of this process, without the variables of a run."""
     return {name: value for name, value in base.items() if not name.startswith("SCALERL_")}

@@ -1,4 +1,4 @@
-"""Finds the processes of a run, ends those that no subreaper holds, and measures their memory."""
+"""Finds the processes of a run, kills those without a subreaper, and measures their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def marked(variable: str, value: str) -> list[int]:
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or is another user's
         if wanted in environ.split(b"\0") and pid != os.getpid():
             found.append(pid)
     return found
@@ -28,13 +28,17 @@ def writing_to(log: Path) -> list[int]:
 
     Without this process and its ancestors, since a shell may write its own output there.
     """
-    wanted, found = Path(os.path.realpath(log)), []
-    for pid in set(pids()) - _ancestors():
+    wanted, found, ancestors = Path(os.path.realpath(log)), [], set[int]()
+    pid = os.getpid()
+    while pid > 0:
+        ancestors.add(pid)
+        pid = state_and_parent(pid)[1]
+    for pid in set(pids()) - ancestors:
         for stream in (1, 2):
             try:
                 file = Path(os.readlink(f"/proc/{pid}/fd/{stream}"))
             except OSError:
-                continue  # it has ended, the stream is closed, or it is another user's
+                continue  # the process has ended, the stream is closed, or the process is another user's
             if wanted in (file, file.parent):
                 found.append(pid)
                 break
@@ -44,11 +48,11 @@ def writing_to(log: Path) -> list[int]:
 def kill_marked(variable: str, value: str, log: Path | None = None) -> None:
     """SIGKILL all of :func:`marked`, and of :func:`writing_to` ``log``, until none is left.
 
-    Both, because a process may hide its environment: vLLM's engine sets its title, which overwrites what ``/proc`` shows of
-    the environment. It keeps the output that it inherited.
+    Both, because vLLM's engine sets its process title, which overwrites its environment in ``/proc``; it keeps the output that
+    it inherited.
 
     Raises:
-        TimeoutError: some are still there after 10 s (stuck in the kernel).
+        TimeoutError: some still exist after 10 s (blocked in the kernel).
     """
 
     def remaining() -> list[int]:
@@ -62,7 +66,7 @@ def kill_marked(variable: str, value: str, log: Path | None = None) -> None:
 def tree_memory_bytes(root: int) -> int:
     """Memory of ``root`` and all its descendants: proportional set size (PSS), so that shared pages count once.
 
-    Where the kernel gives no PSS: resident size, an upper bound.
+    Without PSS in the kernel: resident size, an upper bound.
     """
     return sum(_memory_bytes(pid) for pid in (root, *descendants(root)))
 
@@ -80,12 +84,3 @@ def _memory_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _ancestors() -> set[int]:
-    """This process and its ancestors."""
-    found, pid = set[int](), os.getpid()
-    while pid > 0:
-        found.add(pid)
-        pid = state_and_parent(pid)[1]
-    return found

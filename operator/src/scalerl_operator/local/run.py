@@ -1,7 +1,7 @@
 """One run on this machine: the loop that joins plan, policies and the local runtime.
 
-Level-triggered: each tick polls the coordinator's status, decides by the policies, requests a stop until the status has it,
-and reports a snapshot. Nothing depends on having observed a change.
+Level-triggered: each tick polls the coordinator's status, applies the policies, sends the stop request until the status has it,
+and reports a snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Phase, Status
-from scalerl_operator.autoscaling.decision_log import DecisionRecord, known_of
+from scalerl_operator.autoscaling.decision_log import DecisionRecord, summary_of
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
@@ -27,7 +27,7 @@ from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
-from scalerl_operator.policy.budget import REVOCABLE, limit_reached, must_notify
+from scalerl_operator.policy.budget import REVOCABLE, limit_reached, must_send_stop
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
@@ -45,15 +45,15 @@ _WARNINGS: Final = {
         "{count} leases timed out so far: their generators made no progress for leaseSeconds",
     ),
 }
-"""Failures that do not end the run, by their count in the coordinator's status. An event reports each once its count
-exceeds so many times the count reported last."""
+"""Failures that do not end the run, by the name of their count in the coordinator's status: a factor, and the text of an event,
+which is reported when the count exceeds the factor times the last reported count."""
 
 _TICK_SECONDS = 1.0
 _STARTING_TICK_SECONDS = 0.25
 _MEMORY_PERIOD_SECONDS = 5.0
 _MAX_BACK_OFF_SECONDS = 8.0
 _ANSWER_SECONDS = 90.0
-"""How long to wait for a restarting coordinator's answer whether the run is complete."""
+"""How long to wait for a restarting coordinator, which knows whether the run is complete."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Startup:
 
     first_lease_seconds: since the start of this command; None if there was none.
     ready_seconds: by unit, until it was first ready (``prepare``: done).
-    waited_seconds: by what the run waited for.
+    waited_seconds: by the cause of the wait.
     """
 
     first_lease_seconds: float | None = None
@@ -114,7 +114,7 @@ class LocalRun:
         self._started = time.monotonic() if started is None else started
         known = None
         if run.spec.autoscaling.mode != "Off":
-            known = known_of(directory.paths.decisions)
+            known = summary_of(directory.paths.decisions)
             plan, message = resumed_plan(plan, run.spec, known)
             plan = replace(plan, workloads=(*plan.workloads, forecaster()))
             if message:
@@ -134,7 +134,7 @@ class LocalRun:
                 earlier=DirectoryRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
             )
-        # A run that its forecast has completed is over; one that was suspended continues when it is resumed.
+        # With onStop: Complete, a run that its forecast stopped does not continue when it is resumed.
         final = run.spec.autoscaling.on_stop == "Complete"
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
         self._status: Status | None = None
@@ -150,18 +150,16 @@ class LocalRun:
         self._reported = dict.fromkeys(_WARNINGS, 0)
 
     async def run(self) -> RunResult:
-        """Run until the end. No process of the run is left afterwards."""
+        """Runs until the end. No process of the run is left afterwards."""
         runtime = asyncio.create_task(self._runtime.run(), name="runtime")
         watchers = [
             asyncio.create_task(self._observe(), name="observe"),
             asyncio.create_task(self._measure_memory(), name="memory"),
         ]
-        if self._autoscaler is not None:
-            watchers.append(asyncio.create_task(self._autoscaler.run(), name="autoscaler"))
         try:
             await asyncio.wait({runtime, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in watchers:
-                if watcher.done():  # only an error ends a watcher
+                if watcher.done():  # a watcher ends only by an error
                     watcher.result()
             failure = await runtime
         finally:
@@ -171,6 +169,8 @@ class LocalRun:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            if self._autoscaler is not None:
+                self._autoscaler.close()
             await self._client.aclose()
         self._report()
         self._note_ready()
@@ -190,7 +190,7 @@ class LocalRun:
         return None if self._autoscaler is None else self._autoscaler.decision
 
     def interrupt(self) -> None:
-        """The first call drains the run (checkpoint, end), the second kills it."""
+        """The first call drains the run, the second kills it."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._drain_until = time.monotonic() + DRAIN_SECONDS
@@ -212,14 +212,12 @@ class LocalRun:
             self._report()
 
     async def _poll(self) -> bool:
-        """Get a new status; False if the coordinator does not answer."""
+        """Gets a new status; False if the coordinator does not answer."""
         try:
             self._status = await self._client.status()
         except CoordinatorUnreachable:
             return False
         self._rates = self._meter.add(self._status)
-        if self._autoscaler is not None:
-            self._autoscaler.observe(self._status)
         self._report_warnings(self._status)
         return True
 
@@ -235,9 +233,11 @@ class LocalRun:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
             self._runtime.stop()
         elif self._status is not None:
+            if self._autoscaler is not None:
+                self._autoscaler.update(self._status)
             wanted, given = self._stop_reason(self._status), self._status.stop_reason
-            if must_notify(wanted, given, self._revocable):
-                # Without an answer, the status keeps its stop_reason, and the next tick sends the request again.
+            if must_send_stop(wanted, given, self._revocable):
+                # Without an answer, the next tick sends the request again.
                 with contextlib.suppress(CoordinatorUnreachable):
                     await self._client.stop(wanted)
                     self._on_event(
@@ -245,7 +245,7 @@ class LocalRun:
                     )
 
     def _stop_reason(self, status: Status) -> str:
-        """Why the run is to end now; empty while it is not."""
+        """The reason to stop the run; empty without one."""
         if self._interrupts:
             return INTERRUPTED
         limit = limit_reached(self._run.spec.budget, status)
@@ -254,12 +254,12 @@ class LocalRun:
         return "" if self._autoscaler is None else self._autoscaler.stop
 
     def _nothing_to_drain(self) -> bool:
-        """True before the first lease: a trainer in mid-training saves its state when it is stopped."""
+        """Whether there was no lease yet. A trainer in mid-training saves its state at a SIGTERM, without a drain."""
         waiting = self._status is None or _waits_for_lease(self._status)
         return waiting and self._startup.first_lease_seconds is None
 
     async def _may_exit(self, lifetime: Lifetime) -> bool:
-        """Whether the run is over for a unit whose processes have all exited with 0."""
+        """Whether a unit whose processes have all exited with 0 is not to be restarted."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         pause = 0.1
         while not await self._poll():
@@ -271,7 +271,7 @@ class LocalRun:
         phase = self._status.phase
         if lifetime is Lifetime.SERVICE:
             return phase in (Phase.FINISHING, Phase.FINISHED)
-        # A trainer that is interrupted in mid-training exits without the end of the run.
+        # A trainer that is interrupted in mid-training exits before the end of the run.
         return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
 
     async def _measure_memory(self) -> None:
@@ -301,8 +301,8 @@ class LocalRun:
         if status is not None and self._is_resumed is None:
             self._is_resumed = status.wall_seconds > 0 and status.step > 0
         if status is not None:
-            # The coordinator's clock starts at the run's first lease. It continues in a resumed run, and mid-training adds
-            # to it: there the first lease of this command is when it no longer waits.
+            # The coordinator's clock starts at the run's first lease. In a resumed run, or with mid-training, it is not zero
+            # before the first lease of this command.
             waits = _waits_for_lease(status)
             if self._is_resumed or status.supervised_steps:
                 if not waits:
@@ -321,7 +321,7 @@ class LocalRun:
                 self._startup.ready_seconds.setdefault(unit.name, done - self._started)
 
     def _waiting_for(self) -> str:
-        """What the run waits for, as the coordinator reports it once it answers."""
+        """The cause of the wait for the first lease."""
         for unit in self._runtime.statuses():
             if unit.role is Role.PREPARE and unit.state != "done":
                 return "the model and tokenizer to be prepared"
@@ -331,6 +331,6 @@ class LocalRun:
 
 
 def _waits_for_lease(status: Status) -> bool:
-    """Whether no lease can have been issued: also in a mid-training that a stop is ending."""
+    """Whether no lease can have been issued, also while a stop ends mid-training."""
     in_mid_training = status.supervised_steps > 0 and status.checkpoint_version < 0
     return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and in_mid_training)

@@ -21,15 +21,15 @@ from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_operator.autoscaling.history import select
+from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.local.procfs import kill_marked
 from scalerl_operator.policy.resume_changes import forbidden_changes
 
 LOCK_FILE: Final = "lock"
 MAX_CURVE_BYTES: Final = 16 * 1024 * 1024
-"""Of a finished run's curve that is read: 100,000 evaluations."""
+"""Largest curve of a finished run that is read: 100,000 evaluations."""
 LEFTOVER_SECONDS: Final = 45.0
-"""How long a killed run's processes may take to end: their subreapers' grace and sweep."""
+"""How long the processes of a killed run may take to end: the grace and the sweep of their subreapers."""
 
 
 class DirectoryProblem(Exception):
@@ -37,8 +37,7 @@ class DirectoryProblem(Exception):
 
 
 class RunDirectory:
-    """A locked directory. The lock ends with :meth:`release`, or when this process and all subreapers that it started have
-    ended: they hold the same lock."""
+    """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock."""
 
     def __init__(self, root: Path, lock_fd: int) -> None:
         self.paths = RunPaths(root)
@@ -46,7 +45,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
-        """Lock an empty or new directory and write the files that the roles read.
+        """Locks an empty or new directory and writes the files that the roles read.
 
         Raises:
             DirectoryProblem: it is not empty, is in use, or cannot be written.
@@ -65,15 +64,13 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, root: Path, run: ScaleRLRun) -> Self:
-        """Lock the directory of a run that has ended or was killed.
-
-        Waits until the processes of a killed run have ended.
+        """Locks the directory of a run that has ended or was killed, once the processes of a killed run have ended.
 
         Raises:
-            DirectoryProblem: no run there, in use, or the spec differs in what a run cannot change.
+            DirectoryProblem: it has no run, is in use, or the spec has a change that a started run refuses.
         """
         before = stored_manifest(root)
-        changes = _of_the_release_before(before, run) + forbidden_changes(before, run.to_manifest())
+        changes = _changed_defaults(before, run) + forbidden_changes(before, run.to_manifest())
         if changes:
             raise DirectoryProblem(
                 f"{root}: cannot resume with a changed spec:\n  "
@@ -82,8 +79,7 @@ class RunDirectory:
             )
         try:
             directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))
-            # The lock is free, so a process that still names this directory, or writes to its logs, is of a run whose
-            # runtime and subreapers were all killed.
+            # The lock is free, so the runtime and the subreapers of any process that still uses this directory were killed.
             kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)
         except (OSError, TimeoutError) as error:
@@ -91,7 +87,7 @@ class RunDirectory:
         return directory
 
     def release(self) -> None:
-        """Unlock the directory."""
+        """Unlocks the directory."""
         os.close(self.lock_fd)
 
     def _write(self, run: ScaleRLRun) -> None:
@@ -105,8 +101,8 @@ class RunDirectory:
         return self.paths.token.read_text().strip()
 
 
-def _of_the_release_before(manifest: dict[str, Any], run: ScaleRLRun) -> list[str]:
-    """Give ``manifest`` present names; what new defaults would change of the run, although nobody edited it."""
+def _changed_defaults(manifest: dict[str, Any], run: ScaleRLRun) -> list[str]:
+    """Translates the recipe of ``manifest`` to present names. Returns the changes of the run by new defaults, which no user made."""
     recipe = (manifest.get("spec") or {}).get("recipe") or {}
     present, names = translated(recipe)
     manifest["spec"] = (manifest.get("spec") or {}) | {"recipe": present}
@@ -120,7 +116,7 @@ def _of_the_release_before(manifest: dict[str, Any], run: ScaleRLRun) -> list[st
 
 
 def stored_manifest(root: Path) -> dict[str, Any]:
-    """The manifest with which the run in ``root`` was started last.
+    """The manifest of the last start of the run in ``root``.
 
     Raises:
         DirectoryProblem: there is no run in ``root``, or its file cannot be read.
@@ -140,7 +136,7 @@ def stored_manifest(root: Path) -> dict[str, Any]:
 
 
 def in_use(root: Path) -> bool:
-    """Whether the process that locked ``root`` last is alive. Takes no lock itself, which would refuse others."""
+    """Whether the process that locked ``root`` last is alive. Takes no lock, which would make others fail."""
     try:
         holder = (root / LOCK_FILE).read_text().strip()
     except (OSError, ValueError):
@@ -181,9 +177,9 @@ def _is_alive(holder: str) -> bool:
 
 
 def _lock(root: Path, *, wait_seconds: float) -> int:
-    """Lock the directory; the descriptor. Processes that inherit it share the lock.
+    """Locks the directory and returns the descriptor. Processes that inherit it share the lock.
 
-    Waits for holders whose main process is dead: their subreapers are ending them.
+    Waits for holders whose main process is dead: their subreapers end them.
     """
     fd = os.open(root / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + wait_seconds
@@ -221,9 +217,11 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 @dataclass(frozen=True)
 class DirectoryRuns:
-    """Reads the finished runs in the parent of ``root``, the directory of the run that asks, as a prior of its forecast.
+    """Reads the finished runs beside ``root`` as a prior of its forecast.
 
-    A run is finished once a command has left its ``summary.json`` and no process works on it.
+    A run is finished if it has a ``summary.json`` and no process has locked its directory.
+
+    root: directory of the run with the forecast.
     on_read: called with a summary of what was found.
     """
 
@@ -231,15 +229,15 @@ class DirectoryRuns:
     on_read: Callable[[str], None]
 
     async def __call__(self, spec: RunSpec) -> list[EarlierRun]:
-        """Those that may be a prior of a run of this spec: the newest first, at most ``MAX_EARLIER_RUNS``."""
+        """The runs that may be a prior of a run of this spec, the newest first, at most ``MAX_EARLIER_RUNS``."""
         roots = await asyncio.to_thread(lambda: sorted(self._finished(), reverse=True))
         runs = ((root.name, functools.partial(_load_finished, root)) for _, root in roots)
         return await select(runs, spec, self.on_read)
 
     def _finished(self) -> Iterator[tuple[float, Path]]:
-        """When they ended, and where they are."""
+        """The time of their end, and their directories."""
         for root in self.root.parent.iterdir():
-            if root.is_symlink():  # such as runs/latest: the run would count twice
+            if root.is_symlink():  # runs/latest would count a run twice
                 continue
             try:
                 ended = RunPaths(root).summary.stat().st_mtime

@@ -1,4 +1,4 @@
-"""A run at one moment, as a view shows it, with rates from successive statuses."""
+"""Snapshots of a run for a view, with rates from successive statuses."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _WINDOW_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Rates:
-    """Over the last half minute; None until two statuses are known."""
+    """Rates over the last half minute; None until two statuses are known."""
 
     generated_tokens_per_second: float | None = None
     trained_tokens_per_second: float | None = None
     seconds_per_step: float | None = None
     compute_tokens_per_second: float | None = None
-    """Of ``budget.maxComputeTokens``; None where it did not rise."""
+    """Counted as ``budget.maxComputeTokens``; None if it did not increase."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a view shows of a run.
+    """A run at one moment.
 
     elapsed_seconds: since this command started.
     status: the coordinator's last; None before the first.
-    stopping: why the run is being ended; empty while it is not.
-    eta_seconds: to the end of the budget; None while unknown.
+    stopping: the reason of the stop; empty without one.
+    eta_seconds: until the budget is used; None while unknown.
     decision: the autoscaler's last; None without one.
     """
 
@@ -58,7 +58,7 @@ class RateMeter:
         if known and status.step < known[-1][1].step:
             known.clear()
         known.append((now, status))
-        # A slow step lengthens the window, so that it always has a step.
+        # The window always has a step, however slow.
         while len(known) > 2 and now - known[1][0] >= _WINDOW_SECONDS and status.step > known[1][1].step:
             known.popleft()
         then, first = known[0]
@@ -77,19 +77,19 @@ class RateMeter:
 
 def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | None:
     """Seconds until the first limit of the budget is reached, at the present rates."""
-    left: list[float] = []
+    times: list[float] = []
     if budget.max_steps is not None and rates.seconds_per_step is not None:
-        left.append((budget.max_steps - status.step) * rates.seconds_per_step)
+        times.append((budget.max_steps - status.step) * rates.seconds_per_step)
     if budget.max_seconds is not None:
-        left.append(budget.max_seconds - status.wall_seconds)
+        times.append(budget.max_seconds - status.wall_seconds)
     if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
         devices = status.device_seconds / status.wall_seconds
-        left.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
+        times.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
     if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is not None:
-        left.append((budget.max_compute_tokens - status.compute_tokens) / rates.compute_tokens_per_second)
-    # While the rate of a limit is unknown, that limit may be the first.
+        times.append((budget.max_compute_tokens - status.compute_tokens) / rates.compute_tokens_per_second)
+    # A limit whose rate is unknown may be the first.
     if budget.max_steps is not None and rates.seconds_per_step is None:
         return None
     if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is None:
         return None
-    return max(0.0, min(left)) if left else None
+    return max(0.0, min(times)) if times else None

@@ -1,9 +1,9 @@
-"""A subreaper: a small process between the runtime and each child, so that no orphan is left.
+"""A subreaper: a process between the runtime and each child, so that no orphan is left.
 
     python -I -S subreaper.py LIFELINE_FD GRACE_SECONDS ORPHAN_GRACE_SECONDS CPUS -- COMMAND...
 
-It adopts the orphans of its child's descendants (``PR_SET_CHILD_SUBREAPER``), so that all of them stay below it. When the
-child ends, it kills the rest of the tree and ends in the same way: with the same exit code, or by the same signal.
+Orphaned descendants of the child become its children (``PR_SET_CHILD_SUBREAPER``). When the child ends, it kills the rest of the
+tree and ends in the same way: with the same exit code, or by the same signal.
 
     SIGTERM, SIGINT      SIGTERM to the child; SIGKILL to the rest after GRACE_SECONDS
     SIGQUIT              kills the whole tree now
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _SWEEP_SECONDS = 30.0
-"""Limit for killing a tree; only a process stuck in the kernel survives the first rounds."""
+"""Limit for killing a tree; only a process blocked in the kernel survives the first rounds."""
 
 
 def pids() -> list[int]:
@@ -34,13 +34,13 @@ def pids() -> list[int]:
 
 
 def state_and_parent(pid: int) -> tuple[bytes, int]:
-    """Of a process that has ended: those of a zombie of no parent."""
+    """State and parent of a process; of one that has ended, those of a zombie without a parent."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
     except OSError:
         return b"Z", 0
-    # The command name is in parentheses and may contain anything, also parentheses.
+    # The command name is in parentheses and may contain parentheses.
     state, parent = stat[stat.rindex(b")") + 2 :].split(maxsplit=2)[:2]
     return state, int(parent)
 
@@ -86,7 +86,7 @@ def _spawn(command: list[str], cpus: set[int] | None) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Collect every dead descendant; the child's wait status if it was among them."""
+    """Reaps every dead descendant; returns the child's wait status if the child was among them."""
     status = None
     while True:
         try:
@@ -100,7 +100,7 @@ def _reap(child: int) -> int | None:
 
 
 def kill_all(find: Callable[[], list[int]], limit_seconds: float) -> list[int]:
-    """SIGKILL all that ``find()`` gives until it gives none; those that are left after the limit."""
+    """Sends SIGKILL to all of ``find()`` until there are none; returns those left after the limit."""
     deadline = time.monotonic() + limit_seconds
     pause = 0.002
     while (left := find()) and time.monotonic() <= deadline:
@@ -115,7 +115,7 @@ def kill_all(find: Callable[[], list[int]], limit_seconds: float) -> list[int]:
 
 
 def _kill_tree(child: int) -> int | None:
-    """SIGKILL all descendants until there are none; the child's wait status if it died here."""
+    """Kills all descendants; returns the child's wait status if the child ended here."""
     status = None
 
     def remaining() -> list[int]:
@@ -144,7 +144,7 @@ def _end_like(status: int) -> None:
 
 
 def _watch(child: int, lifeline: int, wakeup: int, grace: float, orphan_grace: float) -> int:
-    """Waits until the child has ended, and kills the rest of its tree; the child's wait status."""
+    """Waits until the child has ended, kills the rest of its tree, and returns the child's wait status."""
     deadline = None
     inputs = [wakeup, lifeline]
     while True:
@@ -165,7 +165,7 @@ def _watch(child: int, lifeline: int, wakeup: int, grace: float, orphan_grace: f
         if signal.SIGQUIT in received or (deadline is not None and time.monotonic() >= deadline):
             break
     swept = _kill_tree(child)
-    # A child stuck in the kernel has no status; the log says so.
+    # A child blocked in the kernel has no status; the log has its pid.
     return next((s for s in (status, swept) if s is not None), signal.SIGKILL)
 
 

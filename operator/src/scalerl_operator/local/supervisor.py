@@ -1,11 +1,11 @@
-"""The local runtime: a plan as child processes of this machine, on loopback."""
+"""The local runtime: runs a plan as child processes of this machine, on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -30,7 +30,7 @@ from scalerl_operator.workloads import (
 )
 
 _LOOPBACK: Final = {
-    # Otherwise libraries choose an interface by the host's name or its default route.
+    # Without these, libraries choose an interface by the host's name or its default route.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": HOST,
@@ -41,9 +41,9 @@ _LOOPBACK: Final = {
 class LocalSettings:
     """How this machine runs a plan.
 
-    pin: CPUs by role; other roles may run on all. Benchmarks give each role cores of its own, as it would have devices.
+    pin: CPUs by role; other roles may use all. Benchmarks give each role its own cores, as it would have its own devices.
     grace_seconds: from a stop to SIGKILL.
-    orphan_grace_seconds: the same when this process has died.
+    orphan_grace_seconds: the same after this process was killed.
     """
 
     restart: RestartPolicy = field(default_factory=RestartPolicy)
@@ -55,8 +55,8 @@ class LocalSettings:
 class LocalRuntime:
     """Runs a plan until it is complete, a unit fails for good, or it is stopped.
 
-    directory: claimed by this process.
-    may_exit: see :class:`.Unit`; for a gang: whether the run is complete.
+    directory: locked by this process.
+    may_exit: see :class:`.Unit`.
     on_event: called for each restart, failure and unanswered probe.
 
     Raises:
@@ -87,7 +87,7 @@ class LocalRuntime:
         self._tasks: dict[asyncio.Task[Failure | None], Unit] = {}
         self._ended: asyncio.Queue[asyncio.Task[Failure | None] | None] = asyncio.Queue()
         self._replicas = {workload.role: workload.replicas for workload in plan.workloads}
-        self.units: list[Unit] = [unit for workload in plan.workloads for unit in self._units(workload)]
+        self.units = [unit for w in plan.workloads for unit in self._units(w, range(w.replicas))]
 
     @property
     def coordinator_url(self) -> str:
@@ -97,7 +97,7 @@ class LocalRuntime:
         return [unit.status for unit in self.units]
 
     async def run(self) -> Failure | None:
-        """Run the plan: None when it is complete or stopped, else what failed for good. No process runs afterwards."""
+        """Runs the plan. Returns None when it is complete or stopped, else the failure. No process is left afterwards."""
         try:
             for unit in [unit for unit in self.units if unit.lifetime is Lifetime.ONCE]:
                 failed = await self._supervise([unit])
@@ -110,27 +110,27 @@ class LocalRuntime:
             self._ports.close()
 
     def url(self, role: Role) -> str:
-        """Where the first replica of a role listens."""
+        """The URL of the first replica of a role."""
         unit = next(u for u in self.units if u.status.role is role and u.index == 0)
         return f"http://{HOST}:{unit.ports['http']}"
 
     def replicas(self, role: Role) -> int:
-        """The number of replicas requested last."""
+        """The requested number of replicas."""
         return self._replicas[role]
 
-    def most(self, role: Role) -> int | None:
+    def max_replicas(self, role: Role) -> int | None:
         """The number of replicas for which this machine has devices; None for a role without devices."""
         each = sum(c.resources.devices for c in self._plan.workload(role).containers)
         return self._replicas[role] + self._devices.free // each if each else None
 
     def draining(self, role: Role) -> bool:
-        """Whether replicas that were scaled down have not ended yet."""
+        """Whether replicas that were scaled down are still running."""
         return any(u.status.role is role and u.index >= self._replicas[role] for u in self.units)
 
     def scale(self, role: Role, replicas: int) -> None:
-        """Set the number of replicas of a service: starts new ones, or stops the newest in order.
+        """Sets the number of replicas of a service: starts new ones, or stops the newest.
 
-        Call while :meth:`run` supervises services and :meth:`draining` is false; does nothing once the run is ending.
+        Call while :meth:`run` supervises services and :meth:`draining` is false. Has no effect once the run is ending.
 
         Raises:
             NotEnoughDevices, OSError: nothing was changed.
@@ -146,7 +146,7 @@ class LocalRuntime:
         added = range(self._replicas[role], replicas)
         try:
             for index in added:
-                new += self._replica_units(workload, index)
+                new += self._units(workload, [index])
             self._devices.take(workload, added)
         except BaseException:
             for port in {port for unit in new for port in unit.ports.values()}:
@@ -160,18 +160,18 @@ class LocalRuntime:
             self._start(unit)
 
     def stop(self) -> None:
-        """Have :meth:`run` end all processes in order (SIGTERM, the grace, SIGKILL) and return."""
+        """Makes :meth:`run` stop all processes (SIGTERM, the grace, SIGKILL) and return."""
         self._is_stopping = True
         self._ended.put_nowait(None)
 
     def kill(self) -> None:
-        """Have :meth:`run` end all processes at once and return."""
+        """Makes :meth:`run` kill all processes and return."""
         self.stop()
         for unit in self.units:
             unit.kill()
 
     async def _supervise(self, units: list[Unit]) -> Failure | None:
-        """Run ``units`` until one fails, only services are left, or a stop is requested."""
+        """Runs ``units`` until one fails, only services are left, or a stop is requested."""
         for unit in units:
             self._start(unit)
         while not self._is_stopping:
@@ -188,7 +188,7 @@ class LocalRuntime:
         task.add_done_callback(self._ended.put_nowait)
 
     def _on_end(self, task: asyncio.Task[Failure | None]) -> Failure | None:
-        """The failure that ends the run, if the unit's end is one; a unit that was scaled down is removed."""
+        """The failure if the unit's end ends the run. Removes a unit that was scaled down."""
         unit, failed = self._tasks[task], task.result()
         role, index = unit.status.role, unit.index
         if index >= self._replicas[role]:
@@ -203,7 +203,7 @@ class LocalRuntime:
         return failed
 
     async def _tear_down(self) -> None:
-        """Stop all units, the coordinator last, since the others report to it. A cancellation kills them."""
+        """Stops all units, the coordinator last, since the others report to it. A cancellation kills them."""
         try:
             for last in (False, True):
                 tasks = [t for t, u in self._tasks.items() if (u.status.role is Role.COORDINATOR) is last]
@@ -216,25 +216,28 @@ class LocalRuntime:
             await asyncio.wait(self._tasks)
             raise
 
-    def _units(self, workload: Workload) -> list[Unit]:
-        """A unit for each container of a service, one for all ranks of a gang."""
+    def _units(self, workload: Workload, indices: Iterable[int]) -> list[Unit]:
+        """One unit for each container of these replicas of a service, or one for all ranks of a gang."""
+        members = [(i, member) for i in indices for member in self._members(workload, i)]
+        grouped = [(member.name, i, [member]) for i, member in members]
         if workload.lifetime is Lifetime.GANG:
-            members = [m for i in range(workload.replicas) for m in self._members(workload, i)]
-            return [self._unit(str(workload.role), workload, 0, members)]
-        return [unit for i in range(workload.replicas) for unit in self._replica_units(workload, i)]
-
-    def _replica_units(self, workload: Workload, index: int) -> list[Unit]:
-        return [self._unit(m.name, workload, index, [m]) for m in self._members(workload, index)]
-
-    def _unit(self, name: str, workload: Workload, index: int, members: list[Member]) -> Unit:
-        policy = self._settings.restart
-        return Unit(name, workload, index, members, policy, on_event=self._on_event, may_exit=self._may_exit)
+            grouped = [(str(workload.role), 0, [member for _, member in members])]
+        policy, on_event, may_exit = self._settings.restart, self._on_event, self._may_exit
+        return [
+            Unit(name, workload, index, of_unit, policy, on_event=on_event, may_exit=may_exit)
+            for name, index, of_unit in grouped
+        ]
 
     def _members(self, workload: Workload, index: int) -> list[Member]:
         """The processes of one replica."""
         replica = workload.replica_name(index)
-        names = [name for container in workload.containers for name in container.ports]
-        ports = {name: self._port(workload.role, name) for name in names}
+        # All processes get the coordinator's address in their environment, so its port is chosen before all others.
+        of_coordinator = workload.role is Role.COORDINATOR
+        ports = {
+            name: self._coordinator_port if of_coordinator and name == "http" else self._ports.take()
+            for container in workload.containers
+            for name in container.ports
+        }
         members = []
         for container in workload.containers:
             name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
@@ -243,12 +246,8 @@ class LocalRuntime:
             members.append(Member(name, container, ports, command))
         return members
 
-    def _port(self, role: Role, name: str) -> int:
-        # All processes get the coordinator's address at their start, so its port is chosen before all others.
-        return self._coordinator_port if role is Role.COORDINATOR and name == "http" else self._ports.take()
-
     def _master_port(self, role: Role, start: int) -> int:
-        """The rendezvous port of a gang, another one for each start: a late message of an earlier start must not reach it."""
+        """The rendezvous port of a gang, a new one for each start, so that no late message of an earlier start reaches it."""
         known, port = self._master_ports.get(role, (0, 0))
         if known != start:
             before, port = port, self._ports.take()
@@ -280,7 +279,7 @@ class LocalRuntime:
             variables |= {
                 "RANK": str(index),
                 "WORLD_SIZE": str(workload.replicas),
-                # Each rank sees only its own devices, so its device is the first.
+                # Each rank has only its own device visible, which is the first.
                 "LOCAL_RANK": "0",
                 "MASTER_ADDR": HOST,
                 "MASTER_PORT": str(self._master_port(workload.role, start)),
@@ -304,7 +303,7 @@ class LocalRuntime:
         )
 
     def _threads(self, workload: Workload, container: Container) -> dict[str, str]:
-        """``OMP_NUM_THREADS``: from the spec; else ranks divide the cores with the generators; else unset."""
+        """``OMP_NUM_THREADS``: from the spec; else, for a gang, the cores divided by its ranks and the generators; else unset."""
         threads = container.resources.cpu_threads
         if threads is None and workload.lifetime is Lifetime.GANG:
             pinned = self._settings.pin.get(workload.role)

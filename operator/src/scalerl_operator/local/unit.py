@@ -1,6 +1,6 @@
 """A unit: processes that start and end together, restarted with back-off.
 
-A container of a service is a unit of one; the ranks of a trainer are one unit.
+Each container of a service is a unit; the ranks of a trainer are one unit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnitState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a unit, for a person."""
+    """An event of a unit, for users."""
 
     unit: str
     text: str
@@ -43,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Failure:
-    """A unit that is not restarted."""
+    """The end of a unit that is not restarted."""
 
     unit: str
     role: Role
@@ -55,7 +55,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a unit. command: gets the number of the start, from 1."""
+    """One process of a unit.
+
+    command: takes the number of the start, from 1.
+    """
 
     name: str
     container: Container
@@ -65,7 +68,7 @@ class Member:
 
 @dataclass
 class UnitStatus:
-    """A unit as a view shows it; times are ``time.monotonic()``."""
+    """The status of a unit for a view; times are of ``time.monotonic()``."""
 
     name: str
     role: Role
@@ -76,10 +79,10 @@ class UnitStatus:
 
 
 class Unit:
-    """Supervises its members until they are done, fail for good, or are stopped.
+    """Supervises its members until they are done, fail, or are stopped.
 
     index: of the replica; 0 for a gang.
-    may_exit: called when all members have exited with 0; False: they exited too early, and are restarted.
+    may_exit: called when all members have exited with 0; if it returns False, they are restarted.
     """
 
     def __init__(
@@ -109,16 +112,14 @@ class Unit:
         self._record = restarts.Record()
 
     async def run(self) -> Failure | None:
-        """Returns None when done or stopped, else the failure. No process of the unit runs afterwards."""
+        """Returns None when done or stopped, else the failure. No process of the unit is left afterwards."""
         start = 0
         while not self._stopping.is_set():
             start += 1
             try:
                 end, culprit = await self._once(start)
             except OSError as error:
-                return self._fail(
-                    Failure(self.name, self.status.role, f"cannot be started: {error}", False, None, "")
-                )
+                return self._fail(f"cannot be started: {error}")
             finally:
                 await self._end_all()
             if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
@@ -127,9 +128,7 @@ class Unit:
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
                 log = str(culprit.command(start).log)
-                return self._fail(
-                    Failure(self.name, self.status.role, reason, outcome.bad_input, end.exit_code, log)
-                )
+                return self._fail(reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=log)
             self._record = outcome.record
             self.status.restarts += 1
             self._to(UnitState.BACK_OFF)
@@ -141,7 +140,7 @@ class Unit:
         return None
 
     def stop(self) -> None:
-        """Request an orderly end; :meth:`run` returns once all processes have ended."""
+        """Stops all processes; :meth:`run` returns once they have ended."""
         self._stopping.set()
         if self.status.state not in (UnitState.DONE, UnitState.FAILED):
             self._to(UnitState.STOPPING)
@@ -149,13 +148,13 @@ class Unit:
             process.stop()
 
     def kill(self) -> None:
-        """End all processes now; :meth:`run` returns once they have ended."""
+        """Kills all processes; :meth:`run` returns once they have ended."""
         self._stopping.set()
         for process in self._processes:
             process.kill()
 
     async def _is_done(self) -> bool:
-        """Whether the unit need not be restarted. The answer may take long; a stop does not wait for it."""
+        """Whether the unit is not to be restarted. A stop does not wait for the answer, which may take long."""
         if self.lifetime is Lifetime.ONCE:
             return True
         answer = asyncio.ensure_future(self._may_exit(self.lifetime))
@@ -167,7 +166,7 @@ class Unit:
             await _cancel(answer, stop)
 
     async def _once(self, start: int) -> tuple[restarts.ProcessEnd, Member]:
-        """Start all members; returns the first end that ends the unit, and whose it was."""
+        """Starts all members; returns the end that ends the unit, and its member."""
         self._ready.clear()
         self._to(UnitState.STARTING)
         tasks: dict[asyncio.Task[restarts.ProcessEnd], Member] = {}
@@ -179,7 +178,7 @@ class Unit:
             pending = set(tasks)
             while True:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                # Of ends at the same moment, an exit code with a meaning says most, an exit with 0 least.
+                # Of simultaneous ends, one with a defined exit code is most informative, one with 0 least.
                 first = min(done, key=lambda task: _significance(task.result()))
                 if first.result().exit_code != 0 or not pending:
                     return first.result(), tasks[first]
@@ -187,7 +186,7 @@ class Unit:
             await _cancel(*tasks)
 
     async def _watch(self, member: Member, process: ChildProcess) -> restarts.ProcessEnd:
-        """How a member ends: it exits, or does not answer a probe."""
+        """Waits until a member exits or fails a probe."""
         exited = asyncio.create_task(process.wait())
         probed = asyncio.create_task(
             prober.watch(member.container, member.ports, lambda: self._on_ready(member))
@@ -214,7 +213,7 @@ class Unit:
                 self.status.first_ready = self.status.since
 
     async def _end_all(self) -> None:
-        """End the remaining processes of this start: in order during a stop, else at once."""
+        """Ends the remaining processes: stops them during a stop, else kills them."""
         for process in self._processes:
             if self._stopping.is_set():
                 process.stop()
@@ -224,10 +223,12 @@ class Unit:
             await process.wait()
         self._processes.clear()
 
-    def _fail(self, failure: Failure) -> Failure:
+    def _fail(
+        self, reason: str, *, bad_input: bool = False, exit_code: int | None = None, log: str = ""
+    ) -> Failure:
         self._to(UnitState.FAILED)
-        self._on_event(Event(self.name, failure.reason, is_problem=True))
-        return failure
+        self._on_event(Event(self.name, reason, is_problem=True))
+        return Failure(self.name, self.status.role, reason, bad_input, exit_code, log)
 
     def _to(self, state: UnitState) -> None:
         self.status.state = state

@@ -1,6 +1,6 @@
-"""Budget: when a run has used what its spec allows, and when its coordinator is sent a stop request. Pure.
+"""When a run has reached its budget, and when its coordinator is sent a stop request. Pure.
 
-``maxSteps`` is not here: the coordinator stops issuing slots there, exactly.
+The coordinator itself enforces ``maxSteps``: it issues no slots beyond it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from scalerl_api.wire import INTERRUPTED, Status
 MAX_SECONDS: Final = "maxSeconds"
 MAX_DEVICE_HOURS: Final = "maxDeviceHours"
 REVOCABLE: Final = (INTERRUPTED, MAX_SECONDS, MAX_DEVICE_HOURS)
-"""Reasons that are cancelled when the operator no longer wants them."""
+"""Reasons whose stop request the operator cancels when they no longer hold."""
 
 
 def limit_reached(budget: BudgetSpec, status: Status) -> str:
-    """The field of the first limit that the run has reached; empty while it has reached none."""
+    """The field of a limit that the run has reached; empty if it has reached none."""
     if budget.max_seconds is not None and status.wall_seconds >= budget.max_seconds:
         return MAX_SECONDS
     if budget.max_device_hours is not None and status.device_seconds >= float(budget.max_device_hours) * 3600:
@@ -26,20 +26,20 @@ def limit_reached(budget: BudgetSpec, status: Status) -> str:
     return ""
 
 
-def must_notify(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
-    """Whether the coordinator, which stops for the reason ``given``, is to be sent the reason ``wanted``.
+def must_send_stop(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:
+    """Whether to send the reason ``wanted`` to the coordinator, which stops for the reason ``given`` (empty: it does not stop).
 
-    A stop outlives the command that asked for it: what no longer holds (resumed, more budget) is taken back, but not
-    what the coordinator found by itself. A person's interrupt goes before any other reason: it ends the run without a
-    last evaluation.
+    The coordinator keeps a stop request when the operator restarts. A request that no longer holds (resumed, more budget) is
+    cancelled; a stop for the coordinator's own reason is not. An interrupt replaces any other reason: it ends the run without
+    a last evaluation.
 
     revocable: reasons that can be cancelled.
 
-    >>> must_notify("maxSeconds", ""), must_notify("", "maxSeconds"), must_notify("", "maxSteps")
+    >>> must_send_stop("maxSeconds", ""), must_send_stop("", "maxSeconds"), must_send_stop("", "maxSteps")
     (True, True, False)
-    >>> must_notify(INTERRUPTED, "maxSteps"), must_notify("maxSeconds", "maxSteps")
+    >>> must_send_stop(INTERRUPTED, "maxSteps"), must_send_stop("maxSeconds", "maxSteps")
     (True, False)
-    >>> must_notify("", "forecast"), must_notify("", "forecast", ("forecast",))  # completed, suspended
+    >>> must_send_stop("", "forecast"), must_send_stop("", "forecast", ("forecast",))  # completed, suspended
     (False, True)
     """
     if wanted == given:

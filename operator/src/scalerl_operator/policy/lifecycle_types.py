@@ -14,14 +14,14 @@ class JobState(enum.StrEnum):
     ABSENT = "absent"
     ACTIVE = "active"
     LEAVING = "leaving"
-    """Deleted, but not gone: its pods still end."""
+    """Deleted; its pods are terminating."""
     COMPLETE = "complete"
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a container ended, with the last of its log."""
+    """How a container ended, with the end of its log."""
 
     exit_code: int
     message: str = ""
@@ -29,10 +29,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Job:
-    """ends: of containers that ended with something else than 0. ready: all its pods are. stale: of an earlier spec.
-    held: a queue has not let it begin, or has put it back. ending: it has pods that are being deleted.
-    disrupted: it failed because its pods' places were taken away, or a node
-    did not let them begin. failed_at: when, in unix seconds; 0 if that is not known.
+    """Observation of a Job.
+
+    attempt: of the trainer, from 1; 0 for ``prepare``.
+    ends: of containers with an exit code other than 0.
+    ready: all pods are ready.
+    stale: created for an earlier spec.
+    held: a queue has not admitted it, or has requeued it.
+    ending: some of its pods are being deleted.
+    disrupted: it failed because its pods were evicted or preempted, or a node did not start them.
+    failed_at: unix seconds; 0 if unknown.
     """
 
     state: JobState = JobState.ABSENT
@@ -48,7 +54,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Service:
-    """restarts: the most of any one container. bad_input: a container that said that starting again cannot help."""
+    """Observation of the replicas of a role.
+
+    restarts: most restarts of any one container.
+    restarted: that container.
+    bad_input: the end of a container with wrong input, for which a restart cannot help.
+    """
 
     ready: int = 0
     restarts: int = 0
@@ -58,8 +69,13 @@ class Service:
 
 @dataclass(frozen=True)
 class LifecycleInput:
-    """What is observed now. unix_seconds: the operator's clock, for back-off, drains and queues only. queued: the run is to
-    wait in a queue. serving: its coordinator or generators have been made. status: the coordinator's; None while it does not answer. stop: why the autoscaler wants the run to end (its forecast, or that it is broken); empty while it does not.
+    """The observation of a run.
+
+    unix_seconds: the operator's clock, for back-off, drains and queues only.
+    queued: a queue admits the run's Jobs.
+    serving: the coordinator or generators exist.
+    status: of the coordinator; None while it does not answer.
+    stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
     """
 
     unix_seconds: float
@@ -76,11 +92,11 @@ class LifecycleInput:
 
 
 class Suspension(enum.StrEnum):
-    """Whether a run is held back."""
+    """Whether a run is suspended."""
 
     NO = ""
     ASKED = "Asked"
-    """Stopped by the autoscaler and drained; ``spec.suspend`` is yet to say so."""
+    """Stopped by the autoscaler and drained; ``spec.suspend`` is not true yet."""
     YES = "Resting"
 
 
@@ -91,7 +107,7 @@ class End(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended for good."""
+    """How a run ended, finally."""
 
     end: End
     reason: Reason
@@ -100,15 +116,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one reconcile remembers for the next, in the run's status.
+    """What a reconcile keeps for the next one, in the run's status. Times are unix seconds of the operator's clock.
 
-    attempt: the trainer's, counted from 1; 0 before the first. last_recorded_attempt: the one whose end is in ``record`` already.
-    ready_since: since when all ranks of this attempt have been up; None before. next_at: not before this time is the
-    next attempt made. held_since: since when a queue has been seen to hold this attempt.
-    drain_since: when the drain began that is under way.
+    attempt: of the trainer, counted from 1; 0 before the first.
+    last_recorded_attempt: the attempt whose end ``record`` has.
+    restarts: of the trainer, in all.
+    ready_since: since when all ranks of this attempt have been ready; None before.
+    next_at: the next attempt is created at this time or later.
+    held_since: since when a queue has held this attempt.
+    drain_since: start of the present drain.
     unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
-    rest: drained, and nothing is to exist until ``suspend`` is taken back. resumed: taken back, and the coordinator may
-    still hold the reason it had stopped for.
+    rest: the run is drained, and nothing exists until ``suspend`` becomes false.
+    resumed: ``suspend`` became false, and the coordinator may still have the stop request.
     """
 
     attempt: int = 0
@@ -127,12 +146,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class LifecycleDecision:
-    """What is to exist, and what is to be done.
+    """The objects that are to exist, and the actions.
 
-    request_stop: the reason for which the coordinator is asked to stop; empty cancels the request; None sends nothing.
-    frozen: existing objects stay as they are, also where the spec has changed.
-    set_suspend: ``spec.suspend`` is to become true. release: the finalizer can be removed.
-    again_seconds: seconds until the next reconcile; None waits for a change.
+    prepare, coordinator: whether they exist.
+    generators: replicas.
+    trainer: the attempt that exists; None: none.
+    frozen: existing objects are not updated, also if the spec has changed.
+    request_stop: the reason of the stop request to the coordinator; empty cancels the request; None sends nothing.
+    set_suspend: set ``spec.suspend`` to true.
+    release: remove the finalizer.
+    again_seconds: until the next reconcile; None: at the next change.
+    note: what the run waits for, for users.
     """
 
     phase: Phase
@@ -147,4 +171,3 @@ class LifecycleDecision:
     release: bool = False
     again_seconds: float | None = None
     note: str = ""
-    """What the run waits for, for people."""

@@ -1,6 +1,6 @@
-"""What is wrong with a run or a pod; and the reason in messages of Kubernetes for which no field says it. Pure.
+"""Problems of a run or a pod, and their reasons from Kubernetes messages for which no field has the reason. Pure.
 
-Messages are read for the constant of :mod:`scalerl_api.conditions` only, which says what to do; people get them whole.
+A message only selects the reason, which has the remedy (:mod:`scalerl_api.conditions`). Users get the complete message.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from typing import Final
 from scalerl_api.conditions import Phase, Reason
 
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
-_OF_VOLUMES: Final = ("volume", "free storage")
-_OF_ROOM: Final = ("insufficient ", "too many pods", "max volume count")
-"""In the scheduler's message for what nodes lack."""
+_VOLUME_TERMS: Final = ("volume", "free storage")
+_CAPACITY_TERMS: Final = ("insufficient ", "too many pods", "max volume count")
+"""Terms of the scheduler's messages about a node without capacity."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is not as it should be, with the cluster's message. reason: the phase, where nothing is wrong but that the
-    run is in it."""
+    """Why a condition does not have its healthy value.
+
+    reason: the phase, if the phase itself is the reason.
+    message: of the cluster.
+    """
 
     reason: Reason | Phase
     message: str
 
 
 def creation_problem(message: str) -> Reason:
-    """Reason of a controller's message about a pod that it cannot create."""
+    """The reason in a controller's message about a pod that it cannot create."""
     text = message.lower()
     if "exceeded quota" in text or "insufficient quota" in text:
         return Reason.QUOTA_EXCEEDED
@@ -36,7 +39,7 @@ def creation_problem(message: str) -> Reason:
 
 
 def mount_problem(message: str) -> Reason:
-    """Reason of the kubelet's message about a pod that it cannot start."""
+    """The reason in the kubelet's message about a pod that it cannot start."""
     text = message.lower()
     missing = ("configmap" in text or "secret" in text) and "not found" in text
     handler = "runtime" in text and ("handler" in text or "no runtime for" in text)
@@ -46,7 +49,7 @@ def mount_problem(message: str) -> Reason:
 
 
 def claim_problem(message: str) -> Reason:
-    """Reason of the volume controller's message about a claim that it cannot bind.
+    """The reason in the volume controller's message about a claim that it cannot bind.
 
     >>> claim_problem('storageclass.storage.k8s.io "fast" not found').value
     'ReferenceNotFound'
@@ -57,7 +60,7 @@ def claim_problem(message: str) -> Reason:
 
 
 def placing_problem(message: str) -> Reason:
-    """Reason of the scheduler's message about a pod that it cannot place.
+    """The reason in the scheduler's message about a pod that it cannot place.
 
     >>> placing_problem("0/3 nodes are available: 1 node(s) exceed max volume count, 2 Insufficient cpu.").value
     'Unschedulable'
@@ -69,6 +72,6 @@ def placing_problem(message: str) -> Reason:
     text = message.lower()
     if _MISSING_CLAIM.search(text):
         return Reason.REFERENCE_NOT_FOUND
-    if any(word in text for word in _OF_VOLUMES) and not any(word in text for word in _OF_ROOM):
+    if any(word in text for word in _VOLUME_TERMS) and not any(word in text for word in _CAPACITY_TERMS):
         return Reason.VOLUME_NOT_READY
     return Reason.UNSCHEDULABLE

@@ -1,9 +1,10 @@
-"""Failure: restart what ended, as a kubelet would, and know when to give up.
+"""Restarts with back-off, as by a kubelet, and when to give up. Pure.
 
-What has never been ready was probably asked for wrongly: it is given up soon. What has been ready once, as it is asked for
-now, can work: as long as it does not start, something around it is in its way, and it gets its whole budget of restarts, with waits that grow
-long enough for that to pass. What its machine has ended, or would not begin, is no failure of its own: it is tried again
-for as long as it takes, less and less often.
+- A unit that was never ready probably has a wrong spec: it is given up soon.
+- A unit that has been ready with its present spec can start. If it fails before it is ready again, the cause is probably its
+  environment: it gets all its restarts, with delays long enough for the cause to pass.
+- A disruption (its machine or the scheduler ended it, or did not start it) is not a failure of the unit: it is restarted
+  without limit, with growing delays.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The n-th consecutive restart waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``; after an end before it was
-    ready, of a unit that has been ready once, at most ``max_start_delay``.
+    """The n-th consecutive restart waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``.
 
-    reset_after_seconds: after so long without a failure the count starts over.
-    max_failed_starts: consecutive ends of a unit that was never ready.
-    max_restarts: restarts since the count last started over.
+    reset_after_seconds: a unit that was ready for so long resets the counts.
+    max_failed_starts: most consecutive failures of a unit that was never ready.
+    max_restarts: most restarts since the last reset.
+    max_start_delay_seconds: the longest delay after a failed start of a unit that has been ready before.
     """
 
     first_delay_seconds: float = 1.0
@@ -52,7 +53,7 @@ class ProcessEnd:
     ready_seconds: float | None
 
     def describe(self) -> str:
-        """In words, for a person.
+        """Description for messages.
 
         >>> ProcessEnd(Cause.EXIT, -9, None).describe()
         'was killed by SIGKILL before it was ready'
@@ -70,12 +71,12 @@ class ProcessEnd:
 
 @dataclass(frozen=True)
 class Record:
-    """What failures are remembered between restarts.
+    """Counts of a unit's failures between restarts.
 
-    diverged: consecutive steps were skipped since the count last started over. A crash in between changes nothing
-        about that: the trainer goes through the same batches from the same checkpoint again.
-    has_been_ready: once, on this spec.
-    disruptions: consecutive ones; they count against nothing, and only make the next wait longer.
+    diverged: the training diverged since the last reset. A crash does not clear it: the trainer trains the same batches from
+        the same checkpoint again.
+    has_been_ready: at least once with this spec.
+    disruptions: consecutive ones; they only lengthen the next delay.
     """
 
     consecutive_failures: int = 0
@@ -85,7 +86,7 @@ class Record:
     disruptions: int = 0
 
     def reset(self) -> Record:
-        """Resets all counts, of a unit that is resumed, perhaps with another spec; its checkpoint stays."""
+        """The record of a unit that is resumed, perhaps with another spec; its checkpoint stays, and so does ``diverged``."""
         return Record(diverged=self.diverged)
 
 
@@ -102,16 +103,16 @@ class GiveUp:
 
 
 def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | GiveUp:
-    """What to do about an end that was not asked for.
+    """The decision after an end that was not requested.
 
     >>> decide(RestartPolicy(), Record(), ProcessEnd(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
     1.0
     """
     if end.exit_code == BAD_INPUT_EXIT_CODE:
         return GiveUp("its input is wrong", bad_input=True)
-    record = _after(policy, record, end.ready_seconds)
+    record = _after_ready(policy, record, end.ready_seconds)
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
-        # Training from the last checkpoint led there again: no accident of the machine.
+        # Training diverged again from the last checkpoint, so no fault of the machine caused it.
         return GiveUp(
             "BROKEN: steps in a row were skipped again after the restart; the last checkpoint is good, see the log for "
             "what to check"
@@ -128,36 +129,34 @@ def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | 
     if record.consecutive_failures > policy.max_restarts:
         quiet = f"{policy.reset_after_seconds / 60:g} minutes of quiet"
         return GiveUp(f"it was restarted {policy.max_restarts} times without {quiet}")
-    patient = record.has_been_ready and end.ready_seconds is None
-    return Restart(_delay(policy, record.consecutive_failures, patient=patient), record)
+    long_start_delay = record.has_been_ready and end.ready_seconds is None
+    return Restart(_delay(policy, record.consecutive_failures, long_start_delay=long_start_delay), record)
 
 
 def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Restart:
-    """What to do about an end that the unit did not cause: its machine or the scheduler ended it, or did not start it.
+    """The restart after a disruption.
 
     >>> disrupted(RestartPolicy(), Record(consecutive_failures=20), ready_seconds=5.0).delay_seconds
     1.0
     """
-    record = _after(policy, record, ready_seconds)
+    record = _after_ready(policy, record, ready_seconds)
     record = replace(record, disruptions=record.disruptions + 1)
-    return Restart(_delay(policy, record.disruptions, patient=ready_seconds is None), record)
+    return Restart(_delay(policy, record.disruptions, long_start_delay=ready_seconds is None), record)
 
 
-def _after(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Record:
-    """The record of a unit that was ready for so long."""
+def _after_ready(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Record:
+    """The record after a start that was ready for ``ready_seconds``."""
     if ready_seconds is None:
         return record
-    return (
-        Record(has_been_ready=True)
-        if ready_seconds >= policy.reset_after_seconds
-        else replace(record, has_been_ready=True)
-    )
+    if ready_seconds >= policy.reset_after_seconds:
+        return Record(has_been_ready=True)
+    return replace(record, has_been_ready=True)
 
 
-def _delay(policy: RestartPolicy, count: int, *, patient: bool) -> float:
-    """Before the restart after the ``count``-th consecutive end of this kind."""
+def _delay(policy: RestartPolicy, count: int, *, long_start_delay: bool) -> float:
+    """Seconds before the restart after the ``count``-th consecutive end."""
     longest = policy.max_delay_seconds
-    if patient:
+    if long_start_delay:
         longest = max(longest, policy.max_start_delay_seconds)
     # The exponent is bounded so that a long record cannot overflow a float.
     return min(policy.first_delay_seconds * 2.0 ** min(count - 1, 64), longest)

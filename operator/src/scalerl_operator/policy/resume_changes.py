@@ -11,11 +11,13 @@ OF_A_CLUSTER = (
     *("spec.generator.podTemplate", "spec.generator.maxRestarts", "spec.trainer.podTemplate"),
     *("spec.trainer.maxRestarts", "spec.ttlSecondsAfterFinished"),
 )
-"""Fields that a run on one machine does not read: another value, or a release that knew none, changes nothing."""
+"""Fields that a local run does not read: a change of them has no effect."""
 
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """``field: old → new (why)`` of each change that a started run cannot take; both as ``to_manifest`` gives them.
+    """``field: old → new (why)`` of each change that is refused for a started run.
+
+    before, after: manifests as ``to_manifest`` returns them.
 
     >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
     ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it runs before the first step. Create another run)']

@@ -1,4 +1,4 @@
-"""Finished runs as a prior of a run's forecast: which of them, and which of their points. Pure but for the reading."""
+"""Selects the finished runs that are a prior of a run's forecast, and their points."""
 
 from __future__ import annotations
 
@@ -15,47 +15,32 @@ from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.observation import point, usable
 
 MOST_EXAMINED: Final = 200
-"""Finished runs whose spec is compared, the newest first: each costs some milliseconds."""
+"""Most finished runs whose specs are compared, the newest first: each takes some milliseconds."""
 _SHOWN: Final = 5
+"""Runs that the summary names."""
 MOST_POINTS: Final = 100
-"""Of one run: more say no more of where it came to."""
+"""Points of one run; more do not identify its asymptote better."""
 LEAST_POINTS: Final = 4
-"""At a compute above 0: a curve has four parameters. A run that failed at its start has fewer."""
+"""Fewest points at a compute above 0: a curve has four parameters. A run that failed at its start has fewer."""
 
 ReadEarlier = Callable[[RunSpec], Awaitable[Sequence[EarlierRun]]]
-"""Gives the earlier runs of a run, at most ``MAX_EARLIER_RUNS``; what cannot be read is left out."""
-
-
-def consider(name: str, load: Callable[[], tuple[RunSpec, str]], run: RunSpec) -> EarlierRun | str:
-    """A finished run as the forecast of ``run`` is asked with it, or why it is left out.
-
-    load: gives its spec, as it was accepted, and its ``curve.csv``.
-    """
-    try:
-        spec, table = load()
-        why = comparable(spec, run)
-        if why:
-            return why
-        return earlier_run(name, table) or f"fewer than {LEAST_POINTS} evaluations after its start"
-    except Exception as error:
-        # Anybody may have written there, and a release of any age: one run must not cost the others.
-        return f"it cannot be read: {error}"
+"""Reads the earlier runs of a run, at most ``MAX_EARLIER_RUNS``; leaves out what cannot be read."""
+LoadRun = Callable[[], tuple[RunSpec, str]]
+"""Loads a finished run: its spec, as it was accepted, and its ``curve.csv``."""
 
 
 async def select(
-    candidates: Iterable[tuple[str, Callable[[], tuple[RunSpec, str]]]],
-    run: RunSpec,
-    on_read: Callable[[str], None],
+    candidates: Iterable[tuple[str, LoadRun]], run: RunSpec, on_read: Callable[[str], None]
 ) -> list[EarlierRun]:
     """The finished runs that may be a prior of ``run``, at most ``MAX_EARLIER_RUNS``.
 
-    candidates: names of finished runs and what loads them, see :func:`consider`; the newest first.
+    candidates: names of finished runs and what loads them, the newest first.
     on_read: called with a summary of what was found.
     """
     runs, left_out = list[EarlierRun](), dict[str, str]()
     for name, load in itertools.islice(candidates, MOST_EXAMINED):
         # In a thread: a curve has up to 16 MiB.
-        found = await asyncio.to_thread(consider, name, load, run)
+        found = await asyncio.to_thread(_comparable_run, name, load, run)
         if isinstance(found, EarlierRun):
             runs.append(found)
         else:
@@ -67,37 +52,52 @@ async def select(
     return runs
 
 
+def _comparable_run(name: str, load: LoadRun, run: RunSpec) -> EarlierRun | str:
+    """A finished run for the forecast request of ``run``, or why it is left out."""
+    try:
+        spec, table = load()
+        why = comparable(spec, run)
+        return why or earlier_run(name, table) or f"fewer than {LEAST_POINTS} evaluations after its start"
+    except Exception as error:
+        # Another user or an older release may have written the files; one unreadable run must not prevent the forecast.
+        return f"it cannot be read: {error}"
+
+
 def _summary(runs: Sequence[EarlierRun], left_out: Mapping[str, str]) -> str:
-    """The runs considered, in a sentence."""
-    names = ", ".join(run.name for run in runs[:_SHOWN]) + (", …" if len(runs) > _SHOWN else "")
     count = f"{len(runs)} finished run{'s' if len(runs) != 1 else ''}"
-    found = f"{count} may be a prior of the forecast" + (f": {names}" if runs else "")
-    if not left_out:
-        return found
-    shown = [f"{name} ({why})" for name, why in itertools.islice(left_out.items(), _SHOWN)]
-    more = ", …" if len(left_out) > _SHOWN else ""
-    return f"{found}; {len(left_out)} left out: {', '.join(shown)}{more}"
+    found = f"{count} may be a prior of the forecast"
+    if runs:
+        found += f": {_listed([run.name for run in runs])}"
+    if left_out:
+        found += (
+            f"; {len(left_out)} left out: {_listed([f'{name} ({why})' for name, why in left_out.items()])}"
+        )
+    return found
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:_SHOWN]) + (", …" if len(items) > _SHOWN else "")
 
 
 def earlier_run(name: str, table: str) -> EarlierRun | None:
-    """A finished run as the forecast is asked with it; None if its curve says too little.
+    """A finished run for a forecast request; None with fewer than ``LEAST_POINTS``.
 
-    table: its ``curve.csv``. The last evaluation set's evaluations, each of one weight version, at most ``MOST_POINTS``.
+    table: its ``curve.csv``. The evaluations of the last evaluation set, each of one weight version, at most ``MOST_POINTS``.
 
     Raises:
-        ValueError: it is no curve.
+        ValueError: ``table`` is not a curve.
     """
     used = usable([point(evaluation) for evaluation in curve_points(table)])
     last = list(itertools.takewhile(lambda p: p.eval_version == used[-1].eval_version, reversed(used)))[::-1]
     if sum(p.tokens > 0 for p in last) < LEAST_POINTS:
         return None
-    thin = [last[i] for i in evenly([p.tokens for p in last], MOST_POINTS)]
+    thinned = [last[i] for i in evenly([p.tokens for p in last], MOST_POINTS)]
     return EarlierRun(
         name=name,
         points=Points(
-            compute=[float(p.tokens) for p in thin],
-            reward=[p.reward for p in thin if p.reward is not None],
-            samples=[float(p.samples) for p in thin],
+            compute=[float(p.tokens) for p in thinned],
+            reward=[p.reward for p in thinned if p.reward is not None],
+            samples=[float(p.samples) for p in thinned],
             eval_version=last[-1].eval_version,
         ),
     )
