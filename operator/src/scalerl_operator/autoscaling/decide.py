@@ -227,7 +227,8 @@ def advice(recipe: Recipe) -> list[str]:
     changes = [
         (not recipe.fp32_head, "recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])"),
         (
-            recipe.loss.lower() not in ("cispo", "gspo"),
+            recipe.loss.lower()
+            in ("ppoclip", "grpo"),  # the latter is its name in records of the release before
             "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])",
         ),
         (
