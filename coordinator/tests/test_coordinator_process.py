@@ -79,7 +79,7 @@ def test_process_bad_input_exits_2(coordinator, fault):
         "yaml": "run.yaml",
         "journal": "segment-00000001, offset 0",
         "identity": "seed was 0, is 8",
-        "locked": "another coordinator works on this run",
+        "locked": "another coordinator serves this run",
         "token": "SCALERL_TOKEN_FILE",
     }[fault]
     if fault in ("identity", "locked"):
