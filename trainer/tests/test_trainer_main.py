@@ -613,7 +613,7 @@ def test_damaged_mid_training_checkpoints(new_run: Any) -> None:
     run.start_trainer()
     expected = f"mid-training continues after step {int(before.name[5:])},"
     until(lambda: expected in run.log("trainer-0"), what=expected)
-    assert f"checkpoint {int(newest.name[5:])} is damaged and will not be used: {shard} has" in run.log(
+    assert f"checkpoint {int(newest.name[5:])} is damaged and is not used: {shard} has" in run.log(
         "trainer-0"
     )
     until(lambda: len(list(folder.glob("step-*"))) == 2, what="the next checkpoint")
@@ -721,7 +721,7 @@ def test_generator_killed_in_publish_does_not_stop_training(new_run: Any) -> Non
     assert run.wait_trainer() == [0, 0]
     assert run.step() == 6
     assert (survivor / "v6.pt").exists()
-    assert "did not take it" in run.log("trainer-0")
+    assert "gave up publishing version" in run.log("trainer-0")
 
 
 @pytest.mark.parametrize(("victim", "zero_stage"), [("trainer-0", 1), ("trainer-1", 3), ("coordinator", 1)])
@@ -868,7 +868,7 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     assert run.wait_trainer() == [1, 0], "all steps are trained, but their result could not be saved"
     assert run.step() == 5
     assert run.rows()[-1]["checkpoint_failures"] == 2
-    assert "the last one is kept" in run.log("trainer-0")
+    assert "failed, keeping the last one" in run.log("trainer-0")
     assert run.paths.checkpoints.is_dir()
     left = [p for p in run.paths.checkpoints.iterdir() if p != run.paths.exports]
     assert left == [], "neither a checkpoint nor a part of one"
@@ -1016,7 +1016,7 @@ def test_bad_batch_is_skipped(new_run: Any) -> None:
     assert counts.skipped == 4 * 3
     assert [row["skipped"] for row in run.rows()] == [0, 0, 1, 0, 0, 0]
     assert run.rows()[2]["trained_tokens"] == 0
-    assert "step 2 is skipped, weights and optimizer are unchanged: " in run.log("trainer-0")
+    assert "skipped step 2, weights and optimizer are unchanged: " in run.log("trainer-0")
     before, skipped, after = (torch.load(directory / f"v{version}.pt") for version in (2, 3, 4))
     assert all(torch.equal(before[name], skipped[name]) for name in before)
     assert any(not torch.equal(skipped[name], after[name]) for name in before)
@@ -1027,7 +1027,9 @@ def test_three_consecutive_skipped_steps_diverge(new_run: Any) -> None:
     run = new_run(checkpoint__everySteps=1)
     run.start(logprob=-60.0)
     assert run.wait_trainer() == [3, 3]
-    assert "BROKEN: 3 steps in a row were skipped; step 2, the last, because 100.0 %" in run.log("trainer-0")
+    assert "BROKEN: 3 consecutive steps were skipped, the last one (step 2) because 100.0 %" in run.log(
+        "trainer-0"
+    )
     assert run.step() == 3
     assert run.checkpoints()[-1] < 3
     run.start_trainer()
