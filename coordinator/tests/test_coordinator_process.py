@@ -79,7 +79,7 @@ def test_process_bad_input_exits_2(coordinator, fault):
         "yaml": "run.yaml",
         "journal": "segment-00000001, offset 0",
         "identity": "seed was 0, is 8",
-        "locked": "another coordinator works on this run",
+        "locked": "another coordinator serves this run",
         "token": "SCALERL_TOKEN_FILE",
     }[fault]
     if fault in ("identity", "locked"):
@@ -248,7 +248,7 @@ def test_process_refuses_empty_volume_of_trained_run(coordinator, tmp_path, monk
         coordinator.start(ready=False)
         assert coordinator.process.wait(120) == STEPS_LOST_EXIT_CODE
     last = coordinator.log().splitlines()[-1]
-    assert "the run has trained steps, and its volume has neither journal nor checkpoint" in last
+    assert "the run has trained steps, but its volume has neither journal nor checkpoint" in last
     coordinator.paths.checkpoint(3).mkdir(parents=True)
     coordinator.start()
     assert coordinator.terminate() == 0

@@ -155,4 +155,6 @@ def test_a_group_that_cannot_be_compared_is_stored(
     store.close()
     assert store.counters.stored == 2
     assert store.counters.dropped.total() == 0
-    assert [record.message for record in caplog.records] == ["a group is not compared with the one before it"]
+    assert [record.message for record in caplog.records] == [
+        "cannot compare a group with the previous one of its prompt"
+    ]

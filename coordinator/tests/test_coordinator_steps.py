@@ -132,7 +132,7 @@ def test_hello_refuses_lost_checkpoints(world):
         with pytest.raises(Refusal) as caught:
             world.hello("t2", version)
         assert caught.value.error == error
-    assert "one of version 3 was committed" in str(caught.value)
+    assert "a checkpoint of version 3 was committed" in str(caught.value)
     assert world.state.encode() == before
     world.hello("t2", 2)
     check_consistency(world)
@@ -212,7 +212,7 @@ def test_step_report_refuses_non_finite_and_wrong_step(world):
     world.serve(world.member, 0, 3)
     with pytest.raises(Refusal, match=r"stats\.loss is nan"):
         world.report("t", 0, loss=float("nan"))
-    with pytest.raises(Refusal, match="step 1 is reported, step 0 is next"):
+    with pytest.raises(Refusal, match="the trainer reported step 1; expected 0"):
         world.report("t", 1)
     assert world.report("t", 0) is not None
     assert world.report("t", 0) is None

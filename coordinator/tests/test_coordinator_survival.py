@@ -24,7 +24,7 @@ def test_hello_restores_snapshot_of_checkpoint(world):
     with pytest.raises(Refusal) as caught:
         world.hello("t2", 1)
     assert caught.value.error == "no-state"
-    with pytest.raises(Refusal, match="the snapshot is of version 1, the checkpoint of 2"):
+    with pytest.raises(Refusal, match="the snapshot has version 1, but its checkpoint has 2"):
         world.hello("t2", 2, snapshot)
     with pytest.raises(Refusal) as caught:
         world.hello("t2", 1, b"\xc1garbage")

@@ -685,7 +685,7 @@ async def test_wrong_prompt(scene: Scene, caplog: pytest.LogCaptureFixture) -> N
     await scene.trainer.publish(0)
     scene.coordinator.offer(1, ["of another source"])
     assert await scene.generator.exit_code() == 2
-    assert "the coordinator means 'of another source'" in caplog.text
+    assert "but 'of another source' at the coordinator" in caplog.text
 
 
 async def test_bad_token_file(tmp_path: Path) -> None:

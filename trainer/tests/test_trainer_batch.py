@@ -332,5 +332,5 @@ def test_rewards_are_ignored_or_added() -> None:
 
 
 def test_rank_batch_refuses_sequences_without_the_teacher() -> None:
-    with pytest.raises(BadBatchError, match="4 tokens, 0 teacher's log-probabilities"):
+    with pytest.raises(BadBatchError, match="4 tokens, but 0 log-probabilities of the teacher"):
         rank_batch(taught_shard(0), distilled())

@@ -132,7 +132,7 @@ def test_load_earlier_release_needs_same_shape(tmp_path: Path) -> None:
             assert checkpointer(root).load() == found
         else:
             with pytest.raises(
-                NoUsableCheckpoint, match=r"checkpoint 3 was written by an earlier release with .*'8'.*next"
+                NoUsableCheckpoint, match=r"an earlier release wrote checkpoint 3 with .*'8'.*next"
             ):
                 checkpointer(root).load()
 

@@ -221,12 +221,10 @@ class TestRefusals:
             first["nan generator"] == "BadBatchError: the shard of rank 1 cannot be trained on; see its log"
         )
         assert second["too long"].startswith(
-            "SequenceTooLongError: sequence 0 has 40 tokens, a micro-batch holds 24"
+            "SequenceTooLongError: sequence 0 has 40 tokens, but a micro-batch holds 24"
         )
         assert first["too long"].startswith("BadBatchError: the shard of rank 1")
-        assert second["strange"].startswith(
-            "BadBatchError: token id 517 is outside of the model's vocabulary"
-        )
+        assert second["strange"].startswith("BadBatchError: token id 517 is outside the model's vocabulary")
         assert first["strange"].startswith("BadBatchError: the shard of rank 1")
         assert first["usable after bad batches"]
 

@@ -191,7 +191,7 @@ def test_export_errors(tmp_path: Path) -> None:
         export_checkpoint(paths, tmp_path / "out")
     (folder / MANIFEST).write_bytes(manifest.encode())
     (folder / "rank-00001.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ExportError, match=r"rank-00001.safetensors has 7 bytes, the manifest says"):
+    with pytest.raises(ExportError, match=r"rank-00001.safetensors has 7 bytes, but \d+ in the manifest"):
         export_checkpoint(paths, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 

@@ -147,7 +147,7 @@ def test_bad_batch_is_skipped(new_run: Any) -> None:
     assert counts.skipped == 4 * 3
     assert [row["skipped"] for row in run.rows()] == [0, 0, 1, 0, 0, 0]
     assert run.rows()[2]["trained_tokens"] == 0
-    assert "step 2 is skipped, weights and optimizer are unchanged: " in run.log("trainer-0")
+    assert "skipped step 2, weights and optimizer are unchanged: " in run.log("trainer-0")
     before, skipped, after = (torch.load(directory / f"v{version}.pt") for version in (2, 3, 4))
     assert all(torch.equal(before[name], skipped[name]) for name in before)
     assert any(not torch.equal(skipped[name], after[name]) for name in before)
@@ -158,7 +158,9 @@ def test_three_consecutive_skipped_steps_diverge(new_run: Any) -> None:
     run = new_run(checkpoint__everySteps=1)
     run.start(logprob=-60.0)
     assert run.wait_trainer() == [3, 3]
-    assert "BROKEN: 3 steps in a row were skipped; step 2, the last, because 100.0 %" in run.log("trainer-0")
+    assert "BROKEN: 3 consecutive steps were skipped, the last one (step 2) because 100.0 %" in run.log(
+        "trainer-0"
+    )
     assert run.step() == 3
     assert run.checkpoints()[-1] < 3
     run.start_trainer()

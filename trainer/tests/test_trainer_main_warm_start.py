@@ -198,7 +198,7 @@ def test_damaged_mid_training_checkpoints(new_run: Any) -> None:
     run.start_trainer()
     expected = f"mid-training continues after step {int(before.name[5:])},"
     until(lambda: expected in run.log("trainer-0"), what=expected)
-    assert f"checkpoint {int(newest.name[5:])} is damaged and will not be used: {shard} has" in run.log(
+    assert f"checkpoint {int(newest.name[5:])} is damaged and is not used: {shard} has" in run.log(
         "trainer-0"
     )
     until(lambda: len(list(folder.glob("step-*"))) == 2, what="the next checkpoint")

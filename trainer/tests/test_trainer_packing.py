@@ -123,7 +123,7 @@ def test_pack_first_fit_decreasing() -> None:
 
 
 def test_pack_errors() -> None:
-    with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, a micro-batch holds 4"):
+    with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, but a micro-batch holds 4"):
         pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4, shared_rows=True)
     with pytest.raises(BadBatchError, match="at least one prompt token"):
         Sequence([], [1])

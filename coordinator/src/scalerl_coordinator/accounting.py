@@ -1,7 +1,7 @@
-"""Totals: rollouts by outcome, what a lineage has trained, what the run has used.
+"""Totals of a run: rollouts by outcome, sums over the trained lineage, and usage of time and devices.
 
-A trainer that returns to a checkpoint changes the three differently: :class:`RolloutCounts` moves rollouts between
-counts and loses none; :class:`Lineage` is restored to its value at that version; :class:`Usage` never decreases.
+They differ in what happens when the trainer returns to a checkpoint: :class:`RolloutCounts` moves rollouts between counts
+and loses none, :class:`Lineage` is reset to its value at that version, :class:`Usage` never decreases.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from scalerl_api.wire import PromptRef, trained_tokens
 from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
-"""A line of metrics.jsonl. ``int`` is named so that a count decoded from a snapshot stays an int."""
+"""A line of metrics.jsonl. The type includes ``int`` so that a count decoded from a snapshot stays an int."""
 
 
 class Accepted(msgspec.Struct, array_like=True):
-    """What the state keeps of a group of training rollouts; its tokens stay in the journal."""
+    """The part of an accepted training group that the state keeps; its tokens stay in the journal.
+
+    Fields without a comment are those of :class:`~.journal_records.GroupAccepted`.
+    """
 
     lease_id: str
     prompt_tokens: int
@@ -27,18 +30,17 @@ class Accepted(msgspec.Struct, array_like=True):
     oldest_version: int
     version_tokens: int
     filtered: bool = False
-    """Set when its step closes."""
+    """Dropped by the zero-variance filter, which runs when the group's step closes."""
     grading_errors: int = 0
     ungraded: list[int] = []
     masked_tokens: list[int] = []
     given_up: str = ""
     """The :class:`~.journal_records.GiveUpReason` of a slot that was given up, which has no completions."""
     given_up_rollouts: int = 0
-    """Completions that its lease asked for."""
+    """Number of completions that a given-up slot would have had."""
     journaled_rewards: list[float] = []
-    """Empty for a group of an old journal."""
+    """Empty if the group is from an old journal."""
     parts: dict[str, list[float]] = {}
-    """Of the verdicts, by name."""
 
     @property
     def rollouts(self) -> int:
@@ -46,32 +48,32 @@ class Accepted(msgspec.Struct, array_like=True):
 
     @property
     def rewards(self) -> list[float]:
-        """Of each completion, as it is trained with."""
+        """The reward of each completion in training."""
         return self.journaled_rewards or [2.0 * score - 1.0 for score in self.scores]
 
     @property
     def graded_scores(self) -> list[float]:
-        return [score for at, score in enumerate(self.scores) if at not in self.ungraded]
+        return [score for i, score in enumerate(self.scores) if i not in self.ungraded]
 
     @property
     def graded_parts(self) -> dict[str, list[float]]:
         return {
-            name: [value for at, value in enumerate(values) if at not in self.ungraded]
+            name: [value for i, value in enumerate(values) if i not in self.ungraded]
             for name, values in self.parts.items()
         }
 
     @property
     def graded_rewards(self) -> list[float]:
-        return [reward for at, reward in enumerate(self.rewards) if at not in self.ungraded]
+        return [reward for i, reward in enumerate(self.rewards) if i not in self.ungraded]
 
     @property
     def trained_tokens(self) -> list[int]:
-        """Tokens of each completion that contribute a gradient if the group does."""
+        """Number of tokens of each completion that contribute to the gradient unless the group is filtered."""
         return trained_tokens(self.lengths, self.masked_tokens, self.ungraded)
 
 
 class Try(msgspec.Struct, array_like=True, frozen=True):
-    """A filtered group whose slot was issued again with another prompt."""
+    """A filtered group whose slot was refilled: issued again with another prompt."""
 
     prompt: PromptRef
     group: Accepted
@@ -90,17 +92,17 @@ class RolloutCounts(msgspec.Struct, array_like=True):
     duplicate: int = 0
     expired_leases: int = 0
     held_out_invalid: int = 0
-    """Evaluation rollouts that were refused as invalid."""
+    """Evaluation rollouts that were rejected as invalid."""
     grading_errors: int = 0
-    """Accepted rollouts, held-out ones included, whose verifier failed."""
+    """Accepted rollouts, held-out ones included, for which the verifier failed."""
     given_up: int = 0
-    """Rollouts that the given-up slots would have had; in no other count."""
+    """Rollouts that the given-up slots would have had; not part of any other count."""
     too_long: int = 0
     """The part of ``given_up`` whose prompt leaves no room for a completion."""
     ungraded: int = 0
     """The part of ``acknowledged`` that is not trained on because the verifier failed."""
     masked_tokens: int = 0
-    """Of acknowledged rollouts."""
+    """Masked tokens of acknowledged rollouts."""
     skipped: int = 0
     """Rollouts of steps whose update was not applied."""
     held_out_given_up: int = 0
@@ -112,22 +114,23 @@ class RolloutCounts(msgspec.Struct, array_like=True):
 
 
 class Lineage(msgspec.Struct, array_like=True, frozen=True):
-    """Sums over the steps trained on the present lineage, from version 0."""
+    """Sums over the steps trained on one lineage, from version 0 on."""
 
     work_tokens: int = 0
     """Completion tokens consumed, filtered groups included: the compute axis of the curve."""
     trained_tokens: int = 0
-    """As reported by the trainer."""
+    """Tokens in the loss, as reported by the trainer."""
     staleness_tokens: int = 0
-    """Completion tokens of trained (unfiltered) groups; the sum of their staleness in steps follows."""
+    """Completion tokens of trained (unfiltered) groups."""
     staleness_sum: int = 0
+    """Sum of the staleness, in steps, of these tokens."""
     staleness_max: int = 0
     unused: float = 0.0
     unused_too: int = 0
     """Old journals and checkpoints have values in these two positions. New fields come last."""
     consecutive_skipped_steps: int = 0
     reference_tokens: int = 0
-    """The part of ``work_tokens`` consumed while there was a reference policy."""
+    """The part of ``work_tokens`` that a reference policy scored."""
 
     @property
     def mean_staleness(self) -> float:
@@ -151,10 +154,10 @@ class StepSums(msgspec.Struct, array_like=True):
     given_up_groups: int = 0
     """The part of ``filtered_groups`` that was given up."""
     graded: int = 0
-    """Rollouts that have a score: ``score_sum`` is over these."""
+    """Number of rollouts with a score, over which ``score_sum`` sums."""
     masked_tokens: int = 0
     parts: dict[str, tuple[float, int]] = {}
-    """Of the verdicts, by name: the sum, and the rollouts that have the part."""
+    """For each part of the verdicts, by name: the sum, and the number of rollouts that have it."""
 
     @property
     def part_means(self) -> dict[str, float]:
@@ -162,7 +165,7 @@ class StepSums(msgspec.Struct, array_like=True):
 
 
 def figures(sums: StepSums) -> Row:
-    """Sums as they stand in a line of metrics.jsonl; those of :data:`scalerl_api.task_figures.TASK_FIGURES`."""
+    """The figures of :data:`scalerl_api.task_figures.TASK_FIGURES`, for a line of metrics.jsonl."""
     return {
         **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
         "groups": sums.groups,
@@ -177,7 +180,7 @@ def figures(sums: StepSums) -> Row:
 
 
 def sum_step(step: int, groups: list[Accepted]) -> StepSums:
-    """Sums over the groups of closed step ``step``. Staleness counts the tokens that are trained on."""
+    """Sums over the groups of the closed step ``step``. Staleness is that of the trained tokens."""
     sums = StepSums()
     for group in groups:
         tokens = sum(group.lengths)
@@ -208,7 +211,7 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
 def extend(
     lineage: Lineage, sums: StepSums, trained_tokens: int, *, skipped: bool, reference: bool = False
 ) -> Lineage:
-    """The lineage after one more step. A skipped step consumes its tokens and trains on none."""
+    """The lineage extended by one step. A skipped step consumes its tokens and trains on none."""
     reference_tokens = lineage.reference_tokens + sums.work_tokens * reference
     if skipped:
         return msgspec.structs.replace(
@@ -228,16 +231,19 @@ def extend(
 
 
 class MismatchSums(msgspec.Struct, array_like=True):
-    """One KL measurement between trainer and generators, summed over tokens: of the whole run, and recent."""
+    """One KL estimate between trainer and generators, summed over tokens: of the whole run, and of recent measurements.
+
+    The recent sums are halved before each new measurement. An alert reads their quotient, which should react to a few
+    measurements but not to a few tokens.
+    """
 
     kl: float = 0.0
     tokens: float = 0.0
     recent_kl: float = 0.0
     recent_tokens: float = 0.0
-    """Halved before each new measurement: an alert reads it, so a few tokens must not move it, and a few measurements must."""
 
     def add(self, kl: float, tokens: float) -> None:
-        """``kl``: mean over ``tokens`` tokens, of which there is at least one."""
+        """Add a measurement: ``kl`` is the mean over ``tokens`` (> 0) tokens."""
         self.kl += kl * tokens
         self.tokens += tokens
         self.recent_kl = self.recent_kl / 2 + kl * tokens
@@ -245,7 +251,7 @@ class MismatchSums(msgspec.Struct, array_like=True):
 
 
 def add_mismatches(sums: dict[str, MismatchSums], stats: dict[str, float]) -> None:
-    """Add the measurements in the ``stats`` of a step or of a publish; keys are those of the KL estimates."""
+    """Add the measurements in the ``stats`` of a step or a publish to ``sums``, by the key of the KL estimate."""
     for source in SOURCES:
         for positions in (ALL, *POSITIONS):
             name = key(source, "kl", positions)
@@ -255,7 +261,7 @@ def add_mismatches(sums: dict[str, MismatchSums], stats: dict[str, float]) -> No
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """Usage over all incarnations since the first lease. Never decreases."""
+    """Usage since the first lease, and of mid-training, over all processes. Never decreases."""
 
     wall_seconds: float = 0.0
     device_seconds: float = 0.0

@@ -1,8 +1,8 @@
-"""Applies settings that differ from those of the previous process to the state.
+"""Applies the settings of a new process to the state, if they differ from those of the previous process.
 
-Closed steps stay as they are. From the first step that is not closed, slots are divided into steps by the new settings.
-A slot keeps its number and its prompt; it keeps its group if that is not too stale for the new step. The groups of one
-step may then differ in their number of completions: advantages and weights are computed per group.
+Closed steps do not change. From the first step that is not closed on, slots are divided into steps by the new settings. A
+slot keeps its number and its prompt, and keeps its group if that is not too stale for the slot's new step. The groups of a
+step may then differ in their number of completions, which is no problem: advantages and weights are computed per group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scalerl_coordinator.state import CoordinatorState
 
 
 def change(state: CoordinatorState, identity: Identity) -> None:
-    """Make ``identity`` the state's settings."""
+    """Set the state's settings to ``identity``."""
     before, state.identity = state.identity, identity
     for _ in range(len(state.histories), len(identity.tasks)):
         state.histories.append(PromptHistory())
@@ -67,7 +67,7 @@ def _divide_steps(state: CoordinatorState, identity: Identity) -> None:
         if group.given_up:
             state.fill_slot(slot)
             continue
-        if group.filtered:  # its step had closed before an earlier one, and is open again
+        if group.filtered:  # its step closed before an earlier step did, and is open again now
             group.filtered = False
             counts.filtered -= group.rollouts
             counts.queued += group.rollouts

@@ -1,4 +1,4 @@
-"""Zero-variance filter, and the split of a step over trainer ranks. Pure and deterministic."""
+"""The zero-variance filter, and the division of a step's sequences over trainer ranks. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from dataclasses import dataclass
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group has no gradient: its rewards are all equal, or it has none, so every advantage is zero. Not its
-    scores: of two right answers the longer may be worth less.
+    """Whether a group has no gradient, because its rewards are all equal (or it has none) and so all advantages are zero.
 
-    ScaleRL drops such prompts from the effective batch without refilling it (arXiv 2510.13786 §2 [P]).
+    This compares rewards, not scores: of two correct answers, the longer one may have the lower reward. ScaleRL drops such
+    groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]).
     """
     return len(set(rewards)) <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One sequence to assign to a rank: its group, its sample, and its length with the prompt."""
+    """One sequence to assign to a rank."""
 
     group: int
+    """Index of its group in the step."""
     sample: int
+    """Index of its completion in the group."""
     tokens: int
+    """Length of prompt plus completion."""
 
 
 def balance(items: Sequence[Item], ranks: int) -> list[list[Item]]:
-    """Split sequences over ranks so that their token counts are nearly equal.
+    """Assign sequences to ranks so that the ranks' token counts are nearly equal.
 
-    Longest first, each to the rank with the fewest tokens so far (Graham's LPT: at most 4/3 of the best possible largest
-    load). Ties are broken by index, so the split does not depend on the arrival order. Each shard is sorted by group and
-    sample.
+    Longest first, each sequence goes to the rank with the fewest tokens so far (Graham's LPT: the largest load is at most 4/3
+    of the optimum). Ties are broken by index, so the result does not depend on the order of arrival. Each shard is sorted by
+    group and sample.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")

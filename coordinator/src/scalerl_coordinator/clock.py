@@ -1,4 +1,4 @@
-"""A monotonic clock for deadlines that does not count the coordinator's own pauses."""
+"""A monotonic clock for deadlines that does not advance while the coordinator is suspended."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 class LogicalClock:
     """Converts readings of a monotonic clock into seconds in which the coordinator was running.
 
-    A member meets a deadline only if the coordinator can receive its requests until then. While the process was stopped,
-    swapped out or its machine suspended, it received nothing: a gap between two readings above ``max_gap_seconds`` counts
-    as ``max_gap_seconds``, so that a pause expires no lease. A reading that goes backwards counts as zero.
+    A member can meet a deadline only if the coordinator receives its requests. While the process is stopped or swapped out, or
+    its machine suspended, it receives none. Therefore a gap between two readings counts as at most ``max_gap_seconds``, so that
+    a pause does not expire leases. A reading that goes backwards counts as zero.
 
     >>> clock = LogicalClock(100.0, max_gap_seconds=1.0)
     >>> clock.read(100.5), clock.read(4000.0), clock.read(3999.0), clock.read(3999.25)

@@ -1,9 +1,9 @@
-"""Decisions of the coordinator, without sockets and files: the state, and the one way to change it.
+"""The coordinator's decision logic, free of I/O: the state, and the only way to change it.
 
-Calls carry the (logical) time. A call reads the state, decides, and hands every change to :meth:`Core.commit`, which
-applies it and queues it for the journal in ``outbox``. The caller journals the outbox and answers only when it is on
-disk, so no answer depends on a change that a crash can undo. If the disk refuses a write, :meth:`Core.rebase` returns
-the state to what the journal holds.
+Every call takes the logical time as an argument. It reads the state, decides, and passes every change to
+:meth:`Core.commit`, which applies the change and queues it for the journal in ``outbox``. The caller journals the outbox
+and answers only once it is on disk, so no answer depends on a change that a crash can undo. If a write to disk fails,
+:meth:`Core.rebase` returns the state to what the journal holds.
 
 Requests of generators are in :class:`~.generator_requests.GeneratorRequests`, those of the trainer in
 :class:`~.trainer_requests.TrainerRequests`.
@@ -38,19 +38,21 @@ from scalerl_coordinator.weighted_mean import MEAN_TASK, weighted_mean
 log = logging.getLogger(__name__)
 
 _USAGE_SECONDS = 5.0
-"""Usage up to this age is not journaled yet, and is lost with the process."""
+"""Usage is journaled at this interval: a crash loses at most that much."""
 
 WORK = "work"
+"""Topic of the actors' long polls, which wait for leases."""
 TRAINER = "trainer"
+"""Topic of the trainer's long polls."""
 
 MAX_STEPS = "maxSteps"
 """End reason of a run that reached its maximum of steps: the name of the spec's budget field."""
 MAX_COMPUTE_TOKENS = "maxComputeTokens"
-"""As ``MAX_STEPS``, of compute."""
+"""End reason of a run that used up its compute: the name of the spec's budget field."""
 
 
 class Refusal(Exception):
-    """A valid request that is refused; ``error`` is the constant of :class:`scalerl_api.wire.Problem`."""
+    """A well-formed request that the coordinator refuses; ``error`` is the code of :class:`scalerl_api.wire.Problem`."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(message)
@@ -59,19 +61,25 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class _Meter:
-    """Usage since the last UsageAdded record."""
+    """Usage since the last ``UsageAdded`` record."""
 
     last: float
+    """Logical time up to which the usage is counted."""
     wall: float = 0.0
+    """Seconds of the run."""
     device: float = 0.0
+    """Device-seconds of generators and trainer."""
     alive: float = 0.0
+    """Seconds of registered generators, summed over them."""
     busy: float = 0.0
+    """Seconds in which generators had requests, summed over them."""
     tokens: int = 0
+    """Generated tokens."""
 
 
 @dataclass(slots=True)
 class Core:
-    """What all decisions share."""
+    """The state, the clocks and the counters that all decisions share."""
 
     settings: Settings
     samplers: TaskSamplers
@@ -80,22 +88,23 @@ class Core:
     book: LeaseBook
     meter: _Meter
     labels: Mapping[int, Sequence[dict[str, str]]] = field(default_factory=dict)
-    """Of the prompts of each evaluation set, by its task."""
+    """Labels of the prompts of each evaluation set, by the set's task."""
     outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
-    """Records that are applied and not yet journaled, each with its blob."""
+    """Records that are applied but not yet journaled, each with its blob."""
     forgotten: set[str] = field(default_factory=set)
-    """Leases whose blobs are no longer needed."""
+    """Ids of the leases whose blobs are no longer needed."""
     closed_slots: Counter[str] = field(default_factory=Counter)
-    """Training slots since the process began, on any lineage: served (``""``), or given up, by cause."""
+    """Number of training slots closed since the process began, on any lineage, by cause: ``""`` if served, else why given up."""
     wake: set[str] = field(default_factory=set)
-    """Long polls to wake: ``WORK`` (actors that request leases), ``TRAINER``."""
+    """Topics (``WORK``, ``TRAINER``) whose long polls are to be woken."""
     changes: int = 0
-    """Counts what may change which slots can be leased: all records but those of leases, and rollbacks."""
+    """Counts the records and rollbacks that may change which slots can be leased: all but ``LeasesIssued``."""
     updated_since_restore: set[str] | None = None
-    """Names of the members that got weights since this process restored the state from a checkpoint; None where it did not."""
+    """Names of the members that received weights since this process restored a checkpoint; None if it restored none."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
-    """The points that ``_mean`` was computed from."""
+    """The points from which ``_mean`` was computed."""
     _mean: list[EvaluationPoint] = field(default_factory=list)
+    """Cached points of the weighted mean."""
 
     @classmethod
     def begin(
@@ -107,7 +116,7 @@ class Core:
         now: float,
         labels: Mapping[int, Sequence[dict[str, str]]] | None = None,
     ) -> Core:
-        """Start from ``state`` (an empty one for a new run) as the process called ``nonce``.
+        """Start from ``state`` (empty for a new run). ``nonce`` is unique to this process and prefixes its lease ids.
 
         Raises:
             Refusal: ``identity``: the journal belongs to a run with other prompts or another seed.
@@ -140,7 +149,7 @@ class Core:
         self.state = state
         self.changes += 1
         for member in self.membership.members.values():
-            # What followed from its report may be among the records that are lost: the next report counts as the first.
+            # The records that followed from its report may be lost, so its next report counts as its first.
             member.version_reported = False
         self.outbox.clear()
         self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
@@ -151,15 +160,15 @@ class Core:
     def commit(self, record: r.AnyRecord, blob: bytes = b"") -> None:
         """Apply one record, and queue it for the journal."""
         state = self.state
-        sweeping = isinstance(
+        may_delete_groups = isinstance(
             record, r.Started | r.CheckpointCommitted | r.TrainerJoined | r.Restored | r.Published
         )
-        before = {g.lease_id for g in state.groups.values()} if sweeping else set()
+        before = {g.lease_id for g in state.groups.values()} if may_delete_groups else set()
         evaluations = len(state.evaluations)
         apply(state, record)
         self.changes += not isinstance(record, r.LeasesIssued)
         self.outbox.append((record, blob))
-        if sweeping:
+        if may_delete_groups:
             self.forgotten |= before - {g.lease_id for g in state.groups.values()}
             self.book.resync({i: lease.holder for i, lease in state.leases.items()}, self.meter.last)
         match record:
@@ -193,10 +202,13 @@ class Core:
         self.book.remove(lease_id)
 
     def retry_slot(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
-        """Count a lease that was closed without a group. ``failed``: its holder is healthy, and could not serve the slot.
+        """Count a failed attempt for a lease that was closed without a group.
 
-        A slot is given up when it failed with two members that serve other slots, or ``MAX_FAILURES`` times and no other
-        member should try it.
+        The slot is given up once two proven members (those that served other slots) failed with it, or after
+        ``MAX_FAILURES`` failures if no other member should try it.
+
+        Args:
+            failed: the holder is healthy and still could not serve the slot.
         """
         key = slot_key(lease.prompt, lease.slot)
         member = self.membership.named(lease.holder)
@@ -204,8 +216,10 @@ class Core:
         failed_by = lease.holder if failed else None
         retries = self.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
         failures = retries.proven_failures if proven else retries.failures
-        often = failures >= MAX_FAILURES and not (member is not None and self.others_should_try(key, member))
-        if len(retries.proven) > 1 or often:
+        exhausted = failures >= MAX_FAILURES and not (
+            member is not None and self.others_should_try(key, member)
+        )
+        if len(retries.proven) > 1 or exhausted:
             self.give_up(
                 lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
             )
@@ -215,7 +229,7 @@ class Core:
             self.wake.add(TRAINER)
 
     def give_up(self, lease: OpenLease, cause: r.GiveUpReason, reason: str, now: float) -> None:
-        """Stop issuing the slot of a closed lease: its step, or its evaluation, proceeds without it."""
+        """Stop issuing the slot of a closed lease. The slot's step or evaluation proceeds without it."""
         self.book.retries.pop(slot_key(lease.prompt, lease.slot), None)
         held_out = lease.split is Split.HELD_OUT
         log.error(
@@ -223,7 +237,7 @@ class Core:
             *(self.describe(slot_key(lease.prompt, lease.slot)), lease.prompt.index, reason),
         )
         if held_out:
-            self.flush_usage(now)  # the point that may follow records the time
+            self.flush_usage(now)  # this may complete the evaluation, whose point records the run's time
         self.commit(
             r.GivenUp(
                 *(lease.split, lease.slot, lease.policy_version if held_out else -1),
@@ -233,7 +247,7 @@ class Core:
         )
 
     def reassign_leases(self, holder: str) -> None:
-        """Close all leases of a member that will not deliver, so that others get their slots."""
+        """Close all leases of a member that will not deliver them, so that their slots are issued to others."""
         for lease_id in sorted(self.book.of(holder), key=self._lease_order):
             self.close_lease(lease_id, r.CloseReason.EXPIRED)
 
@@ -273,13 +287,13 @@ class Core:
         meter.device += elapsed * (members * self.settings.generator_devices + self.settings.trainer_devices)
 
     def run_seconds(self, now: float) -> float:
-        """The run's time: what ``wall_seconds`` of the status would be after a tick."""
-        counts = self.state.leased and not self.finished
-        running = now - self.meter.last if counts else 0.0
-        return self.state.usage.wall_seconds + self.meter.wall + running
+        """Seconds of the run up to ``now``: the ``wall_seconds`` that the status would report after a tick."""
+        clock_runs = self.state.leased and not self.finished
+        since_last = now - self.meter.last if clock_runs else 0.0
+        return self.state.usage.wall_seconds + self.meter.wall + since_last
 
     def flush_usage(self, now: float) -> None:
-        """Journal the usage so far: before any record that depends on the run's time."""
+        """Journal the usage so far. Call it before committing a record that depends on the run's time."""
         self._measure(now)
         meter = self.meter
         if meter.wall or meter.busy or meter.tokens:
@@ -287,11 +301,15 @@ class Core:
             self.meter = _Meter(now)
 
     def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
-        """Whether ``key`` may be issued to ``member`` now; other members come first for a slot that failed with it."""
+        """Whether ``key`` may be issued to ``member`` now. A slot that failed with a member goes to other members first."""
         return not self.book.waits(key, now) and not self.others_should_try(key, member)
 
     def others_should_try(self, key: SlotKey, member: Member) -> bool:
-        """Whether the slot failed with ``member``, and another member has not tried it, or serves other slots."""
+        """Whether the slot failed with ``member`` and another healthy member is the better next choice.
+
+        That is a member with weights at least as new that has not failed with the slot, or that is proven while ``member``
+        is not.
+        """
         retries = self.book.retries.get(key)
         if retries is None or member.name not in retries.failed_by:
             return False
@@ -306,7 +324,7 @@ class Core:
     # --- queries --------------------------------------------------------------------------------
 
     def describe(self, key: SlotKey) -> str:
-        """A slot, for messages."""
+        """Name of a slot for log messages."""
         task, split, slot = key
         if split is Split.TRAIN:
             return f"slot {slot}"
@@ -319,23 +337,23 @@ class Core:
 
     @property
     def points(self) -> list[EvaluationPoint]:
-        """Of all evaluation sets, and of the weighted mean where it is the run's curve."""
+        """Evaluation points of all sets, plus those of the weighted mean if that is the run's curve."""
         points = list(self.state.points)
         if self.settings.forecast_task != MEAN_TASK:
             return points
-        # Read at every tick and poll, and dear to compute: .2 ms a version.
+        # Cached: every tick and poll reads it, and computing it takes 0.2 ms per version.
         if points != self._mean_of:
             self._mean_of, self._mean = points, weighted_mean(points, self.settings.weights)
         return points + self._mean
 
     @property
     def curve(self) -> list[EvaluationPoint]:
-        """The run's curve, by version."""
+        """The points that the forecast follows, by version."""
         return [point for point in self.points if point.task == self.settings.forecast_task]
 
     @property
     def end_reason(self) -> str:
-        """Why no further step will be trained; empty while one will."""
+        """Why no further step will be trained; empty while training continues."""
         if self.state.stop_reason:
             return self.state.stop_reason
         limit = self.settings.max_steps
@@ -346,7 +364,7 @@ class Core:
 
     @property
     def compute_tokens(self) -> Fraction:
-        """Compute in the weights and in dropped groups, in tokens of supervised training (:mod:`scalerl_api.compute`)."""
+        """Compute of trained and dropped groups, in equivalent tokens of supervised training (:mod:`scalerl_api.compute`)."""
         state = self.state
         lineage = state.lineage
         rl = TOKEN_COST * lineage.work_tokens + REFERENCE_COST * lineage.reference_tokens
@@ -354,7 +372,7 @@ class Core:
 
     @property
     def interrupted(self) -> bool:
-        """The user waits for the process to end: no further generation or evaluation."""
+        """Whether the user interrupted the run: it ends without further generation or evaluation."""
         return self.state.stop_reason == INTERRUPTED
 
     @property
@@ -362,12 +380,12 @@ class Core:
         return self.state.finished and bool(self.end_reason)
 
     def report_version(self, member: Member, version: int, now: float) -> bool:
-        """Record the version that a member reports; returns whether it changed."""
+        """Record the weight version that a member reports. Returns whether it changed."""
         is_first = not member.version_reported
         changed = self.membership.report_version(member, version, now)
         updated = self.updated_since_restore
         if updated is None:
-            # Once a later version is published, a member that registers again may have that one.
+            # Once a version later than the restored one is published, a member that registers again may hold that one.
             unaccounted = self.state.published <= self.state.restored
         else:
             unaccounted = member.name not in updated
@@ -378,8 +396,8 @@ class Core:
     def mark_lost(self, version: int) -> None:
         """Mark versions up to ``version`` as ambiguous if it may have been published before the journal was lost.
 
-        Restored state ends at its checkpoint, so a generator that comes with later weights may have those of the lost lineage,
-        even if the version was trained again meanwhile.
+        Restored state ends at its checkpoint. A generator with later weights may hold those of the lost lineage, even if
+        the run has since trained the same version again.
         """
         if 0 <= self.state.restored < version and version > self.state.lost:
             log.warning(
@@ -391,21 +409,27 @@ class Core:
 
     @property
     def newest_possible(self) -> int:
-        """The newest weight version of the present lineage, or of a lost one that is still in use."""
+        """The newest weight version in use, of the current lineage or a lost one."""
         return max(self.state.version, self.state.published)
 
     def stop(self, reason: str, now: float) -> None:
-        """Stop the run after its present step; an empty reason cancels the stop."""
+        """Stop the run after its current step. An empty ``reason`` cancels the stop."""
         self.flush_usage(now)
         self.commit(r.StopRequested(reason))
 
 
 def check_identity(state: CoordinatorState, settings: Settings) -> None:
-    """Raises Refusal where ``state`` belongs to a run with other prompts or another seed, naming every difference."""
-    here = settings.identity.fixed
-    there = here if state.identity is None else state.identity.fixed
+    """Check that ``state`` belongs to this run.
+
+    Raises:
+        Refusal: ``identity``: it belongs to a run with other prompts or another seed. The message lists every difference.
+    """
+    current = settings.identity.fixed
+    stored = current if state.identity is None else state.identity.fixed
     differences = ", ".join(
-        f"{name} was {there[name]!r}, is {here[name]!r}" for name in here if there[name] != here[name]
+        f"{name} was {stored[name]!r}, is {current[name]!r}"
+        for name in current
+        if stored[name] != current[name]
     )
     if differences:
         raise Refusal(

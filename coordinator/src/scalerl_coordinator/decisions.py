@@ -1,4 +1,4 @@
-"""``decisions.jsonl`` of a run: the operator, or ``scalerl run``, sends each decision of its autoscaler as one line.
+"""The run's ``decisions.jsonl``: the operator, or ``scalerl run``, sends each decision of its autoscaler as one line.
 
 Blocking I/O: call from one thread.
 """
@@ -13,22 +13,24 @@ from typing import Final
 
 MAX_LINE_BYTES: Final = 2**23
 PAGE_BYTES: Final = 2**20
-"""Of one answer: a log of 50,000 decisions has some 200 MB."""
+"""Maximum size of one response; a log of 50,000 decisions has about 200 MB."""
 _BLOCK_BYTES: Final = 2**16
 
 
 class Superseded(Exception):
-    """The log does not end where the sender believes: it has to be read again."""
+    """The log does not end where the client assumes; the client must read it again."""
 
 
 class DecisionLog:
-    """The file at ``path``. Neither reading nor appending needs more memory than a page or a line. Raises OSError."""
+    """The file at ``path``. Reading takes the memory of a page, appending that of a line. Methods raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, offset: int = 0) -> tuple[bytes, int]:
-        """At most ``PAGE_BYTES`` of the whole lines from ``offset`` on, and their size. A page may end within a line.
+        """Read at most ``PAGE_BYTES`` from ``offset`` on; returns them and the size of all whole lines of the log.
+
+        A page may end within a line.
 
         Raises:
             Superseded: the log ends before ``offset``.
@@ -40,13 +42,13 @@ class DecisionLog:
             return b"" if fd is None else os.pread(fd, min(PAGE_BYTES, size - offset), offset), size
 
     def append(self, offset: int, line: bytes) -> None:
-        """Write ``line`` after the first ``offset`` bytes; it is on disk when this returns.
+        """Write ``line`` at ``offset``, the end of the log. It is on disk when this returns.
 
-        The same line at the same offset again (its answer was lost) changes nothing.
+        Writing the same line at the same offset again (after a lost response) changes nothing.
 
         Raises:
-            Superseded: another line is there, or the log ends elsewhere.
-            ValueError: not one line.
+            Superseded: the log does not end at ``offset``.
+            ValueError: ``line`` is not one line.
         """
         if not line or line.find(b"\n") != len(line) - 1 or len(line) > MAX_LINE_BYTES:
             raise ValueError(
@@ -60,7 +62,7 @@ class DecisionLog:
                 raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
             try:
                 if os.fstat(fd).st_size > offset:
-                    os.ftruncate(fd, offset)  # a partial line was never acknowledged
+                    os.ftruncate(fd, offset)  # remove a partial line, which was never acknowledged
                 done = 0
                 while done < len(line):
                     done += os.pwrite(fd, line[done:], offset + done)
@@ -74,7 +76,7 @@ class DecisionLog:
 
     @contextlib.contextmanager
     def _opened(self, flags: int) -> Iterator[int | None]:
-        """A descriptor; None where there is no file."""
+        """A file descriptor, or None if the file does not exist."""
         try:
             fd = os.open(self._path, flags | os.O_CLOEXEC, 0o644)
         except FileNotFoundError:
@@ -94,9 +96,9 @@ class DecisionLog:
 
 
 def _whole_size(fd: int) -> int:
-    """Bytes of the whole lines, found from the end of the file."""
+    """Size of the whole lines in bytes, searched from the end of the file."""
     end = os.fstat(fd).st_size
-    block = 1  # a log that was not cut off in a write ends with a newline
+    block = 1  # a log without a partial line ends with a newline
     while end > 0:
         start = max(0, end - block)
         found = os.pread(fd, end - start, start).rfind(b"\n")

@@ -1,8 +1,8 @@
-"""Reads snapshots of earlier releases.
+"""Converts snapshots of earlier releases to format 4, the current one.
 
-Format 1, without the field ``format``: runs of one task, whose prompts are named by an index into their split.
-Format 2: runs of one evaluation set, whose incomplete evaluations are named by their version.
-Format 3: runs of one task, with one cursor; where it is 0, it is ``next_slot``.
+Format 1 has no field ``format``. A run has one task, and a prompt is an index into its split.
+Format 2: a run has one evaluation set, and an incomplete evaluation has its version as key.
+Format 3: a run has one task and one ``cursor``; 0 stands for ``next_slot``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class _Head(msgspec.Struct):
 
 
 def present_format(data: bytes) -> bytes:
-    """A snapshot of an earlier release as this one writes it; one of this release as it is.
+    """The snapshot in the current format.
 
     Raises:
-        msgspec.DecodeError: it is no snapshot.
+        msgspec.DecodeError: ``data`` is not a snapshot.
     """
     format = msgspec.msgpack.decode(data, type=_Head).format
     if format > 3:
@@ -38,7 +38,7 @@ def present_format(data: bytes) -> bytes:
         state["cursors"] = [state.pop("cursor", 0) or state.get("next_slot", 0)]
         return msgspec.msgpack.encode(state)
     except (AttributeError, TypeError, ValueError) as error:
-        raise msgspec.DecodeError(f"a snapshot of an earlier release: {error}") from error
+        raise msgspec.DecodeError(f"cannot convert a snapshot of an earlier release: {error}") from error
 
 
 def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The sampler of ``recipe.curriculum.edgeOfCompetence``: prompts that the model solves now and then.
+"""The sampler of ``recipe.curriculum.edgeOfCompetence``: prompts that the policy solves sometimes.
 
-RL raises what a model can do only on prompts with a low pass@1 and a pass@k above 0 (arXiv 2512.07783 [P]). Which those are
-changes as it learns, so a share of the slots measures the others again.
+RL extends a model's capabilities only on prompts with a low pass@1 and a pass@k above 0 (arXiv 2512.07783 [P]). Which prompts
+these are changes during training, so a share of the slots measures the other prompts again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
 from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
 
 _GROUPS = 2
-"""A prompt is judged by so many of its newest groups: 32 completions with ScaleRL's 16. Of prompts with a pass rate of 3 %, one group
-takes 61 % for hopeless and two 38 %; more would hold on to what the model was."""
+"""Number of newest groups from which a prompt's pass rate is computed: 32 completions with ScaleRL's 16. Of prompts with a
+pass rate of 3 %, one group shows no success for 61 %, two groups for 38 %; more groups would reflect older policies."""
 _TURN_BITS = 20
-"""Of the cursor: the number of choices at the edge. Above them is the place in the sequence of epochs. After 2^20 choices the place moves on by
-one, which passes over one prompt."""
+"""Low bits of the cursor: the number of choices at the edge. The high bits are the position in the sequence of epochs. After
+2^20 choices the position advances by one, which passes over one prompt."""
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: multiples modulo 2^64 are spread evenly, however many there are."""
+"""2^64 divided by the golden ratio: its multiples modulo 2^64 are evenly spread, for any number of them."""
 _KEPT = 256
-"""Numbers of known steps whose prompts at the edge are kept in memory: more than the steps of one k."""
+"""Maximum number of known steps whose prompts at the edge are cached: more than the steps of one k."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
+    """The prompts at the edge, as known up to a step."""
+
     prompts: list[int]
-    """Ascending."""
+    """In ascending order."""
     groups: int
-    """Of the newest step with any."""
+    """Number of groups of the newest step that has any."""
 
     def __contains__(self, prompt: int) -> bool:
         at = bisect_left(self.prompts, prompt)
@@ -37,13 +39,15 @@ class _Edge:
 
 
 class EdgeOfCompetence(Sampler):
-    """A prompt is at the edge if it has groups in the last :data:`~.prompt_history.RECENT_STEPS` known steps, and the pass
-    rate of the two newest is above 0 and below ``pass_rate``. Completions pass with a score of 1: a verifier that gives wrong answers a
-    part of it would put prompts without a success at the edge.
+    """Samples mostly prompts at the edge of competence.
 
-    ``remeasure_share`` of the slots have the next prompt of the sequence that is not at the edge: one never tried, solved,
-    hopeless, or not tried lately. Each of these prompts so has its turn once an epoch. The others go round the prompts at the edge,
-    each about once a step at most: where fewer are known, more slots measure.
+    A prompt is at the edge if it has groups in the last :data:`~.prompt_history.RECENT_STEPS` known steps, and the pass rate of
+    its two newest groups is above 0 and below ``pass_rate``. A completion passes with a score of 1: if partial scores counted,
+    prompts without any success would be at the edge.
+
+    A fraction ``remeasure_share`` of the slots gets the next prompt of the sequence that is not at the edge: one never tried,
+    solved, without success, or not tried recently. Each of these prompts therefore occurs once per epoch. The other slots
+    cycle through the prompts at the edge, each at most about once per step; if few are known, more slots remeasure.
     """
 
     def __init__(self, prompts: int, seed: int, pass_rate: float, remeasure_share: float) -> None:
@@ -60,15 +64,15 @@ class EdgeOfCompetence(Sampler):
         if self._chance(view.cursor, "edge") < share:
             around = (turn + self._seed) * _GOLDEN % 2**64
             return edge.prompts[around * known >> 64], view.cursor + 1
-        for at in range(place, place + min(self._prompts, LONGEST_WALK)):
-            if (prompt := self._epochs.choose(at)) not in edge:
+        for position in range(place, place + min(self._prompts, LONGEST_WALK)):
+            if (prompt := self._epochs.choose(position)) not in edge:
                 break
         else:
-            at, prompt = place, self._epochs.choose(place)
-        return prompt, (at + 1 << _TURN_BITS) + turn
+            position, prompt = place, self._epochs.choose(place)
+        return prompt, (position + 1 << _TURN_BITS) + turn
 
     def _edge(self, known: KnownHistory) -> _Edge:
-        """Computed once a step: what is known up to a step does not change (:mod:`.prompt_history`)."""
+        """The edge, cached by step: the results known up to a step do not change (:mod:`.prompt_history`)."""
         if self._history is not known.history or len(self._edges) >= _KEPT:
             self._history, self._edges = known.history, {}
         if (edge := self._edges.get(known.until)) is None:

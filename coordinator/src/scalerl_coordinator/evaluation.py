@@ -1,4 +1,4 @@
-"""Points of the curve: when one is due, which prompts it still needs, and its value."""
+"""Evaluations: when one is due, which prompts it still needs, and the point that it yields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scalerl_coordinator.pass_at_k import pass_at_k, tries
 
 
 class PromptResult(msgspec.Struct, array_like=True, frozen=True):
-    """Result of one held-out prompt over all its samples."""
+    """Result of one held-out prompt, summed over its samples."""
 
     lease_id: str
     score_sum: float
@@ -23,13 +23,13 @@ class PromptResult(msgspec.Struct, array_like=True, frozen=True):
     truncated: int
     mixed: bool
     given_up: bool = False
-    """It could not be generated: it scores 0, so that the set stays the same."""
+    """The prompt could not be generated. It scores 0, so that all points are over the same prompts."""
     part_sums: dict[str, float] = {}
-    """Of the verdicts, by name."""
+    """Sums of the verdicts' parts, by name."""
     passed: int = -1
-    """Completions with score 1; -1 in a journal of an earlier release."""
+    """Number of completions with score 1; -1 in a journal of an earlier release."""
     labels: dict[str, str] = {}
-    """Of the prompt, with its value of each."""
+    """The prompt's labels, with their values."""
 
 
 EvaluationKey = tuple[int, int]
@@ -37,7 +37,7 @@ EvaluationKey = tuple[int, int]
 
 
 class Evaluation(msgspec.Struct, array_like=True):
-    """The evaluation of one version, incomplete."""
+    """An incomplete evaluation of one version on one evaluation set."""
 
     version: int
     work_tokens: int
@@ -46,10 +46,10 @@ class Evaluation(msgspec.Struct, array_like=True):
     results: dict[int, PromptResult]
     prompts: int
     released: bool = False
-    """The hold has ended: newer weights may finish the evaluation, and the point records that."""
+    """It no longer holds a publish: newer weights may complete it, and its point records that."""
     task: int = 0
+    """With ``split``, the evaluation set."""
     split: Split = Split.HELD_OUT
-    """Of its prompts."""
 
     @property
     def key(self) -> EvaluationKey:
@@ -61,16 +61,17 @@ class Evaluation(msgspec.Struct, array_like=True):
 
 
 def due(version: int, every_steps: int, max_steps: int | None, published_every: int = 1) -> bool:
-    """Whether ``version`` is evaluated: 0, every ``every_steps``-th, and the last of the budget; where not every version is
-    published, the first one that is after each of those.
+    """Whether ``version`` is evaluated: version 0, every ``every_steps``-th, and the last one of the budget.
+
+    If only every ``published_every``-th version is published, the first published one from each of these on is evaluated.
 
     >>> [v for v in range(11) if due(v, 4, 10)], [v for v in range(26) if due(v, 5, None, 8)]
     ([0, 4, 8, 10], [0, 8, 16, 24])
     """
     if version == max_steps:
         return True
-    before = version - published_every
-    return version % published_every == 0 and version // every_steps > before // every_steps
+    previous = version - published_every
+    return version % published_every == 0 and version // every_steps > previous // every_steps
 
 
 def summarize(
@@ -81,11 +82,15 @@ def summarize(
     device_seconds: float,
     largest_k: int = 0,
 ) -> EvaluationPoint:
-    """The point of a complete evaluation, with pass@k up to ``largest_k``; 0: up to the samples.
+    """The point of a complete evaluation.
 
-    ``reward`` is the mean over prompts of each prompt's mean score, and each of ``parts`` that of a part.
-    ``standard_error`` is the standard error of the mean over prompts, s/√n with the n − 1 form of s (the set is fixed: it
-    measures how well n prompts represent all); 0 with one prompt. A prompt that could not be generated scores 0: without it, the point would be of another set.
+    ``reward`` is the mean over prompts of each prompt's mean score; each of ``parts`` is the same mean of one part.
+    ``standard_error`` is s/√n over the n prompts, with the n − 1 form of s; 0 with one prompt. The set is fixed, so it
+    measures how well n prompts represent their population. A given-up prompt scores 0: without it, the point would be
+    over another set of prompts.
+
+    Args:
+        largest_k: largest k of pass@k; 0 for the number of samples.
     """
     results = [evaluation.results[position] for position in sorted(evaluation.results)]
     means = [r.score_sum / r.samples for r in results]
@@ -93,9 +98,9 @@ def summarize(
     spread = math.fsum((m - reward) ** 2 for m in means)
     samples = sum(r.samples for r in results)
     sampled = max(1, sum(r.samples for r in results if not r.given_up))
-    least = min(r.samples for r in results)
-    # A journal of an earlier release does not say how many passed.
-    ks = tries(min(largest_k or least, least)) if min(r.passed for r in results) >= 0 else []
+    fewest = min(r.samples for r in results)
+    # Journals of earlier releases do not have the number of passed completions.
+    ks = tries(min(largest_k or fewest, fewest)) if min(r.passed for r in results) >= 0 else []
     return EvaluationPoint(
         version=evaluation.version,
         work_tokens=evaluation.work_tokens,
@@ -123,22 +128,25 @@ def summarize(
 
 
 def fold_labels(labels: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The prompts' labels, each with at most :data:`MAX_LABEL_VALUES` values: more numbers become ranges with about as many
-    prompts each, of other values the rarest become one.
+    """The prompts' labels, with the values of each label folded to at most :data:`MAX_LABEL_VALUES`.
+
+    Numbers are folded into ranges with about equally many prompts; of other values, the rarest are folded into one.
 
     >>> [one["operations"] for one in fold_labels([{"operations": str(n)} for n in range(2, 52)])[:5]]
     ['2 to 4', '2 to 4', '2 to 4', '5 to 7', '5 to 7']
     """
     counts: dict[str, Counter[str]] = {}
-    for one in labels:
-        for label, value in one.items():
+    for prompt_labels in labels:
+        for label, value in prompt_labels.items():
             counts.setdefault(label, Counter())[value] += 1
-    named = {label: _named(label, of) for label, of in counts.items()}
-    return [{label: named[label][value] for label, value in one.items()} for one in labels]
+    folded = {label: _fold_values(label, value_counts) for label, value_counts in counts.items()}
+    return [
+        {label: folded[label][value] for label, value in prompt_labels.items()} for prompt_labels in labels
+    ]
 
 
-def _named(label: str, counts: Counter[str]) -> dict[str, str]:
-    """What each value is reported as."""
+def _fold_values(label: str, counts: Counter[str]) -> dict[str, str]:
+    """The folded value of each value of a label. ``counts``: the number of prompts with it."""
     if len(counts) <= MAX_LABEL_VALUES:
         return {value: value for value in counts}
     if not all(is_number(value) for value in counts):
@@ -152,14 +160,14 @@ def _named(label: str, counts: Counter[str]) -> dict[str, str]:
         ranges.setdefault(middle * MAX_LABEL_VALUES // (2 * counts.total()), []).append(value)
         before += counts[value]
     return {
-        value: one[0] if len(one) == 1 else f"{one[0]} to {one[-1]}"
-        for one in ranges.values()
-        for value in one
+        value: values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+        for values in ranges.values()
+        for value in values
     }
 
 
 def _by_label(results: list[PromptResult], ks: Sequence[int]) -> list[LabelMean]:
-    """The mean reward and pass@k of the prompts with each value of each label, as ``reward`` and ``pass_at`` are of all."""
+    """Mean reward and pass@k of the prompts with each value of each label."""
     with_value: dict[tuple[str, str], list[PromptResult]] = {}
     for result in results:
         for label, value in result.labels.items():
@@ -168,11 +176,11 @@ def _by_label(results: list[PromptResult], ks: Sequence[int]) -> list[LabelMean]
         LabelMean(
             label,
             value,
-            math.fsum(r.score_sum / r.samples for r in of) / len(of),
-            len(of),
-            _pass_at(of, ks),
+            math.fsum(r.score_sum / r.samples for r in subset) / len(subset),
+            len(subset),
+            _pass_at(subset, ks),
         )
-        for (label, value), of in sorted(with_value.items(), key=lambda item: label_order(*item[0]))
+        for (label, value), subset in sorted(with_value.items(), key=lambda item: label_order(*item[0]))
     ]
 
 

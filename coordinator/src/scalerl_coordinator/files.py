@@ -1,8 +1,8 @@
-"""The files for users: ``metrics.jsonl``, one line a trained step, and one row a point in ``curve.csv``, its siblings of other
-evaluation sets, and ``labels.csv``.
+"""Writes the files for users: ``metrics.jsonl`` with a line per trained step, and ``curve.csv``, the curves of other
+evaluation sets and ``labels.csv`` with a row per point.
 
-They follow from the journal, which is ahead of them by at most what a crash or a full disk cut off;
-:meth:`RunFiles.write_rows` adds what is missing. Blocking I/O: call from one thread.
+They are derived from the journal. After a crash or with a full disk they may lack rows, which
+:meth:`RunFiles.write_rows` adds. Blocking I/O: call from one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scalerl_coordinator.decisions import DecisionLog
 
 
 class RunFiles:
-    """Writes them for one run."""
+    """Writes the files of one run."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = paths.metrics
@@ -29,7 +29,7 @@ class RunFiles:
         self._exports = paths.exports
         self.decisions = DecisionLog(paths.decisions)
         self._present: set[int] | None = None
-        """Steps of the rows last written; None if the file's contents are uncertain."""
+        """Steps of the rows in the last write; None if the contents of the file are uncertain."""
 
     def exports(self) -> Exports | None:
         """The trainer's exported models."""
@@ -41,7 +41,7 @@ class RunFiles:
         Usually that appends the last row. The first time, after a failed write, and with ``whole``, :meth:`repair` runs.
 
         Raises:
-            OSError: the file is unchanged, or lacks lines; the next call repairs it.
+            OSError: the file may lack lines; the next call repairs it.
         """
         present, self._present = self._present, None
         if present is None or whole:
@@ -52,9 +52,9 @@ class RunFiles:
         self._present = set(rows)
 
     def repair(self, rows: Mapping[int, Row], version: int) -> None:
-        """Make metrics.jsonl hold the steps below ``version`` and no others: after a crash, or a return to a checkpoint.
+        """Make metrics.jsonl have the steps below ``version`` and no others, after a crash or a return to a checkpoint.
 
-        Removes other steps and partial lines; adds or replaces those of ``rows``. Does not write a file that is already right.
+        Removes other steps and partial lines, and adds or replaces those of ``rows``. Does not write the file if it is correct.
         """
         try:
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
@@ -66,13 +66,15 @@ class RunFiles:
             if step is not None and step < version:
                 kept[step] = line
         kept |= {step: _line(row) for step, row in rows.items() if step < version}
-        right = "".join(kept[step] for step in sorted(kept))
-        if right != text or not self._metrics.exists():
-            _write_whole(self._metrics, right)
+        correct = "".join(kept[step] for step in sorted(kept))
+        if correct != text or not self._metrics.exists():
+            _write_whole(self._metrics, correct)
 
     def write_curves(self, points: Sequence[EvaluationPoint], forecast_task: int) -> None:
-        """Replace the curve of each evaluation set by its points, by version: ``curve.csv`` is the forecast's, and those of
-        others have their names. ``labels.csv`` has the breakdown of all."""
+        """Replace the curve file of each evaluation set, and ``labels.csv`` with the breakdown of all sets.
+
+        ``curve.csv`` is the curve that the forecast follows; the files of other sets have the set's name.
+        """
         others: dict[str, list[EvaluationPoint]] = {}
         for point in points:
             if point.task != forecast_task:
@@ -80,7 +82,9 @@ class RunFiles:
         followed = [point for point in points if point.task == forecast_task]
         _write_whole(self._paths.curve, curve_csv(followed))
         for name in {point.set_name for point in followed}:
-            self._paths.set_curve(name).unlink(missing_ok=True)  # of when the forecast followed another set
+            self._paths.set_curve(name).unlink(
+                missing_ok=True
+            )  # from a time when the forecast followed another set
         for name, curve in others.items():
             _write_whole(self._paths.set_curve(name), curve_csv(curve))
         if any(point.by_label for point in points):

@@ -4,10 +4,10 @@ A segment file is a header (8 bytes magic, u64 segment number) and frames, all l
 
     magic 4 | header_len u32 | blob_len u32 | synced u64 | crc32 u32 | header | blob
 
-``header`` is a record, ``blob`` the tokens of a group or nothing; the crc covers everything but itself. ``synced`` is the
-number of bytes of this segment known to be on disk when the frame was written. It distinguishes a partial tail from a
-damaged middle: bytes below any later frame's ``synced`` were acknowledged and must be whole; bytes above it were not
-acknowledged, in whatever order a power cut left them.
+``header`` is a record, ``blob`` the tokens of a group or nothing; the crc covers everything except itself. ``synced`` is the
+number of bytes of this segment that were on disk when the frame was written. It distinguishes a partial tail from damage:
+bytes below the ``synced`` of a later frame were acknowledged and must be intact; bytes above it were not acknowledged, and
+may be incomplete in any order after a power failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Buffer = bytes | memoryview
 
 
 class CorruptJournal(Exception):
-    """Acknowledged bytes are damaged; the message has the segment, the offset and what to do."""
+    """Acknowledged bytes are damaged. The message has the file, the offset and the remedy."""
 
     def __init__(self, name: str, offset: int, problem: str) -> None:
         super().__init__(
@@ -59,7 +59,7 @@ def segment_header(number: int) -> bytes:
 
 
 def encode_frame(header: Buffer, blob: Buffer, synced: int) -> list[Buffer]:
-    """The parts of one frame, in the order to write them."""
+    """The parts of one frame, in the order in which to write them."""
     head = _HEAD.pack(FRAME_MAGIC, len(header), len(blob), synced)
     crc = zlib.crc32(blob, zlib.crc32(header, zlib.crc32(head)))
     return [head, _CRC.pack(crc), header, blob]
@@ -71,7 +71,7 @@ def frame_bytes(header: Buffer, blob: Buffer) -> int:
 
 
 def _frame_at(data: memoryview, offset: int) -> tuple[Frame, int] | None:
-    """The frame at ``offset`` and its ``synced``, or None where there is no whole, undamaged one."""
+    """The frame at ``offset`` and its ``synced``; None if there is no complete, undamaged frame."""
     if offset + OVERHEAD > len(data):
         return None
     magic, header_len, blob_len, synced = _HEAD.unpack_from(data, offset)
@@ -86,7 +86,11 @@ def _frame_at(data: memoryview, offset: int) -> tuple[Frame, int] | None:
 
 
 def read_frame(data: Buffer, name: str, offset: int) -> Frame:
-    """The one frame in ``data``, which was read from ``offset`` of ``name`` (both for the error)."""
+    """Decode the single frame in ``data``. ``name`` and ``offset``, where it was read, are for the error.
+
+    Raises:
+        CorruptJournal: ``data`` is not one undamaged frame.
+    """
     found = _frame_at(memoryview(data), 0)
     if found is None or found[0].end != len(data):
         raise CorruptJournal(name, offset, "a group's frame is damaged (bad length or checksum)")
@@ -100,10 +104,10 @@ def read_segment(data: memoryview, name: str, number: int, *, last: bool) -> Ite
         data: the whole file.
         name: its name, for errors.
         number: the number in the file's name.
-        last: no later segment exists, so its tail may be partial; iteration then ends before the partial frame.
+        last: whether it is the last segment, whose tail may be partial; the iteration then ends before the partial frame.
 
     Raises:
-        CorruptJournal: damage below the bytes known to be on disk, or anywhere in a segment that is not the last.
+        CorruptJournal: acknowledged bytes are damaged, or any bytes of a segment that is not the last.
     """
     if len(data) < SEGMENT_HEADER.size:
         if last:
@@ -141,12 +145,12 @@ def _acknowledged_after(data: memoryview, offset: int) -> bool:
 
 
 def encode_snapshot(payload: bytes) -> bytes:
-    """A snapshot file."""
+    """The contents of a snapshot file."""
     return _SNAPSHOT.pack(SNAPSHOT_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
 def decode_snapshot(data: bytes, name: str) -> bytes:
-    """The payload of a snapshot file. The file is renamed only when complete, so damage is an error."""
+    """The payload of a snapshot file. Raises CorruptJournal if it is damaged: the file is renamed only when complete."""
     if len(data) >= _SNAPSHOT.size:
         magic, length, crc = _SNAPSHOT.unpack_from(data, 0)
         payload = data[_SNAPSHOT.size :]

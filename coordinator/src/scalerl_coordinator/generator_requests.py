@@ -26,28 +26,28 @@ from scalerl_coordinator.training_leases import TrainingLeases
 log = logging.getLogger(__name__)
 
 _MAX_LEASES = 4096
-"""Leases in one answer."""
+"""Maximum of leases in one response."""
 
 OTHER_SETS_EVERY = 8
-"""Of so many leases, one goes to an evaluation set that the forecast does not follow before training gets the rest: such an
-evaluation ends however busy the generators are, and takes an eighth of the leases at most where training needs them."""
+"""Every eighth lease goes first to an evaluation set that the forecast does not follow. Such an evaluation therefore completes
+even if training could use all generators, and takes at most an eighth of the leases from it."""
 NEWER_SHARE = 10
-"""Such evaluations hold no publish. A point is mixed once a token is of a version more than this part of ``everySteps`` newer
-than the evaluated one: up to there, the curve hardly rises."""
+"""Evaluations of such a set do not hold a publish, so newer weights may sample part of them. Their point counts as mixed only
+if a token's version is newer by more than ``everySteps`` / ``NEWER_SHARE``; within that, the curve hardly rises."""
 
 Answer = tuple[PushResult, str | None]
-"""To one pushed group."""
+"""Result for one pushed group, with the reason of a rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What a pushed group must match."""
+    """What a pushed group must match: its lease, open or expired."""
 
     prompt: PromptRef
     slot: int
     policy_version: int
     expired: bool
-    """Its lease expired, and the slot is not issued again yet."""
+    """Whether the lease expired; the slot is not issued again yet."""
 
     @property
     def split(self) -> Split:
@@ -55,7 +55,7 @@ class _Expected:
 
 
 class GeneratorRequests:
-    """The actors' endpoints, on a :class:`~.core.Core`."""
+    """Decides the requests of the actors on a :class:`~.core.Core`."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -66,7 +66,7 @@ class GeneratorRequests:
     # --- membership -----------------------------------------------------------------------------
 
     def register(self, request: wire.Register, member_id: str, now: float) -> wire.Registered:
-        """Register a generator. It keeps the leases of its name that it still holds; the others are reassigned.
+        """Register a generator. It keeps those leases of its name that it still holds; the others are reassigned.
 
         Raises:
             Refusal: ``task-mismatch``.
@@ -86,7 +86,12 @@ class GeneratorRequests:
         return wire.Registered(member_id=member_id, heartbeat_seconds=core.settings.heartbeat_seconds)
 
     def heartbeat(self, request: wire.Heartbeat, now: float) -> None:
-        """Raises UnknownMember."""
+        """Record a member's report, extend its leases, and reassign those that it will not deliver.
+
+        Raises:
+            UnknownMember
+            Refusal: ``bad-request``.
+        """
         core = self._core
         member = core.membership.get(request.member_id, now)
         if not (math.isfinite(request.busy_seconds) and request.busy_seconds >= 0):
@@ -99,7 +104,7 @@ class GeneratorRequests:
             core.wake |= {WORK, TRAINER}
         member.healthy = request.healthy
         if request.teacher_problem and not member.teacher_problem:
-            log.warning("%s: %s; its groups wait", member.name, request.teacher_problem)
+            log.warning("%s: %s; its groups wait for the teacher", member.name, request.teacher_problem)
         member.teacher_problem = request.teacher_problem
         member.generated_leases = frozenset(request.generated_leases)
         for lease_id, progress in request.progress.items():
@@ -107,15 +112,21 @@ class GeneratorRequests:
         if not member.healthy:
             core.reassign_leases(member.name)
         elif request.held_leases is not None:
-            # A lease answer that was lost leaves leases without a worker; two heartbeats after it reveal them.
-            older = now - 2 * core.settings.heartbeat_seconds
-            for lease_id in core.book.abandoned(member.name, request.held_leases, older):
+            # If a response with leases was lost, nobody works on them. A heartbeat may have been sent before the response
+            # arrived, so a lease counts as lost only if it is missing two intervals after the response.
+            two_intervals_ago = now - 2 * core.settings.heartbeat_seconds
+            for lease_id in core.book.abandoned(member.name, request.held_leases, two_intervals_ago):
                 core.close_lease(lease_id, r.CloseReason.EXPIRED)
 
     # --- leases ---------------------------------------------------------------------------------
 
     def receive_lease_request(self, request: wire.LeaseRequest, now: float) -> None:
-        """Record the version in a lease request. Raises UnknownMember."""
+        """Record the weight version in a lease request, and that the member waits for leases.
+
+        Raises:
+            UnknownMember
+            Refusal: ``bad-request``.
+        """
         core = self._core
         if request.max_groups < 1:
             raise Refusal("bad-request", f"max_groups is {request.max_groups}, must be at least 1")
@@ -125,17 +136,20 @@ class GeneratorRequests:
         self._training.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
 
     def end_lease_request(self, member_id: str) -> None:
-        """The member's lease request has its answer, or nobody waits for it any more."""
+        """Record that the member's lease request was answered or its client disconnected."""
         self._training.end_request(member_id)
 
     def tick(self, now: float) -> None:
-        """Call it a few times a second."""
+        """Update the assignment of training leases. Call it a few times a second."""
         self._training.tick(now)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
-        """Leases for a member that polls, or None while there are none. Raises UnknownMember.
+        """Issue leases to a member that polls; None while there are none for it.
 
-        The caller reports to the lease book when it sends them (:meth:`~.leases.LeaseBook.mark_sent`).
+        The caller calls :meth:`~.leases.LeaseBook.mark_sent` when it sends them.
+
+        Raises:
+            UnknownMember
         """
         core = self._core
         member = core.membership.members.get(member_id)
@@ -146,11 +160,11 @@ class GeneratorRequests:
         if core.interrupted:
             return None
         if core.state.awaits_trainer or not member.healthy or not 0 <= member.version <= core.newest_possible:
-            # A version newer than any known one is of a lost lineage.
+            # A version newer than any known one belongs to a lost lineage.
             return None
         wanted = min(max_groups, _MAX_LEASES)
-        issues = self._evaluation_issues(member, wanted, now, holds=True)
-        others = self._evaluation_issues(member, wanted - len(issues), now, holds=False)
+        issues = self._evaluation_issues(member, wanted, now, followed=True)
+        others = self._evaluation_issues(member, wanted - len(issues), now, followed=False)
         if not core.end_reason:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
@@ -166,43 +180,48 @@ class GeneratorRequests:
             for n, (prompt, slot, version) in enumerate(issues)
         ]
         core.commit(r.LeasesIssued(member.name, numbered))
-        leases, room = [], MAX_ANSWER_BYTES
+        leases, bytes_left = [], MAX_ANSWER_BYTES
         for issue in numbered:
             lease = self._lease(issue, member.name, now)
             key = partial_key(lease.prompt, lease.slot, lease.policy_version)
-            partial = self._partials.take(key, lease, self._continued_versions(lease, member), room)
+            partial = self._partials.take(key, lease, self._continued_versions(lease, member), bytes_left)
             if partial is not None:
-                room -= sum(2 * len(c.token_ids) for c in partial.completions)
+                bytes_left -= sum(2 * len(c.token_ids) for c in partial.completions)
                 lease = msgspec.structs.replace(lease, partial=partial)
             leases.append(lease)
         return wire.Leases(leases=leases)
 
     def _continued_versions(self, lease: wire.Lease, member: Member) -> range:
-        """The versions of tokens that ``lease`` may continue."""
+        """Weight versions of the tokens that ``lease`` may continue from."""
         state, k = self._core.state, self._core.settings.identity.max_staleness_steps
         if lease.split is Split.HELD_OUT:
-            # One that does not hold a publish is continued with newer weights than those that it measures.
+            # An evaluation that does not hold a publish may continue with newer weights than those it evaluates.
             return range(max(lease.policy_version, state.lost + 1), member.version + 1)
-        # Also of newer weights, and of a lost lineage, as generators that were not killed continue them: to begin again what
-        # has not ended favors short completions.
+        # Includes newer weights and lost lineages, as generators that were not killed also continue such completions:
+        # restarting unfinished completions would bias the batch towards short ones.
         return range(state.step_of(lease.slot) - k, state.newest + 1)
 
     def _evaluation_issues(
-        self, member: Member, wanted: int, now: float, *, holds: bool
+        self, member: Member, wanted: int, now: float, *, followed: bool
     ) -> list[tuple[PromptRef, int, int]]:
-        """Prompts of the evaluations of the forecast's set (``holds``: a publish waits for them), or of the other sets."""
+        """Up to ``wanted`` prompts of open evaluations that ``member`` may serve, as (prompt, slot, version).
+
+        ``followed``: of the sets that the forecast follows, whose evaluations hold a publish; otherwise of the other sets.
+        """
         issues: list[tuple[PromptRef, int, int]] = []
         state = self._core.state
 
-        def turn(entry: tuple[tuple[int, int], Evaluation]) -> tuple[bool, int, tuple[int, int]]:
-            # A large set does not delay a small one, and a run waits at its end for evaluations of its last version alone.
+        def priority(entry: tuple[tuple[int, int], Evaluation]) -> tuple[bool, int, tuple[int, int]]:
+            # At the end of the run, evaluations of the last version come first: the run waits for them alone. Then the one
+            # with the fewest prompts left, so that a large set does not delay a small one.
             key, evaluation = entry
             return bool(self._core.end_reason) and key[0] != state.version, len(evaluation.todo), key
 
-        for (version, task), evaluation in sorted(state.evaluations.items(), key=turn):
-            if self._core.settings.follows(task) is not holds:
+        for (version, task), evaluation in sorted(state.evaluations.items(), key=priority):
+            if self._core.settings.follows(task) is not followed:
                 continue
-            if member.version == version or ((evaluation.released or not holds) and member.version > version):
+            newer_weights_allowed = evaluation.released or not followed
+            if member.version == version or (newer_weights_allowed and member.version > version):
                 ready = (
                     p
                     for p in evaluation.todo
@@ -231,7 +250,7 @@ class GeneratorRequests:
         )
 
     def receive_partials(self, request: wire.Partials, now: float) -> wire.PartialsReply:
-        """Keep what leases have sampled so far, for the next lease of their slots. Raises UnknownMember."""
+        """Keep the unfinished completions of leases for the next leases of their slots. Raises UnknownMember."""
         core, identity = self._core, self._core.settings.identity
         member = core.membership.get(request.member_id, now)
         self._partials.retain(self._is_unserved)
@@ -241,11 +260,14 @@ class GeneratorRequests:
             if key is None:
                 continue
             try:
-                completions, most = identity.completions(group.prompt), identity.max_tokens(group.prompt.task)
-                check_partials(group, completions, most, core.state.newest)
+                completions, limit = (
+                    identity.completions(group.prompt),
+                    identity.max_tokens(group.prompt.task),
+                )
+                check_partials(group, completions, limit, core.state.newest)
             except InvalidGroup as problem:
                 log.warning(
-                    "lease %s: unfinished completions of %s dropped: %s", group.lease_id, member.name, problem
+                    "lease %s: dropped unfinished completions of %s: %s", group.lease_id, member.name, problem
                 )
                 self._partials.drop(key)
                 continue
@@ -254,7 +276,7 @@ class GeneratorRequests:
         return wire.PartialsReply(**unstored)
 
     def _is_unserved(self, key: PartialKey) -> bool:
-        """Whether the slot is leased, or will be."""
+        """Whether the slot is leased or will be issued (again)."""
         (task, split, slot), version = key
         state = self._core.state
         if split is Split.TRAIN:
@@ -268,18 +290,21 @@ class GeneratorRequests:
         return self._partials.nbytes
 
     def _key_of(self, group: wire.PartialGroup, member: Member) -> PartialKey | None:
-        """The key of a lease of ``member``, or of one that expired and whose slot is not issued again; None for others."""
+        """The key if the lease is ``member``'s, or expired and its slot is not issued again yet; else None."""
         state = self._core.state
         lease = state.leases.get(group.lease_id)
-        of_lease = (group.prompt, group.slot, member.name)
-        if lease is not None and (lease.prompt, lease.slot, lease.holder) == of_lease:
+        if lease is not None and (lease.prompt, lease.slot, lease.holder) == (
+            group.prompt,
+            group.slot,
+            member.name,
+        ):
             return partial_key(lease.prompt, lease.slot, lease.policy_version)
         if group.split is Split.TRAIN and state.expired_lease_of.get(group.slot) == group.lease_id:
             return partial_key(group.prompt, group.slot, -1)
         return None
 
     def release(self, request: wire.Release, now: float) -> None:
-        """Close leases that the member does not serve. Unknown ones are ignored: they were reassigned. Raises UnknownMember."""
+        """Close leases that the member will not serve. Unknown ones were reassigned and are ignored. Raises UnknownMember."""
         failed = request.cause is ReleaseCause.FAILED
         core = self._core
         member = core.membership.get(request.member_id, now)
@@ -288,7 +313,7 @@ class GeneratorRequests:
             if lease is None:
                 continue
             core.close_lease(lease_id, r.CloseReason.RELEASED)
-            if failed:  # its completions may be why
+            if failed:  # its unfinished completions may be the cause
                 self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
             reason = f"released by {member.name}: {request.reason}"
             if request.cause is ReleaseCause.TOO_LONG:
@@ -297,7 +322,7 @@ class GeneratorRequests:
                 core.retry_slot(lease, reason, now, failed=failed)
 
     def give_up_prompts(self, failed: dict[str, str], now: float) -> None:
-        """Give up leases whose prompts cannot be generated; ``failed`` has the reason of each."""
+        """Give up leases whose prompts cannot be generated; ``failed`` maps lease ids to reasons."""
         for lease_id, reason in failed.items():
             lease = self._core.state.leases.get(lease_id)
             if lease is not None:
@@ -329,11 +354,12 @@ class GeneratorRequests:
             reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
             return self._reject(group, expected, PushResult.STALE, reason, now)
         verdicts = group.verdicts
-        most = identity.max_tokens(expected.prompt.task)
-        given = rewards(verdicts, summary.lengths, settings.length, most)
+        limit = identity.max_tokens(expected.prompt.task)
+        group_rewards = rewards(verdicts, summary.lengths, settings.length, limit)
         self._training.observe_group(group.generation_seconds, summary.lengths)
         next_prompt = self._refill(
-            expected.slot, [g for at, g in enumerate(given) if at not in summary.ungraded]
+            expected.slot,
+            [reward for i, reward in enumerate(group_rewards) if i not in summary.ungraded],
         )
         self._core.commit(
             r.GroupAccepted(
@@ -348,7 +374,7 @@ class GeneratorRequests:
                 grading_errors=len(summary.ungraded),
                 ungraded=summary.ungraded,
                 masked_tokens=summary.masked_tokens,
-                rewards=given,
+                rewards=group_rewards,
                 parts=verdicts.parts,
                 next_prompt=next_prompt,
             ),
@@ -359,19 +385,21 @@ class GeneratorRequests:
         return PushResult.ACCEPTED, None
 
     def _refill(self, slot: int, graded_rewards: list[float]) -> PromptRef | None:
-        """The prompt that the slot is issued again with if the filter will drop its group; None if it keeps the group."""
+        """The next prompt of the slot if the zero-variance filter will drop its group; None if the group stays."""
         core, identity = self._core, self._core.settings.identity
         tries = len(core.state.tries.get(slot, ())) + 1
-        # Without two verdicts the verifier failed: another prompt would cost as much, and say no more.
-        drops = identity.zero_variance_filter and len(graded_rewards) > 1 and zero_variance(graded_rewards)
-        if tries >= identity.max_tries or not drops:
+        # With fewer than two verdicts the verifier failed: another prompt would cost a group and teach no more.
+        is_dropped = (
+            identity.zero_variance_filter and len(graded_rewards) > 1 and zero_variance(graded_rewards)
+        )
+        if tries >= identity.max_tries or not is_dropped:
             return None
         task = core.state.prompts[slot].task
-        known = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
-        return PromptRef(task, Split.TRAIN, core.samplers[task].refill(slot, tries, known))
+        history = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
+        return PromptRef(task, Split.TRAIN, core.samplers[task].refill(slot, tries, history))
 
     def _expected(self, group: wire.Group) -> _Expected | Answer:
-        """What the group's lease asked for, or the answer if the group is no longer needed."""
+        """What the group must match, or the answer if it is no longer needed (a duplicate, or late)."""
         state = self._core.state
         lease = state.leases.get(group.lease_id)
         if lease is not None:
@@ -394,7 +422,7 @@ class GeneratorRequests:
         return PushResult.LATE, "the lease had expired and the slot was reassigned"
 
     def _check(self, group: wire.Group, expected: _Expected) -> GroupSummary:
-        """Raises BadGroup where the group is not what its lease asked for."""
+        """Check a group against its lease and summarize it. Raises InvalidGroup."""
         core, identity = self._core, self._core.settings.identity
         for name in ("prompt", "slot"):
             if getattr(group, name) != getattr(expected, name):
@@ -438,7 +466,7 @@ class GeneratorRequests:
         return result, reason
 
     def _log_grading_error(self, member: Member, group: wire.Group, summary: GroupSummary) -> None:
-        """Log the first grading error; later ones are only counted."""
+        """Log the process's first grading error; later ones are only counted."""
         if summary.ungraded and not self._grading_error_logged:
             self._grading_error_logged = True
             first = summary.ungraded[0]
@@ -454,18 +482,17 @@ class GeneratorRequests:
     ) -> None:
         core = self._core
         evaluation = core.state.evaluations[expected.policy_version, expected.prompt.task]
-        measured, task = evaluation.version, evaluation.task
-        holds = core.settings.follows(task)
-        slack = 0 if holds else core.settings.every_steps(task) // NEWER_SHARE
+        version, task = evaluation.version, evaluation.task
+        newer_allowed = 0 if core.settings.follows(task) else core.settings.every_steps(task) // NEWER_SHARE
         if len(evaluation.results) + 1 == evaluation.prompts:
-            core.flush_usage(now)  # the point that follows records the time
+            core.flush_usage(now)  # this completes the evaluation, whose point records the run's time
         core.commit(
             r.EvaluationAccepted(
                 lease_id=group.lease_id,
                 scores=group.verdicts.scores,
                 tokens=sum(summary.lengths),
                 truncated=summary.truncated,
-                mixed=summary.oldest_version < measured or summary.newest_version > measured + slack,
+                mixed=summary.oldest_version < version or summary.newest_version > version + newer_allowed,
                 grading_errors=len(summary.ungraded),
                 parts=group.verdicts.parts,
                 labels=core.labels_of(expected.prompt),

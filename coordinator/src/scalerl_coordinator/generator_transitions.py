@@ -169,14 +169,14 @@ def _finish_evaluation(state: CoordinatorState, evaluation: Evaluation) -> None:
     if evaluation.complete:
         del state.evaluations[evaluation.key]
         identity = state.known_identity
-        measured = identity.evaluation_set(evaluation.task)
+        evaluation_set = identity.evaluation_set(evaluation.task)
         point = summarize(
             evaluation,
-            measured.name,
+            evaluation_set.name,
             identity.measured(evaluation.task),
             state.usage.wall_seconds,
             state.usage.device_seconds,
-            measured.k,
+            evaluation_set.k,
         )
         bisect.insort(state.points, point, key=lambda p: (p.version, p.task))
 

@@ -1,7 +1,7 @@
-"""Checks a pushed group: whether it fits its lease, whether its values are valid, how old its tokens are.
+"""Checks a pushed group: whether it matches its lease, whether its values are valid, how old its tokens are.
 
-Costs a few microseconds a completion: lengths are compared as lengths; the two checks of every token (log-probabilities
-finite, ids not negative) are one numpy reduction each over the received bytes.
+A completion takes a few microseconds: its lengths are compared without decoding, and the two checks of all tokens
+(log-probabilities finite, ids not negative) are one numpy reduction each over the received bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ class InvalidGroup(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """What the coordinator keeps of a group's completions."""
+    """Summary of a group's completions; fields as in :class:`~.journal_records.GroupAccepted`."""
 
     lengths: list[int]
     truncated: int
     oldest_version: int
     version_tokens: int
-    """Sum, over the tokens to be trained on, of the version that sampled each."""
     newest_version: int
     ungraded: list[int]
-    """Indices of completions whose verifier failed: their score is meaningless."""
     masked_tokens: list[int]
-    """Masked tokens of each completion; empty where no completion has any."""
 
 
 def summarize_group(
@@ -45,10 +42,10 @@ def summarize_group(
 
     Args:
         group: as pushed.
-        completions: how many its lease asked for.
-        max_tokens: longest completion its lease allowed.
-        newest: the newest version that any weights ever had.
-        teacher: each token has to have a log-probability of the teacher too.
+        completions: number of completions of its lease.
+        max_tokens: maximum length of a completion of its lease.
+        newest: the newest weight version that ever existed.
+        teacher: whether each token must have a log-probability of the teacher as well.
 
     Raises:
         InvalidGroup: wrong count, wrong or impossible length, log-probability not finite or above 0, negative token id,
@@ -111,7 +108,7 @@ def check_partials(group: PartialGroup, completions: int, max_tokens: int, newes
     """Check a report of unfinished completions; arguments as :func:`summarize_group`.
 
     Raises:
-        InvalidGroup: as :func:`summarize_group`; but a report may have no tokens.
+        InvalidGroup: as :func:`summarize_group`, except that a report may have no tokens.
     """
     if len(group.completions) != completions:
         raise InvalidGroup(f"{len(group.completions)} completions, leased for {completions}")
@@ -147,9 +144,11 @@ def _check_logprobs(logprobs: bytes, tokens: int, whose: str = "") -> None:
 
 
 def _check_versions(completion: Completion | Partial, newest: int) -> tuple[int, int, int, int]:
-    """Of the unmasked tokens: oldest version, newest version, sum of versions. Then the number of masked tokens.
+    """Check the version spans.
 
-    With every token masked, the oldest is ``newest`` and the newest is -1.
+    Returns:
+        Oldest version, newest version and sum of versions of the unmasked tokens, and the number of masked tokens. If all
+        tokens are masked, the oldest version is ``newest`` and the newest is -1.
     """
     spans, tokens = completion.versions, completion.tokens
     if not spans or spans[0].start != 0:

@@ -1,9 +1,9 @@
-"""Checks of every request: the token, the wire version, body limits; errors are answered as :class:`wire.Problem`.
+"""Checks every request (token, wire version, size of the body), and answers errors with a :class:`wire.Problem`.
 
 401 unauthorized    426 wire-version    404 unknown-member    413 too-large    408 slow
 400 bad-request     409 superseded and every other refusal    503 busy         507 no-space
 415 encoded: bodies must not be compressed
-500 failed: the coordinator cannot continue, and ends
+500 failed: the coordinator cannot continue and exits
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 
 _IN_FLIGHT_BYTES = 2**29
-"""Bytes of request bodies in memory; above it, senders get 503 and retry."""
+"""Limit of the request bodies in memory; above it, clients get 503 and retry."""
 _BODY_SECONDS = 30.0
 _MIN_BYTES_PER_SECOND = 2**19
 
@@ -33,10 +33,10 @@ WebHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def runner(app: web.Application, shutdown_seconds: float) -> web.AppRunner:
-    """The aiohttp runner of ``app``. It decompresses no body: a few compressed KB can be gigabytes, and aiohttp would
+    """The aiohttp runner of ``app``. It does not decompress bodies: a few compressed KB can be gigabytes, and aiohttp would
     decompress them before the token and the limits are checked.
     """
-    # A client that disconnects cancels its long poll.
+    # ``handler_cancellation``: a client that disconnects cancels its long poll.
     return web.AppRunner(
         app,
         access_log=None,
@@ -47,7 +47,7 @@ def runner(app: web.Application, shutdown_seconds: float) -> web.AppRunner:
 
 
 class ErrorResponse(Exception):
-    """An answer with a status other than 2xx."""
+    """A response with a status other than 2xx."""
 
     def __init__(self, status: int, error: str, message: str) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class ErrorResponse(Exception):
 
 
 class RequestGuard:
-    """Wraps handlers from struct to struct into aiohttp handlers; one per server."""
+    """Converts handlers of structs to aiohttp handlers that check each request. One per server."""
 
     def __init__(self, token: str, metrics: Metrics) -> None:
         self._token = f"Bearer {token}".encode()
@@ -64,7 +64,10 @@ class RequestGuard:
         self._in_flight_bytes = 0
 
     def endpoint(self, path: str, kind: type[Any], limit: int, handler: Handler) -> WebHandler:
-        """``handler`` of messages of ``kind``, in bodies of at most ``limit`` bytes; encodes its reply, unless it is bytes."""
+        """An aiohttp handler that decodes a body of at most ``limit`` bytes as ``kind``, and encodes ``handler``'s reply.
+
+        A reply of type bytes is sent as it is.
+        """
         decode = msgspec.msgpack.Decoder(kind).decode
 
         async def answer(request: web.Request) -> web.Response:
@@ -79,7 +82,7 @@ class RequestGuard:
         return self.guarded(path, answer)
 
     def guarded(self, path: str, answer: Callable[[web.Request], Awaitable[web.Response]]) -> WebHandler:
-        """``answer`` after the checks of token and wire version; its errors become :class:`wire.Problem`."""
+        """An aiohttp handler that checks token and wire version, calls ``answer``, and converts its errors."""
 
         async def guarded(request: web.Request) -> web.Response:
             begin = time.perf_counter()
@@ -98,7 +101,7 @@ class RequestGuard:
             except JournalRefused as problem:
                 response = _problem(507, "no-space", f"{problem}; nothing was accepted, try again later")
             except JournalFailed as problem:
-                response = _problem(500, "failed", f"{problem}; the coordinator ends")
+                response = _problem(500, "failed", f"{problem}; the coordinator exits")
             self._metrics.requests.labels(path, str(response.status)).inc()
             self._metrics.request_seconds.labels(path).observe(time.perf_counter() - begin)
             return response
@@ -151,7 +154,7 @@ class RequestGuard:
 
 
 def respond(body: bytes) -> web.Response:
-    """A 200 answer with MessagePack."""
+    """A 200 response with a MessagePack body."""
     return web.Response(body=body, content_type=wire.CONTENT_TYPE)
 
 

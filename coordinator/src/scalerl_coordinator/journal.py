@@ -1,14 +1,14 @@
 """The journal on disk: append, group commit, snapshots, and recovery from a full or read-only disk.
 
-One worker thread writes; the event loop appends and awaits. Everything appended during a sync goes to disk with the
-next one (group commit), and :meth:`Journal.durable` returns when it is there.
+The event loop appends and awaits; one worker thread writes. Records appended during a sync are written with the next one
+(group commit). :meth:`Journal.durable` returns once they are on disk.
 
-When a write or sync fails, no record of the failed batch was acknowledged: all waiters are refused, ``on_refusal`` lets
-the owner return the state to what is on disk, and the journal refuses until the partial tail is cut off and a new segment
-is opened and written. A file whose sync failed is never synced again, since the kernel may have dropped its pages: hence
-a new segment. Any other failure ends the writer, and ``on_failure`` reports it to the owner.
+When a write or sync fails, no record of the failed batch was acknowledged. All waiters get :class:`JournalRefused`,
+``on_refusal`` lets the owner return its state to what is on disk, and the journal refuses records until it has truncated
+the partial tail and written a new segment. It needs a new segment because a file whose sync failed must not be synced
+again: the kernel may have dropped its dirty pages. Any other failure ends the writer, and ``on_failure`` reports it.
 
-Reading a directory, at start and on a roll-back, is in :mod:`.recovery`.
+:mod:`.recovery` reads a journal, at start and for a roll-back.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 _HEADROOM_BYTES = 2**20
-"""Bytes that must be writable before a journal that refused accepts records again."""
+"""After a failed write, this many bytes must be writable before the journal accepts records again."""
 _RETRY_SECONDS = 1.0
 _RESERVE_BYTES = 2**30
-"""Free space that optional files leave to the journal and the checkpoints; at most a 20th of the volume."""
+"""Free space that optional files must leave for the journal and the checkpoints, capped at a 20th of the volume."""
 
 
 class JournalRefused(Exception):
-    """The record was not written and nothing changed; the disk's error is the cause."""
+    """The record was not written and nothing changed. ``__cause__`` is the disk's error."""
 
 
 class JournalFailed(Exception):
-    """The writer has ended and nothing more is written; its exception is the cause."""
+    """The writer has ended and writes nothing more. ``__cause__`` is its exception."""
 
 
 class JournalLocked(Exception):
-    """Another coordinator works on this directory."""
+    """Another coordinator uses this directory."""
 
 
 class Disk:
-    """The system calls that can fail for lack of space; a test's disk can be full at any byte."""
+    """The system calls that can fail for lack of space, so that tests can replace them."""
 
     def write(self, fd: int, data: Buffer) -> int:
         return os.write(fd, data)
@@ -67,11 +67,11 @@ class Disk:
 
     def free(self, directory: Path) -> tuple[int, int]:
         """Free and total bytes of the volume."""
-        found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        volume = os.statvfs(directory)
+        return volume.f_bavail * volume.f_frsize, volume.f_blocks * volume.f_frsize
 
     def leaves_reserve(self, directory: Path, size: int) -> bool:
-        """Whether ``size`` more bytes of an optional file leave the journal and the checkpoints their reserve."""
+        """Whether writing ``size`` bytes of an optional file leaves enough space for the journal and the checkpoints."""
         free, total = self.free(directory)
         return free - size >= min(_RESERVE_BYTES, total // 20)
 
@@ -87,14 +87,14 @@ class _Batch:
     end: int = 0
     """End of the batch in its segment, in bytes."""
     position: int = 0
-    """Position of its last record."""
+    """Number of its last record, counted from the process's start."""
     rotation: tuple[bytes, frozenset[int]] | None = None
-    """Written after the batch: the snapshot, and the segments that still hold needed blobs."""
+    """If a new segment follows the batch: the snapshot to write, and the segments to keep because they hold needed blobs."""
 
 
 @dataclass(slots=True)
 class JournalCounters:
-    """Counters for the metrics."""
+    """Counters since the process began, for the metrics."""
 
     syncs: int = 0
     sync_seconds: float = 0.0
@@ -103,16 +103,8 @@ class JournalCounters:
     rotations: int = 0
 
 
-def _nothing() -> None:
-    return None
-
-
-def _ignore(_: BaseException) -> None:
-    return None
-
-
 class Journal:
-    """One directory with one owner (enforced by a lock file).
+    """The journal in one directory, which a lock file reserves for one process.
 
     Life cycle: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
 
@@ -125,8 +117,8 @@ class Journal:
     ) -> None:
         self.directory = directory
         self.counters = JournalCounters()
-        self.on_refusal: Callable[[], None] = _nothing
-        self.on_failure: Callable[[BaseException], object] = _ignore
+        self.on_refusal: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[BaseException], object] = lambda error: None
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
@@ -135,18 +127,19 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise JournalLocked(
-                f"{directory}: another coordinator works on this run; stop it first"
-            ) from None
+            raise JournalLocked(f"{directory}: another coordinator serves this run; stop it first") from None
         self._layout = Layout(directory)
         self.blobs = BlobIndex(self._layout)
         self._recovery: Recovery | None = None
         self._segment = 1
         self._fd = -1
-        self._written = 0  # bytes of the present segment: appended,
-        self._acknowledged = 0  # and known to be on disk
-        self._open_number = self._synced = 0  # the worker's own: the segment it has open, bytes synced there
-        self._position = self._durable = 0
+        self._written = 0  # bytes appended to the current segment
+        self._acknowledged = 0  # bytes of it that are on disk
+        # Only the worker thread changes these while the writer runs:
+        self._open_number = 0  # the segment open for writing
+        self._synced = 0  # bytes synced there
+        self._position = 0  # number of records appended
+        self._durable = 0  # number of records on disk, or rolled back
         self._pending: deque[_Batch] = deque()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
@@ -156,10 +149,10 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._writer: asyncio.Task[None] | None = None
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- life cycle -----------------------------------------------------------------------------
 
     def recover(self) -> Recovery:
-        """Read the directory: to its end before :meth:`start`; in ``on_refusal``, to roll back.
+        """Read the journal: all of it before :meth:`start`; in ``on_refusal``, up to the last synced record.
 
         Raises:
             CorruptJournal, OSError: see :class:`~.recovery.Recovery`.
@@ -169,7 +162,7 @@ class Journal:
         return self._recovery
 
     async def start(self) -> None:
-        """Cut off a partial tail, open the segment for appending, start the writer."""
+        """Truncate a partial tail, open the segment for appending, start the writer."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._open_tail)
         self._writer = loop.create_task(self._commit_forever(), name="journal")
@@ -180,9 +173,8 @@ class Journal:
         self._closing = True
         self._wake.set()
         if self._writer is not None:
-            await asyncio.gather(
-                self._writer, return_exceptions=True
-            )  # ``on_failure`` has reported its failure
+            # Ignores its exception, which ``on_failure`` has reported.
+            await asyncio.gather(self._writer, return_exceptions=True)
         self._thread.shutdown(wait=True)
         if self._fd >= 0:
             os.close(self._fd)
@@ -192,12 +184,12 @@ class Journal:
 
     @property
     def refusing(self) -> OSError | None:
-        """The disk's error while nothing can be written; else None."""
+        """The disk's error while the journal cannot be written; else None."""
         return self._error
 
     @property
     def segment_size(self) -> int:
-        """Bytes in the present segment, appended ones included."""
+        """Bytes in the current segment, including those not written yet."""
         return self._written
 
     @property
@@ -205,7 +197,12 @@ class Journal:
         return self._written >= self._segment_bytes
 
     def check(self) -> None:
-        """Raises JournalRefused while, and JournalFailed once nothing can be written; call it before changing any state."""
+        """Check that the journal accepts records. Call it before changing any state.
+
+        Raises:
+            JournalRefused: the disk cannot be written at present.
+            JournalFailed: the writer has ended.
+        """
         if self._failure is not None:
             raise JournalFailed(
                 f"{self.directory}: the writer has ended: {self._failure!r}"
@@ -214,7 +211,7 @@ class Journal:
             raise JournalRefused(f"{self.directory}: {self._error.strerror}") from self._error
 
     def append(self, header: bytes, key: str | None = None, blob: Buffer = b"") -> None:
-        """Queue one record, with the blob stored under ``key``. Call :meth:`check` before."""
+        """Queue one record, whose ``blob`` is stored under ``key``. Call :meth:`check` first."""
         batch = self._open_batch()
         length = frames.frame_bytes(header, blob)
         if key is not None:
@@ -227,13 +224,13 @@ class Journal:
         self._wake.set()
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop these blobs; a later rotation deletes their segments."""
+        """Drop these blobs from the index. A later rotation deletes segments without indexed blobs."""
         self.blobs.forget(keys)
 
     def rotate(self, state: bytes) -> None:
-        """Begin a new segment, with a snapshot of the state as of the last appended record.
+        """Start a new segment with ``state``, a snapshot as of the last appended record.
 
-        A snapshot that cannot be written is logged and skipped: recovery then replays more.
+        If the snapshot cannot be written, that is logged, and recovery replays older segments instead.
         """
         if self._error is not None:
             return
@@ -247,13 +244,13 @@ class Journal:
         self._wake.set()
 
     async def durable(self) -> None:
-        """Return when everything appended before this call is on disk.
+        """Return when all records appended before this call are on disk.
 
-        Await it right after the appends: then no refusal can happen in between, and its return means that they are permanent.
+        Await it right after the appends, so that no failed write and roll-back comes between.
 
         Raises:
-            JournalRefused: the records are not written; the state has been returned to what is on disk.
-            JournalFailed: the writer has ended, and it is unknown whether they are on disk.
+            JournalRefused: the records were not written, and ``on_refusal`` has rolled the state back.
+            JournalFailed: the writer has ended; the records may or may not be on disk.
         """
         self.check()
         position = self._position
@@ -293,17 +290,16 @@ class Journal:
                 if not future.done():
                     future.set_result(None)
 
-    def _writer_done(self, owner: asyncio.Task[None]) -> None:
-        problem = asyncio.CancelledError("cancelled") if owner.cancelled() else owner.exception()
+    def _writer_done(self, writer: asyncio.Task[None]) -> None:
+        problem = asyncio.CancelledError("cancelled") if writer.cancelled() else writer.exception()
         if problem is None:
             return
         log.error("%s: the journal's writer has ended: %r", self.directory, problem)
         self._failure = problem
-        died = JournalFailed(f"{self.directory}: the writer has ended: {problem!r}")
-        self._answer_waiters(died)
+        self._fail_waiters(JournalFailed(f"{self.directory}: the writer has ended: {problem!r}"))
         self.on_failure(problem)
 
-    def _answer_waiters(self, problem: Exception) -> None:
+    def _fail_waiters(self, problem: Exception) -> None:
         waiters, self._waiters = self._waiters, deque()
         for _, future in waiters:
             if not future.done():
@@ -324,20 +320,19 @@ class Journal:
         if batch.rotation is not None:
             self._rotate_files(*batch.rotation)
 
-    def _rotate_files(self, snapshot: bytes, wanted: frozenset[int]) -> None:
+    def _rotate_files(self, snapshot: bytes, segments_with_blobs: frozenset[int]) -> None:
+        """Worker thread: create the next segment, write its snapshot, and delete the files that both replace."""
         number = self._open_number + 1
         self._create_segment(number)
         self.counters.rotations += 1
         try:
             self._write_snapshot(number, snapshot)
         except OSError as error:
-            log.warning(
-                "cannot write snapshot %d (%s); keeping the journal before it", number, error.strerror
-            )
+            log.warning("cannot write snapshot %d (%s); keeping the older segments", number, error.strerror)
             return
         for kind in ("snapshot", "segment"):
             for old in self._layout.numbered(kind):
-                if old < number and (kind == "snapshot" or old not in wanted):
+                if old < number and (kind == "snapshot" or old not in segments_with_blobs):
                     self._layout.path(kind, old).unlink(missing_ok=True)
 
     def _write_snapshot(self, number: int, payload: bytes) -> None:
@@ -362,11 +357,11 @@ class Journal:
             os.close(fd)
 
     def _open_tail(self) -> None:
-        """Worker thread, once: continue the last segment, or create the first."""
+        """Worker thread, at the start: continue the last segment, or create the first."""
         for path in self.directory.glob("*.tmp"):
             path.unlink()
         if self._recovery is None:
-            raise AssertionError("recover() comes before start()")
+            raise AssertionError("call recover() before start()")
         self._segment, end = self._recovery.tail
         self._recovery = None
         if end == 0:
@@ -375,7 +370,7 @@ class Journal:
             path = self._layout.path("segment", self._segment)
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             self._open_number, self._synced = self._segment, end
-            self._cut_tail()
+            self._truncate_tail()
             self._disk.sync(self._fd)
         self._written = self._acknowledged = self._synced
 
@@ -404,16 +399,17 @@ class Journal:
         finally:
             os.close(fd)
 
-    # --- refusing -------------------------------------------------------------------------------
+    # --- failed writes --------------------------------------------------------------------------
 
     async def _refuse(self, error: OSError) -> None:
-        """Roll back the failed batch and everything after it, none of which was acknowledged; then wait for a writable disk."""
+        """Roll back the failed batch and all later records, none of which was acknowledged; then retry until the disk is
+        writable again."""
         log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
         self._error = error
         self.counters.refusals += 1
         self._pending.clear()
         self._durable = self._position
-        self._answer_waiters(JournalRefused(f"{self.directory}: {error.strerror}"))
+        self._fail_waiters(JournalRefused(f"{self.directory}: {error.strerror}"))
         if self._closing:
             return
         self.on_refusal()
@@ -431,11 +427,10 @@ class Journal:
             return
 
     def _reopen(self) -> None:
-        """Worker thread: cut the partial tail and open a new segment with room to write. Raises OSError; may be retried."""
-        self._cut_tail()
-        self._disk.sync(
-            self._fd
-        )  # without it, a later segment could be on disk beside a tail that is not really cut
+        """Worker thread: truncate the partial tail, and open a new segment if there is space. Raises OSError; may be retried."""
+        self._truncate_tail()
+        # Without this sync, the new segment could reach the disk before the truncation does.
+        self._disk.sync(self._fd)
         probe = self.directory / "room.tmp"
         try:
             self._write_file(probe, bytes(_HEADROOM_BYTES))
@@ -443,5 +438,5 @@ class Journal:
             probe.unlink(missing_ok=True)
         self._create_segment(self._open_number + 1)
 
-    def _cut_tail(self) -> None:
+    def _truncate_tail(self) -> None:
         self._disk.truncate(self._fd, self._synced)

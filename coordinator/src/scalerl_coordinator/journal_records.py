@@ -1,8 +1,8 @@
 """The journal's records: one for every change that must survive a restart.
 
-A record holds the decision, with every input from outside the state (time, choice, measurement). The consequences are
-computed by :func:`scalerl_coordinator.transitions.apply`, live and in replay alike. Fields may be added at the end of a
-record, with a default; any other change is a new record.
+A record has a decision, and every input to it from outside the state (time, choice, measurement).
+:func:`scalerl_coordinator.transitions.apply` computes the consequences, live and in replay alike. Fields may be added at the
+end of a record, with a default; any other change needs a new record type.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     holder: str
     """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
-    """Empty where the record has prompts of new slots."""
+    """Empty if the record only has new slots."""
     held_back: list[tuple[int, PromptRef]] = []
-    """New slots of the window, each with its prompt. In journals of earlier releases, slots of ``issues`` may be new, too."""
+    """New slots of the window with their prompts. In journals of earlier releases, slots in ``issues`` may be new as well."""
     cursor: int = -1
-    """In journals of earlier releases, whose runs had one task: its ``cursors``. -1 without new slots, and where it is the
-    newest slot's successor."""
+    """Only in journals of earlier releases, whose runs had one task: its cursor after the newest slot. -1 without new slots,
+    or if it equals ``next_slot``."""
     cursors: dict[int, int] = {}
-    """Of the samplers, by task, after the newest of these slots; empty without new slots."""
+    """Cursor of each task's sampler after the newest of these slots; empty without new slots."""
 
 
 class CloseReason(enum.StrEnum):
-    """Why a lease was closed without a group; selects the counter."""
+    """Why a lease was closed without a group; determines which counter it adds to."""
 
     EXPIRED = "expired"
-    """The holder was lost, unhealthy or replaced. In old journals also: the deadline passed."""
+    """The holder was lost, unhealthy or replaced. In old journals also that the deadline passed."""
     TIMED_OUT = "timed-out"
-    """The deadline passed: the holder was alive and made no progress."""
+    """The deadline passed: the holder was alive but made no progress."""
     RELEASED = "released"
     STALE = "stale"
     INVALID = "invalid"
@@ -67,37 +67,39 @@ class LeaseClosed(Record, frozen=True, array_like=True, tag="closed"):
     lease_id: str
     reason: CloseReason
     rollouts: int
-    """Completions that were received and dropped (stale, invalid); else 0."""
+    """Number of completions that were received and dropped (stale, invalid); else 0."""
 
 
 class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
-    """A training group. Its tokens are in the frame's blob, as :class:`StoredGroup`."""
+    """An accepted training group. Its tokens are in the frame's blob, as :class:`StoredGroup`."""
 
     lease_id: str
     slot: int
     prompt_tokens: int
     lengths: list[int]
-    """Completion tokens of each completion."""
+    """Number of tokens of each completion."""
     scores: list[float]
+    """Score of each completion."""
     truncated: int
+    """Number of completions that reached the maximum length."""
     oldest_version: int
-    """Oldest version of any token of the group."""
+    """Oldest weight version of any token of the group."""
     version_tokens: int
-    """Sum, over completion tokens, of the version that sampled each."""
+    """Sum of the weight versions of all tokens to be trained on."""
     grading_errors: int = 0
-    """Completions whose verifier failed."""
+    """Number of completions on which the verifier failed."""
     ungraded: list[int] = []
-    """Indices of those completions, which are not trained on. Empty in old journals, which trained on them as 0."""
+    """Indices of those completions, which are not trained on. Empty in old journals, which trained on them with score 0."""
     masked_tokens: list[int] = []
-    """Masked tokens of each completion; empty: no completion has any."""
+    """Number of masked tokens of each completion; empty if no completion has any."""
     rewards: list[float] = []
-    """What each completion is trained with. Empty in old journals, whose rewards follow from the scores alone."""
+    """Reward of each completion. Empty in old journals, in which rewards follow from the scores alone."""
     refill: int = -1
-    """In old journals: the index of ``next_prompt``. :func:`decode` gives -1."""
+    """Only in old journals: the index of ``next_prompt``. :func:`decode` sets -1."""
     parts: dict[str, list[float]] = {}
-    """Of the verdicts, by name: of each completion."""
+    """Parts of the verdicts, by name, for each completion."""
     next_prompt: PromptRef | None = None
-    """The slot is issued again with it, because equal rewards teach nothing; None: the slot has its group."""
+    """If set, the slot is issued again with this prompt, because the group's rewards are equal; None if the slot is filled."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,8 +110,10 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer needs of a group's blob: the :class:`~scalerl_api.wire.Group` as received, of this release or an
-    earlier one, whose other fields are not read."""
+    """The fields of a group's blob that the trainer needs.
+
+    The blob is the :class:`~scalerl_api.wire.Group` as received, of this release or an earlier one.
+    """
 
     prompt_token_ids: bytes
     completions: list[StoredCompletion]
@@ -123,7 +127,7 @@ class GiveUpReason(enum.StrEnum):
 
 
 class GivenUp(Record, frozen=True, array_like=True, tag="given-up"):
-    """A slot that is not issued again: it has no completions. A held-out prompt scores 0."""
+    """A slot that is not issued again and has no completions. A held-out prompt scores 0."""
 
     split: Split
     slot: int
@@ -134,7 +138,7 @@ class GivenUp(Record, frozen=True, array_like=True, tag="given-up"):
     task: int = 0
     """With ``split``, the evaluation set."""
     labels: dict[str, str] = {}
-    """Of the held-out prompt."""
+    """Labels of the held-out prompt."""
 
 
 class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
@@ -146,11 +150,11 @@ class EvaluationStarted(Record, frozen=True, array_like=True, tag="evaluation"):
 
 
 class EvaluationReleased(Record, frozen=True, array_like=True, tag="evaluation-released"):
-    """The hold has ended: members with newer weights may finish this evaluation."""
+    """An evaluation no longer holds a publish: members with newer weights may complete it."""
 
     version: int
     task: int = 0
-    """Of its evaluation set."""
+    """Task of its evaluation set."""
 
 
 class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-group"):
@@ -159,12 +163,12 @@ class EvaluationAccepted(Record, frozen=True, array_like=True, tag="evaluation-g
     tokens: int
     truncated: int
     mixed: bool
-    """A token was sampled by another version than the evaluated one."""
+    """Whether weights other than the evaluated ones sampled a token (for details see ``NEWER_SHARE``)."""
     grading_errors: int = 0
     parts: dict[str, list[float]] = {}
-    """Of the verdicts, by name: of each completion."""
+    """Parts of the verdicts, by name, for each completion."""
     labels: dict[str, str] = {}
-    """Of the prompt."""
+    """Labels of the prompt."""
 
 
 class Dropped(Record, frozen=True, array_like=True, tag="dropped"):
@@ -199,12 +203,12 @@ class StepTrained(Record, frozen=True, array_like=True, tag="step"):
 
 
 class StepSkipped(Record, frozen=True, array_like=True, tag="skipped"):
-    """A step whose update was not applied: its version has the weights of the previous one."""
+    """A step whose update was not applied, so that its version has the weights of the previous one."""
 
     step: int
     reason: str
     slots: list[int]
-    """Slots whose rollouts were not trained on: the unfiltered ones of the step."""
+    """Unfiltered slots of the step, whose rollouts were not trained on."""
     stats: dict[str, float]
     busy_seconds: float
 
@@ -213,7 +217,7 @@ class Published(Record, frozen=True, array_like=True, tag="published"):
     version: int
     stats: dict[str, float]
     digest: str = ""
-    """Digest of the whole request: an equal one is a retry after a lost answer."""
+    """Digest of the request. A request with an equal digest is a retry after a lost response."""
 
 
 class CheckpointCommitted(Record, frozen=True, array_like=True, tag="checkpoint"):
@@ -241,12 +245,16 @@ class UsageAdded(Record, frozen=True, array_like=True, tag="usage"):
 
 
 class SupervisedTrained(Record, frozen=True, array_like=True, tag="supervised"):
-    """Progress of mid-training. ``steps`` and ``tokens`` are those of the weights; the seconds are since the last record."""
+    """Progress of mid-training."""
 
     steps: int
+    """Total of steps that the weights include."""
     tokens: int
+    """Total of solution tokens of these steps."""
     seconds: float
+    """Time since the last such record."""
     device_seconds: float
+    """The same for devices."""
 
 
 AnyRecord = (
@@ -282,7 +290,7 @@ class _EarlierIssue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _EarlierLeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
-    """Of releases whose runs had one task and named its prompts by index."""
+    """The record of earlier releases, in which runs had one task and prompts were indices."""
 
     holder: str
     issues: list[_EarlierIssue]
@@ -296,10 +304,10 @@ _decode = msgspec.msgpack.Decoder(AnyRecord | _EarlierLeasesIssued).decode
 
 
 def decode(header: Buffer) -> AnyRecord:
-    """A record; those of earlier releases as this one writes them.
+    """Decode a record. Records of earlier releases are converted to the current form.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: ``header`` is not a record.
     """
     record: AnyRecord | _EarlierLeasesIssued = _decode(header)
     if isinstance(record, _EarlierLeasesIssued):
@@ -313,6 +321,6 @@ def decode(header: Buffer) -> AnyRecord:
             record.cursor,
         )
     if isinstance(record, GroupAccepted) and record.refill >= 0:
-        again = PromptRef(0, Split.TRAIN, record.refill)
-        return msgspec.structs.replace(record, refill=-1, next_prompt=again)
+        next_prompt = PromptRef(0, Split.TRAIN, record.refill)
+        return msgspec.structs.replace(record, refill=-1, next_prompt=next_prompt)
     return record

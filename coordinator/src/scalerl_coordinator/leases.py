@@ -1,8 +1,8 @@
-"""Deadlines and retries of open leases: the part that a restart may lose.
+"""Deadlines and retries of open leases: the part of their state that a restart may lose.
 
-The :class:`~.state.CoordinatorState` holds which lease is whose. The lease book holds the deadlines, in the time of this
-process; after a restart every open lease gets its whole time again. So neither a clock jump nor a coordinator outage
-expires a lease; a lost lease is only detected later.
+:class:`~.state.CoordinatorState` records which member holds which lease. The lease book holds the deadlines, in this
+process's logical time; after a restart every open lease gets its full time again. Neither a clock jump nor an outage of
+the coordinator therefore expires a lease; a lost lease is only detected later.
 """
 
 from __future__ import annotations
@@ -14,72 +14,79 @@ from scalerl_api.wire import PromptRef, Split
 
 _MAX_DELAY_SECONDS = 60.0
 REPORTED_ATTEMPTS = 5
-"""Failed attempts of a slot from which on the status reports it."""
+"""The status reports a slot after this many failed attempts."""
 MAX_FINAL_ATTEMPTS = 10
-"""Failed attempts after which a final evaluation no longer waits for a prompt."""
+"""The final evaluation stops waiting for a prompt after this many failed attempts."""
 MAX_FAILURES = 5
-"""Failures, with members that serve other slots or with all members, after which a slot is given up."""
+"""A slot is given up after this many failures (see :meth:`.core.Core.retry_slot`)."""
 
 SlotKey = tuple[int, Split, int]
-"""Task and split, and a training slot or a position in the evaluation set."""
+"""Task, split, and the training slot or the position in the evaluation set."""
 
 
 def slot_key(prompt: PromptRef, slot: int) -> SlotKey:
-    """Of training slots without the task: a slot may get a prompt of another."""
+    """The key of a slot. Training slots have task 0 in it, because a slot may be refilled with a prompt of another task."""
     return (prompt.task if prompt.split is Split.HELD_OUT else 0), prompt.split, slot
 
 
 @dataclass(slots=True)
 class _Open:
     holder: str
+    """Name of the member."""
     deadline: float
     sent_at: float | None
-    """When the answer with the lease was sent; None before that."""
+    """When the response with the lease was sent; None before that."""
     prompt_id: str | None = None
+    """The id that the prompt of the pushed group must have; None until the prompt has been read."""
     progress: int = 0
+    """Tokens, as last reported by the holder."""
 
 
 @dataclass(slots=True)
 class Retries:
-    """Failed attempts of a slot: its groups were refused, or its leases released."""
+    """Failed attempts of a slot: its groups were rejected, or its leases expired or were released."""
 
     attempts: int
     not_before: float
+    """End of the back-off."""
     reason: str
+    """Why the last attempt failed."""
     failures: int = 0
     """Attempts that failed with a healthy member."""
     failed_by: frozenset[str] = frozenset()
-    """Names of those members."""
+    """Names of the healthy members that failed."""
     proven_failures: int = 0
-    """Failures with members that served another slot since they registered: the member is not the cause."""
+    """Failures with proven members. They served another slot since they registered, so they are not the cause."""
     proven: frozenset[str] = frozenset()
-    """Names of those members."""
+    """Names of the proven members that failed."""
 
 
 @dataclass(slots=True)
 class LeaseBook:
-    """Open leases by id, in the order in which they expire. Times are logical seconds, and never decrease."""
+    """Deadlines of open leases, and retries of slots. Times are logical seconds, which never decrease."""
 
     lease_seconds: float
+    """Time from a lease's start, or its last progress, to its deadline."""
     retries: dict[SlotKey, Retries] = field(default_factory=dict)
     """Slots that failed since they were last served."""
     _open: dict[str, _Open] = field(default_factory=dict)
+    """Leases by id, in the order in which they expire."""
     _by_holder: dict[str, set[str]] = field(default_factory=dict)
 
     def add(self, lease_id: str, holder: str, now: float, *, sent: bool = True) -> None:
-        """``sent``: the holder has the lease; otherwise :meth:`mark_sent` follows."""
+        """Start a lease's deadline. ``sent``: the holder has the lease already; otherwise call :meth:`mark_sent` later."""
         self._open[lease_id] = _Open(holder, now + self.lease_seconds, now if sent else None)
         self._by_holder.setdefault(holder, set()).add(lease_id)
 
     def mark_sent(self, lease_ids: Iterable[str], now: float) -> None:
-        """The answer with these leases is sent now: from here on the holder's heartbeats should name them."""
+        """Record that the response with these leases is sent now: the holder's heartbeats should list them from now on."""
         for lease_id in lease_ids:
             lease = self._open.get(lease_id)
             if lease is not None:
                 lease.sent_at = now
 
     def extend(self, lease_id: str, holder: str, progress: int, now: float) -> None:
-        """``holder`` reports ``progress`` with the lease; an increase restarts the lease's time."""
+        """Record the progress, in tokens, that ``holder`` reports for a lease. An increase restarts the lease's time."""
         lease = self._open.get(lease_id)
         if lease is not None and lease.holder == holder and progress > lease.progress:
             del self._open[lease_id]
@@ -92,24 +99,24 @@ class LeaseBook:
         return None if lease is None else max(0.0, lease.deadline - now)
 
     def held_seconds(self, lease_id: str, now: float) -> float:
-        """Seconds since the holder has the lease; after a restart, since then."""
+        """Seconds for which the holder has had the lease; after a restart, seconds since the restart."""
         lease = self._open.get(lease_id)
         return 0.0 if lease is None or lease.sent_at is None else now - lease.sent_at
 
     def remove(self, lease_id: str) -> None:
         lease = self._open.pop(lease_id, None)
         if lease is not None:
-            mine = self._by_holder[lease.holder]
-            mine.discard(lease_id)
-            if not mine:
+            held = self._by_holder[lease.holder]
+            held.discard(lease_id)
+            if not held:
                 del self._by_holder[lease.holder]
 
     def of(self, holder: str) -> set[str]:
-        """Open leases of the member of this name."""
+        """Ids of the open leases of the member named ``holder``."""
         return set(self._by_holder.get(holder, ()))
 
     def abandoned(self, holder: str, held: Collection[str], older_than: float) -> list[str]:
-        """Leases sent to ``holder`` before ``older_than`` that its heartbeat does not name."""
+        """Ids of leases sent to ``holder`` before ``older_than`` that are not in ``held``, the list of its heartbeat."""
         return sorted(
             i
             for i in self.of(holder) - set(held)
@@ -117,13 +124,13 @@ class LeaseBook:
         )
 
     def expired(self, now: float) -> list[str]:
-        """Leases past their deadline, earliest first. The caller closes them and calls :meth:`remove`."""
-        over = []
+        """Ids of leases past their deadline, earliest first. The caller closes them and calls :meth:`remove`."""
+        expired = []
         for lease_id, lease in self._open.items():
             if lease.deadline > now:
                 break
-            over.append(lease_id)
-        return over
+            expired.append(lease_id)
+        return expired
 
     def set_prompt_id(self, lease_id: str, prompt_id: str) -> None:
         """Set the prompt id that the lease's group must have."""
@@ -143,9 +150,12 @@ class LeaseBook:
         failed_by: str | None = None,
         proven: bool = False,
     ) -> Retries:
-        """Count a failed attempt of ``key``. It is issued again at once; from the second failure on, after a back-off.
+        """Count a failed attempt of ``key``. After the first it may be issued again at once, later only after a back-off.
 
-        ``failed_by``: its holder's name, if that was healthy and could not serve it. ``proven``: the holder serves other slots.
+        Args:
+            reason: why the attempt failed.
+            failed_by: name of the lease's holder, if it was healthy and still could not serve the slot.
+            proven: whether the holder has served other slots.
         """
         before = self.retries.get(key, Retries(0, 0.0, ""))
         attempts = before.attempts + 1

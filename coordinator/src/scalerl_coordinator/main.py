@@ -1,7 +1,8 @@
 """``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
 
-Exit codes: 0 after SIGTERM or SIGINT; 2 when a restart cannot help (environment, run file, task; a journal that is damaged,
-of another run, or in use); 4 when the run's steps are missing from its volume; any other is a crash and may be restarted.
+Exit codes: 0 after SIGTERM or SIGINT; 2 for errors that a restart does not fix (environment, run file, task; a journal that
+is damaged, belongs to another run, or is in use); 4 if the run's steps are missing from its volume; any other code is a
+crash, after which the process may be restarted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger("scalerl_coordinator")
 
 
 class TrackerMissing(Exception):
-    """The run has no step yet, and a tracker's package is not installed."""
+    """A tracker's package is not installed, and the run is new."""
 
 
 _INPUT_ERRORS = (
@@ -58,11 +59,11 @@ _SHUTDOWN_SECONDS = 5.0
 
 
 class StepsLost(Exception):
-    """The run has trained steps, and its directory has none of them."""
+    """The run has trained steps, but its directory has neither journal nor checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; the module documents the exit codes."""
+    """Entry point; returns the exit code that the module documents."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -88,7 +89,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
-    """Recover, serve until a signal, shut down. Raises input errors, and the exception of a crash."""
+    """Recover the state, serve until a signal, shut down. Raises the errors of the input, and the exception of a crash."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,16 +149,19 @@ def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSou
 
 
 def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:
-    """Refuse an empty volume for a run that has trained steps. Raises :class:`StepsLost`."""
+    """Check that the volume of a run that has trained steps is not empty. Raises :class:`StepsLost`."""
     if paths.has_steps and state == CoordinatorState() and not any(paths.checkpoints.glob("*")):
         raise StepsLost(
-            f"{paths.root}: the run has trained steps, and its volume has neither journal nor checkpoint; suspend the run, "
+            f"{paths.root}: the run has trained steps, but its volume has neither journal nor checkpoint; suspend the run, "
             "restore its volume, and resume it"
         )
 
 
 def _check_trackers(spec: TrackersSpec) -> None:
-    """Refuse a new run whose tracker packages are missing; later they only show in the status. Raises :class:`TrackerMissing`."""
+    """Check that the packages of a new run's trackers are installed. Raises :class:`TrackerMissing`.
+
+    In a run that has started, a missing package only shows in the status.
+    """
     for name in spec.asked_for:
         if (problem := missing_package(name)) is not None:
             raise TrackerMissing(f"spec.trackers.{name}: {problem}")

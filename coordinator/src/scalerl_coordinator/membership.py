@@ -1,7 +1,7 @@
-"""Members: registered generators, the weights they hold, and when one counts as lost.
+"""Members: registered generators, their weight versions, and when a member counts as lost.
 
-Nothing here is journaled. After a restart of the coordinator, members register again within a heartbeat or two; until
-then the holders of open leases are expected (:meth:`Membership.expect`) for as long as a silent member is kept.
+Nothing here is journaled. After a restart of the coordinator, members register again within one or two heartbeats. Until
+then the holders of open leases are expected (:meth:`Membership.expect`), with the timeout of a silent member.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MISSED_HEARTBEATS = 4
+"""A member is lost after this many missed heartbeats."""
 _FIRST_BACKOFF_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 300.0
 
 
 class UnknownMember(Exception):
-    """No member has this id: it was lost, replaced or failed a publish, and must register again."""
+    """The member id is unknown. The member was lost, replaced or failed a publish, and must register again."""
 
 
 @dataclass(slots=True)
@@ -27,17 +28,23 @@ class Member:
     last_seen: float
     registered_at: float
     version: int = -1
+    """Weight version; -1 without published weights."""
     version_reported: bool = False
-    """It has reported its version. Before that its version is unknown: it gets no weights and is not outdated."""
+    """Whether it has reported its version. Until then its version is unknown: it gets no weights and is not outdated."""
     version_set_at: float = float("-inf")
+    """When a committed publish last set the version."""
     healthy: bool = True
+    """Whether its vLLM server answers."""
     busy_seconds: float = 0.0
+    """As last reported, since its registration."""
     generated_tokens: int = 0
+    """As last reported, since its registration."""
     teacher_problem: str = ""
+    """Why its groups wait for the teacher; empty if they do not."""
     generated_leases: frozenset[str] = frozenset()
-    """Leases that it holds, and no longer samples."""
+    """Leases that it holds and whose completions are sampled."""
     proven: bool = False
-    """A group of this incarnation was accepted: a slot it fails at may itself be the cause."""
+    """Whether a group of this incarnation was accepted. If a proven member fails a slot, the slot may be the cause."""
 
 
 @dataclass(slots=True)
@@ -50,12 +57,15 @@ class _PublishBackoff:
 
 @dataclass(slots=True)
 class Membership:
-    """All members, by id; a name has at most one. Times are logical seconds."""
+    """All members. Times are logical seconds."""
 
     heartbeat_seconds: float
     members: dict[str, Member] = field(default_factory=dict)
+    """Members by id. A name has at most one."""
     _expected: dict[str, float] = field(default_factory=dict)
+    """Names of members that held leases before a restart, with the time of the restart."""
     _backoffs: dict[str, _PublishBackoff] = field(default_factory=dict)
+    """Back-offs after failed publishes, by name."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -63,14 +73,14 @@ class Membership:
         return MISSED_HEARTBEATS * self.heartbeat_seconds
 
     def get(self, member_id: str, now: float) -> Member:
-        """The member; records the request's time.
+        """The member with this id. Records ``now`` as the time of its last request.
 
         Raises:
-            UnknownMember: it must register again.
+            UnknownMember: no member has this id.
         """
         member = self.members.get(member_id)
         if member is None:
-            raise UnknownMember(f"member {member_id!r} is not known here (any more); register again")
+            raise UnknownMember(f"member {member_id!r} is unknown; register again")
         member.last_seen = now
         return member
 
@@ -88,7 +98,7 @@ class Membership:
         return member
 
     def expect(self, names: set[str], now: float) -> None:
-        """Members that held leases before the coordinator restarted: keep them for as long as a silent member."""
+        """Expect members that held leases before the coordinator restarted; they are lost after the timeout."""
         for name in names - {m.name for m in self.members.values()}:
             self._expected[name] = now
 
@@ -98,7 +108,7 @@ class Membership:
     def report_version(self, member: Member, version: int, now: float) -> bool:
         """Set the version that the member reports; returns whether it changed.
 
-        A lower version right after a committed publish is a message sent before it, not a loss of weights.
+        A lower version shortly after a committed publish is ignored: the member sent it before the publish.
         """
         if version < member.version and now - member.version_set_at < self.heartbeat_seconds:
             return False
@@ -118,7 +128,7 @@ class Membership:
         self._backoffs[name] = _PublishBackoff(failures, now + delay)
 
     def publishable(self, now: float) -> list[Member]:
-        """Members that weights may be sent to now, by name."""
+        """Members to which weights may be sent now, by name."""
         return sorted(
             (
                 m

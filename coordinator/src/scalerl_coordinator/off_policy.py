@@ -1,4 +1,4 @@
-"""How far generation may be ahead of training: which steps weights may generate for, and which versions are published.
+"""Off-policy schemes: for which steps a weight version may generate, and which versions are published.
 
 ======================  ==============================================  ==================================================
 scheme                  weights of version v generate for               the trainer publishes
@@ -7,8 +7,8 @@ scheme                  weights of version v generate for               the trai
 :class:`PpoOffPolicy`   the k steps from the last multiple of k on      after k updates: versions 0, k, 2k, …
 ======================  ==============================================  ==================================================
 
-Both bound staleness: by k, and by k − 1. PipelineRL keeps generators and trainer busy at once; under PPO-off-policy they
-take turns (ScaleRL, arXiv 2510.13786 §3 [P]).
+The staleness bound is k for PipelineRL and k − 1 for PPO-off-policy. With PipelineRL, generators and trainer are busy at the
+same time; with PPO-off-policy they alternate (ScaleRL, arXiv 2510.13786 §3 [P]).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class OffPolicy(Protocol):
-    """A scheme. ``version``: of the weights that a generator holds, or of the trainer's."""
+    """An off-policy scheme."""
 
     def may_lease(self, version: int) -> int:
-        """The first step that weights of ``version`` may not generate for."""
+        """The first step for which a generator with weights of ``version`` may not generate."""
         ...
 
     def publishes(self, version: int) -> bool:
-        """Whether the trainer publishes ``version`` when it reaches it."""
+        """Whether the trainer publishes ``version`` right after the step that produced it."""
         ...
 
     def oldest(self, version: int) -> int:
-        """The oldest weights that may generate while the trainer has ``version``; a generator with older ones gets these."""
+        """The oldest version that may generate while the trainer has ``version``; generators with older weights are updated."""
         ...
 
 
@@ -58,7 +58,7 @@ class PipelineRL:
 
 @dataclass(frozen=True, slots=True)
 class PpoOffPolicy:
-    """PPO-off-policy-k. A generator that joins within a batch gets the weights of that moment, as nobody has older ones.
+    """PPO-off-policy-k. A generator that joins within a batch gets the trainer's current weights, the only ones that it has.
 
     >>> [PpoOffPolicy(8).may_lease(v) for v in (0, 7, 8)], [PpoOffPolicy(8).publishes(v) for v in (0, 7, 8)]
     ([8, 8, 16], [True, False, True])

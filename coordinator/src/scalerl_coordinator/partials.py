@@ -1,5 +1,6 @@
-"""Completions that a lease left unfinished, for the next lease of the slot. In memory only: after a restart, actors report
-again what they have.
+"""Keeps unfinished completions of leases, for the next lease of their slot.
+
+They are only in memory: after a restart of the coordinator, actors report all their tokens again.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Sp
 from scalerl_coordinator.leases import SlotKey, slot_key
 
 MAX_BYTES = 2**28
-"""Bound on the tokens and log-probabilities of all slots: 32 million tokens. Beyond it, reports are refused."""
+"""Bound on the tokens and log-probabilities of all slots (32 million tokens). Reports beyond it are not stored."""
 MAX_ANSWER_BYTES = 2**26
-"""Bound on those in one answer with leases."""
+"""Bound on the tokens and log-probabilities in one response with leases."""
 _MAX_IDLE = 2
-"""Leases in a row that ended without a new token: then the completions may be why, and they are dropped."""
+"""Completions are dropped after this many consecutive leases without a new token, because they may be the cause."""
 
 PartialKey = tuple[SlotKey, int]
-"""Slot, and the version that an evaluation measures (-1 in training)."""
+"""Slot, and the evaluated version (-1 in training)."""
 
 
 def partial_key(prompt: PromptRef, slot: int, policy_version: int) -> PartialKey:
@@ -34,9 +35,9 @@ class _Completion:
     finish_reason: Literal["stop", "length"] | None = None
 
     def extend(self, partial: Partial) -> None:
-        """Replace what is from ``partial.start`` on."""
-        at = 4 * partial.start
-        self.token_ids[at:], self.logprobs[at:] = partial.token_ids, partial.logprobs
+        """Replace the tokens from ``partial.start`` on."""
+        offset = 4 * partial.start
+        self.token_ids[offset:], self.logprobs[offset:] = partial.token_ids, partial.logprobs
         self.versions = [span for span in self.versions if span.start < partial.start]
         for span in partial.versions:
             if not self.versions or self.versions[-1].version != span.version:
@@ -60,9 +61,9 @@ class _Group:
     prompt_token_ids: bytes
     completions: list[_Completion]
     leased_bytes: int = -1
-    """Its bytes when the slot was last leased."""
+    """``nbytes`` when the slot was last leased."""
     idle: int = 0
-    """Leases in a row that added nothing."""
+    """Number of consecutive leases that added no token."""
 
     @property
     def nbytes(self) -> int:
@@ -80,11 +81,14 @@ class PartialStore:
         self._max_bytes = max_bytes
         self._groups: dict[PartialKey, _Group] = {}
         self.nbytes = 0
-        """Of tokens and log-probabilities."""
+        """Bytes of all tokens and log-probabilities."""
 
     def put(self, key: PartialKey, report: PartialGroup) -> Literal["stored", "missing", "full"]:
-        """Add what a lease reports. missing: tokens before it are not here. full: there is no room, and what was here stays.
-        The caller has checked the values.
+        """Add the tokens that a lease reports. The caller has checked the values.
+
+        Returns:
+            ``missing`` if earlier tokens, which the report continues, are not stored; ``full`` if the bound is reached, in
+            which case the stored tokens stay; else ``stored``.
         """
         group = self._groups.get(key)
         if group is None or group.lease_id != report.lease_id:
@@ -105,10 +109,11 @@ class PartialStore:
         return "stored"
 
     def take(self, key: PartialKey, lease: Lease, versions: range, max_bytes: int) -> PartialGroup | None:
-        """What ``lease`` may continue: at most ``max_bytes``, of ``versions``.
+        """The completions that ``lease`` may continue: of weight ``versions`` and at most ``max_bytes``; else None.
 
-        It is kept, as the new lease's. What another lease may continue stays until this one reports: what is newer than
-        ``versions`` or too large for this answer. What none may continue is dropped.
+        The store keeps them for the new lease. Completions with versions newer than ``versions``, or too large for this
+        response, stay stored until this lease reports, since another lease may continue them. Completions that no lease may
+        continue are dropped.
         """
         group = self._groups.get(key)
         if group is None:
@@ -141,7 +146,7 @@ class PartialStore:
             self.nbytes -= group.nbytes
 
     def retain(self, is_wanted: Callable[[PartialKey], bool]) -> None:
-        """Drop those whose key is not wanted."""
+        """Drop all groups whose key is not wanted."""
         for key in [key for key in self._groups if not is_wanted(key)]:
             self.drop(key)
 

@@ -1,4 +1,4 @@
-"""pass@k of an evaluation: the chance that at least one of k completions of a prompt passes."""
+"""pass@k of an evaluation: the probability that at least one of k completions of a prompt passes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _Z90 = 1.645
 def pass_at_k(passed: Sequence[tuple[int, int]], k: int) -> PassAt:
     """The unbiased estimate: the mean over prompts of 1 − C(n − c, k) / C(n, k) (arXiv 2107.03374, eq. 1 [P]).
 
-    The interval is for the population that the prompts represent: Wilson's, of as many draws as would have the standard
-    error over prompts, at least one a prompt. Where few prompts make the variance, it is known badly: the quantile is
-    Student's, with the degrees of freedom that the kurtosis leaves, at most one less than the prompts.
+    The interval covers the mean of the population that the prompts represent. It is Wilson's, for the number of draws that
+    would have the standard error over prompts, at least one per prompt. If few prompts contribute most of the variance, the
+    variance is poorly known; therefore the quantile is Student's, with degrees of freedom from the kurtosis, at most the
+    number of prompts less one.
 
     Args:
-        passed: of each prompt, completions that passed (c) and all (n).
-        k: completions per try, at most the least n.
+        passed: for each prompt, the number of completions that passed (c) and of all completions (n).
+        k: completions per try, at most the smallest n.
 
     >>> pass_at_k([(1, 2), (0, 2)], 1).mean, pass_at_k([(1, 2), (0, 2)], 2).mean
     (0.25, 0.5)
@@ -44,7 +45,7 @@ def pass_at_k(passed: Sequence[tuple[int, int]], k: int) -> PassAt:
 
 
 def tries(samples: int) -> list[int]:
-    """The k of an evaluation with so many samples a prompt: the powers of two above 1 up to them, and all of them.
+    """The values of k for an evaluation with ``samples`` per prompt: the powers of two from 2 on, and ``samples``.
 
     >>> tries(12), tries(1)
     ([2, 4, 8, 12], [])

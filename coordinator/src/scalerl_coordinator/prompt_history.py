@@ -1,16 +1,16 @@
-"""What became of every prompt so far, and from when on a sampler may know it.
+"""The results of every prompt, and from which step on a sampler may use them.
 
-"A step's prompts never depend on timing" holds for samplers that look at results only if they look at the same results
-whatever has arrived. Weights of version v generate for steps up to v + k (:mod:`.off_policy`), so when the first slot of
-step s is issued, all steps before s − k are trained. A sampler sees the history of exactly those: results of later steps
-wait in ``pending``, and are folded in as slots of later steps are issued. So the sequence of prompts follows from the
-rewards alone, and a run that resumes goes through the same one.
+The prompts of a step must not depend on timing, so samplers that use results must use the same results regardless of which
+have arrived. Weights of version v generate for steps up to v + k (:mod:`.off_policy`); when the first slot of step s is
+issued, all steps before s − k are therefore trained. A sampler sees the history of exactly those steps. Results of later
+steps wait in ``pending``, and are folded into the columns as slots of later steps are issued. The sequence of prompts then
+depends on the rewards alone, and a resumed run repeats it.
 
-Steps that are trained again, after the trainer has returned to a checkpoint, have the same groups: what is folded in
-already is not counted twice. With another k under way, the bound of the history moves on from where it is.
+Steps that are trained again after the trainer returned to a checkpoint have the same groups, and are not folded in again. If
+k changes during a run, the bound of the history continues from its current value.
 
-The columns are sums over a prompt's life, for every prompt. Groups of the last :data:`RECENT_STEPS` steps are kept one by
-one: a model that moves is judged by what it did lately.
+The columns have sums over all groups of each prompt. The groups of the last :data:`RECENT_STEPS` steps are also kept
+individually, because recent results describe the current policy best.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from scalerl_coordinator.accounting import Accepted
 
 RECENT_STEPS = 64
-"""Steps whose groups are known one by one: 64 of ScaleRL's are 3,072 groups, about 100 kB in a snapshot."""
+"""Steps whose groups are kept individually: 64 of ScaleRL's steps have 3,072 groups, about 100 kB in a snapshot."""
 
 
 class Tried(msgspec.Struct, frozen=True, array_like=True):
@@ -33,22 +33,23 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
 
     prompt: int
     slot: int
-    """Where its responses are: the journal keeps groups by slot. -1: the slot was refilled, and they are not kept."""
+    """The slot, by which the journal keeps the group; -1 if the slot was refilled and the group is not kept."""
     completions: int
-    """Those with a score."""
+    """Number of completions with a score."""
     score_sum: float
     tokens: int
-    """Of the scored completions, as if they were as long as the others."""
+    """Tokens of the scored completions, estimated as their share of all tokens of the group."""
     longest: int
+    """Tokens of the longest completion."""
     absolute_advantage: float = 0.0
-    """Mean over the scored completions of |score - mean| / standard deviation; 0 where all scores are equal, and in
-    histories of earlier releases."""
+    """Mean over the scored completions of |score - mean| / standard deviation; 0 if all scores are equal, and in histories of
+    earlier releases."""
     passed: int = -1
-    """Scored completions that passed (score 1, as pass@k counts them); -1: unknown, in histories of earlier releases."""
+    """Number of scored completions with score 1; -1 (unknown) in histories of earlier releases."""
 
 
 def tried(prompt: int, slot: int, group: Accepted) -> Tried:
-    """What a group says of its prompt."""
+    """The result of a group for its prompt."""
     scores = group.graded_scores
     lengths = group.lengths
     tokens = sum(lengths) * len(scores) // max(len(lengths), 1)
@@ -70,7 +71,7 @@ def absolute_advantage(scores: Sequence[float]) -> float:
         return 0.0
     mean = sum(scores) / len(scores)
     variance = sum((score - mean) ** 2 for score in scores) / len(scores)
-    # Scores may differ by so little that their squares do not.
+    # Scores may differ so little that the squared differences underflow to 0.
     return sum(abs(score - mean) for score in scores) / len(scores) / variance**0.5 if variance else 0.0
 
 
@@ -85,12 +86,12 @@ _COLUMNS = {
 
 
 class PromptHistory(msgspec.Struct):
-    """Columns over the prompts, as far as any was tried; 36 bytes a prompt. 0 completions: never tried."""
+    """Columns over the prompts, up to the highest one that was tried: 36 bytes per prompt. 0 completions: never tried."""
 
     completions: bytearray = msgspec.field(default_factory=bytearray)
-    """Scored completions, uint32."""
+    """Number of scored completions, uint32."""
     score_sum: bytearray = msgspec.field(default_factory=bytearray)
-    """Their scores, float64."""
+    """Sum of their scores, float64."""
     tokens: bytearray = msgspec.field(default_factory=bytearray)
     """Tokens of all completions, uint64."""
     longest: bytearray = msgspec.field(default_factory=bytearray)
@@ -100,19 +101,19 @@ class PromptHistory(msgspec.Struct):
     slot: bytearray = msgspec.field(default_factory=bytearray)
     """Slot of the newest group, int64."""
     pending: dict[int, list[Tried]] = {}
-    """By step, from ``folded`` on."""
+    """Results by step, from ``folded`` on."""
     folded: int = 0
-    """The steps before it are in the columns."""
+    """The results of all steps before this one are in the columns."""
     recent: dict[int, list[Tried]] = {}
-    """By step, the :data:`RECENT_STEPS` before ``folded``. Empty in snapshots of earlier releases."""
+    """Results by step, of the last :data:`RECENT_STEPS` before ``folded``. Empty in snapshots of earlier releases."""
 
     def add_step(self, step: int, groups: Iterable[Tried]) -> None:
-        """Results of a step that is trained (or trained again)."""
+        """Add the results of a step that was trained (or trained again)."""
         if step >= self.folded:
             self.pending[step] = list(groups)
 
     def fold(self, until: int) -> None:
-        """Bring the results of the steps before ``until`` into the columns."""
+        """Fold the results of the steps before ``until`` into the columns."""
         for step in sorted(step for step in self.pending if step < until):
             self.recent[step] = self.pending.pop(step)
             for tried in self.recent[step]:
@@ -131,7 +132,7 @@ class PromptHistory(msgspec.Struct):
         return KnownHistory(self, scores, max(until, self.folded))
 
     def scores(self, prompt: int) -> tuple[int, float]:
-        """Scored completions of a prompt in the columns, and the sum of their scores."""
+        """Number of scored completions of a prompt in the columns, and the sum of their scores."""
         if prompt >= len(self.completions) // 4:
             return 0, 0.0
         return int(self._column("completions")[prompt]), float(self._column("score_sum")[prompt])
@@ -144,12 +145,12 @@ class PromptHistory(msgspec.Struct):
 
     @property
     def overall_mean_tokens(self) -> float | None:
-        """The same of all prompts."""
+        """Mean tokens of all prompts' completions in the columns; None if there are none."""
         count = int(self._column("completions").sum(dtype=np.uint64))
         return float(self._column("tokens").sum()) / count if count else None
 
     def before(self, version: int) -> PromptHistory:
-        """As it is for a checkpoint of ``version``: without results of steps that will have other groups."""
+        """A copy for a checkpoint of ``version``, without results of later steps, which will have other groups."""
         copy = msgspec.structs.replace(self)
         copy.pending = {step: groups for step, groups in self.pending.items() if step < version}
         return copy
@@ -168,7 +169,7 @@ class PromptHistory(msgspec.Struct):
         return np.frombuffer(getattr(self, name), dtype=_COLUMNS[name])
 
     def _grow(self, prompts: int) -> None:
-        """Doubling, so that growing costs nothing on average."""
+        """Extend the columns to ``prompts``; doubling makes the amortized cost constant."""
         have = len(self.completions) // 4
         if prompts > have:
             size = max(prompts, 2 * have, 64)
@@ -179,22 +180,22 @@ class PromptHistory(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class KnownHistory:
-    """A history up to a step."""
+    """The history up to a step, as a sampler may use it."""
 
     history: PromptHistory
     later: dict[int, tuple[int, float]]
-    """Scored completions and sums of scores, by prompt, that the columns do not have yet."""
+    """Number of scored completions and sum of their scores, by prompt, that are not in the columns yet."""
     until: int = 0
-    """Results of the steps before it are known."""
+    """Only results of steps before this one are included."""
 
     def recent_steps(self) -> Iterator[tuple[int, Sequence[Tried]]]:
-        """The last :data:`RECENT_STEPS` steps with their groups that had a score, the newest first."""
+        """The last :data:`RECENT_STEPS` steps, newest first, each with its groups that have a score."""
         for step in range(self.until - 1, max(-1, self.until - 1 - RECENT_STEPS), -1):
             groups = self.history.recent.get(step) or self.history.pending.get(step) or ()
             yield step, [group for group in groups if group.completions]
 
     def pass_rate(self, prompt: int) -> float | None:
-        """Mean score of all its completions; None if it has none."""
+        """Mean score of all scored completions of a prompt; None if it has none."""
         (completions, score_sum), (more, more_sum) = (
             self.history.scores(prompt),
             self.later.get(prompt, (0, 0.0)),

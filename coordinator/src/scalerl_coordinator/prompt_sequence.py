@@ -1,4 +1,4 @@
-"""What all samplers share: the sequence of prompts, what a choice may rest on, and chances that follow from the seed."""
+"""Common parts of all samplers: the sequence of prompts, the inputs of a choice, and seeded random numbers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from scalerl_coordinator.prompt_history import KnownHistory
 
 _ROUNDS = 6
 LONGEST_WALK = 256
-"""Prompts passed over in one choice, of about 25 µs each, while the event loop waits. Where one of twenty is left, one choice in
-500,000 ends here; where one of a hundred, one in 13."""
+"""Maximum number of prompts passed over in one choice; each takes about 25 µs of the event loop. If one prompt in twenty is
+eligible, one choice in 500,000 reaches this limit; if one in a hundred is, one in 13."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a choice may rest on."""
+    """The inputs of a choice."""
 
     cursor: int
-    """Place in the sequence of epochs."""
+    """Position in the sequence of epochs (for some samplers, with other bits)."""
     history: KnownHistory
 
 
 class Sampler(ABC):
-    """Chooses prompts. Equal views have equal choices, in every process."""
+    """Chooses prompts. Equal views yield equal choices, in every process."""
 
     def __init__(self, prompts: int, seed: int) -> None:
         self._prompts, self._seed = prompts, seed
@@ -32,26 +32,28 @@ class Sampler(ABC):
 
     @abstractmethod
     def choose(self, view: View) -> tuple[int, int]:
-        """Index into the training split, and the cursor after it, which is greater."""
+        """Choose a prompt: its index in the training split, and the next cursor, which is greater than that of ``view``."""
 
     def refill(self, slot: int, tries: int, history: KnownHistory) -> int:
-        """Another prompt for a slot, after ``tries`` prompts. Drawn by seed, slot and tries, and not the next of the
-        sequence: which slot is refilled first depends on timing. A prompt may so be repeated within an epoch.
+        """Choose another prompt for a slot that had ``tries`` prompts.
+
+        It depends on seed, slot and tries, and is not the next of the sequence, because the order in which slots are refilled
+        depends on timing. Therefore a prompt may be repeated within an epoch.
         """
         drawn = hashlib.blake2b(f"{self._seed}/{slot}/{tries}/refill".encode(), digest_size=6).digest()
         return self.choose(View(int.from_bytes(drawn, "little"), history))[0]
 
     def _chance(self, cursor: int, purpose: str) -> float:
-        """Of the choice at ``cursor``: a number in [0, 1) that follows from the seed."""
+        """A uniform random number in [0, 1) for the choice at ``cursor``, determined by the seed."""
         drawn = hashlib.blake2b(f"{self._seed}/{cursor}/{purpose}".encode(), digest_size=8).digest()
         return int.from_bytes(drawn, "little") / 2**64
 
 
 class SeededEpochs:
-    """The sequence of prompts: each once an epoch, in an order of its own that the seed sets.
+    """The sequence of prompts: every epoch has each prompt once, in an order determined by the seed.
 
-    The order is a keyed permutation computed point by point (a Feistel network on the next even number of bits, repeated
-    until the result is inside the range): 10⁸ prompts need no memory, and slot 10⁹ costs no more than slot 0.
+    The order is a keyed permutation that is computed for single positions (a Feistel network on the next even number of bits,
+    repeated until the result is in range), so it needs no memory for 10⁸ prompts, and position 10⁹ costs as much as 0.
     """
 
     def __init__(self, prompts: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads the journal's directory: its files, their records, and the positions of the groups' blobs."""
+"""Reads a journal's directory: its snapshot, the records after it, and the positions of the groups' blobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl_coordinator.frames import CorruptJournal
 
 
 class Location(msgspec.Struct, frozen=True, array_like=True):
-    """Position of a blob's frame."""
+    """Position of a blob's frame in the journal, in bytes."""
 
     segment: int
     offset: int
@@ -24,7 +24,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Contents of a snapshot file: the owner's state, and the blobs that it still needs."""
+    """Contents of a snapshot file: the owner's state, and the positions of the blobs that it needs."""
 
     state: bytes
     blobs: dict[str, Location]
@@ -54,7 +54,7 @@ class Layout:
 
 
 class BlobIndex:
-    """Positions of the blobs by key; thread-safe."""
+    """Positions of blobs by key. Thread-safe."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -79,7 +79,7 @@ class BlobIndex:
             return dict(self._at)
 
     def locations(self, keys: Iterable[str]) -> list[Location]:
-        """Raises KeyError for a key that was dropped or never added."""
+        """Positions of the blobs of ``keys``. Raises KeyError for a key that was dropped or never added."""
         with self._lock:
             return [self._at[key] for key in keys]
 
@@ -103,7 +103,9 @@ class BlobIndex:
                 blobs.append(bytes(frames.read_frame(data, str(path), at.offset).blob))
             return blobs
         except FileNotFoundError:
-            self.locations(keys)  # dropped meanwhile, with its segment: raises KeyError
+            self.locations(
+                keys
+            )  # raises KeyError if the blob was dropped, and its segment deleted, in the meantime
             raise
         finally:
             for fd in files.values():
@@ -111,15 +113,17 @@ class BlobIndex:
 
 
 class Recovery:
-    """The newest snapshot, and by iteration the records after it, in order.
+    """Reads the newest snapshot, and iterates over the records after it, in order.
 
-    The caller names each blob with :meth:`index` while iterating, and ends with :meth:`retain`, which hands the blobs to the
-    journal. ``until`` is for a running journal: bytes of that segment after that position do not count, whatever a failed
-    write left there.
+    The caller sets the key of each blob with :meth:`index` while it iterates, and finally calls :meth:`retain`, which passes
+    the positions of the blobs to the journal.
+
+    Args:
+        until: for a running journal, its last segment and the number of its synced bytes; later bytes, which a failed write
+            may have left, are ignored.
 
     Raises:
-        CorruptJournal: here and while iterating.
-        OSError: here and while iterating.
+        CorruptJournal, OSError: here and during the iteration.
     """
 
     def __init__(self, layout: Layout, blobs: BlobIndex, until: tuple[int, int] | None = None) -> None:
@@ -130,9 +134,9 @@ class Recovery:
             for kind in ("snapshot", "segment")
         )
         self.snapshot: bytes | None = None
-        """The owner's state; None where there is no snapshot."""
+        """The owner's state; None without a snapshot."""
         self.blobs: dict[str, Location] = {}
-        """Blobs found so far."""
+        """Positions of the blobs found so far, by key."""
         first = 1
         if snapshots:
             first = snapshots[-1]
@@ -151,7 +155,7 @@ class Recovery:
         if self._live[:1] != [first] and (snapshots or segments):
             raise CorruptJournal(str(layout.path("segment", first)), 0, "the segment is missing")
         self.tail = (self._live[-1] if self._live else first, 0)
-        """The last segment; after the iteration, also the number of its valid bytes."""
+        """The last segment and, after the iteration, the number of its valid bytes."""
 
     def __iter__(self) -> Iterator[Replayed]:
         for number in self._live:
@@ -168,11 +172,11 @@ class Recovery:
             self.tail = (number, end)
 
     def index(self, key: str, location: Location) -> None:
-        """Name the blob of the record just replayed."""
+        """Set the key of the blob of the record just replayed."""
         self.blobs[key] = location
 
     def retain(self, keys: Iterable[str]) -> None:
-        """Keep only these blobs; all must exist."""
+        """Keep only the blobs of ``keys``. Raises CorruptJournal if one is missing."""
         wanted = set(keys)
         missing = wanted - self.blobs.keys()
         if missing:

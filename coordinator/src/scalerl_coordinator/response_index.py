@@ -1,4 +1,4 @@
-"""Where the newest group of each prompt is in the response store. In memory: one integer per group."""
+"""The in-memory index of the response store: the location of the newest group of each prompt, as one integer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from scalerl_api.wire import PromptRef
 from scalerl_coordinator.response_segments import Head
 
 MAX_GROUPS: Final = 2**20
-"""Groups in the index, of about 200 bytes each."""
+"""Maximum number of groups in the index; each takes about 200 bytes."""
 
 Location = tuple[int, int, int]
-"""Of a frame: segment, offset, length."""
+"""Location of a frame: segment, offset, length."""
 
 
 def _key(prompt: PromptRef | Head) -> int:
@@ -20,7 +20,7 @@ def _key(prompt: PromptRef | Head) -> int:
 
 
 def _pack(at: Location) -> int:
-    """One integer has a third of a tuple's memory, and the garbage collector does not visit it."""
+    """A location as one integer, which takes a third of a tuple's memory and is not visited by the garbage collector."""
     segment, offset, length = at
     return segment << 64 | offset << 32 | length
 
@@ -30,7 +30,7 @@ def _unpack(packed: int) -> Location:
 
 
 class ResponseIndex:
-    """Locations by prompt; thread-safe."""
+    """Locations by prompt. Thread-safe."""
 
     def __init__(self, max_groups: int = MAX_GROUPS) -> None:
         self._max_groups = max_groups
@@ -64,7 +64,7 @@ class ResponseIndex:
             self._newest[_key(head)] = _pack(at)
 
     def remove(self, prompt: PromptRef | Head, at: Location) -> None:
-        """Forget a frame, if it is indexed at ``at``."""
+        """Remove a prompt's entry if it is ``at``."""
         key = _key(prompt)
         with self._lock:
             if self._newest.get(key) == _pack(at):

@@ -1,7 +1,8 @@
-"""The files of the response store: segments that are appended to, of which the oldest is deleted when the store is full.
+"""The files of the response store: segments, of which the newest is appended to and the oldest deleted when the store is full.
 
-Groups in it that are still the newest of their prompt are first copied to the end if they are less than half of the segment.
-If they are more, the store is too small for an epoch: copying would only push out others, and they are evicted.
+Groups in the oldest segment that are still the newest of their prompt are copied to the newest segment if they take less than
+half of the oldest. If they take more, the store is too small for an epoch: copying them would only evict others, so they are
+evicted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from scalerl_coordinator.response_segments import SEGMENT_HEADER_BYTES, Head
 log = logging.getLogger(__name__)
 
 _SEGMENTS: Final = 32
-"""Segments of a full store, at least: eviction deletes one at a time."""
+"""Minimum number of segments of a full store, since eviction deletes a whole segment."""
 _MAX_SEGMENT_BYTES: Final = 2**25
 _RETRY_SECONDS = 1.0
 
@@ -36,26 +37,31 @@ LOOKUP_RESULTS: Final = ("hit", "miss", "mismatch")
 
 @dataclass(slots=True)
 class HistoryCounters:
-    """For the metrics."""
+    """Counters for the metrics."""
 
     stored: int = 0
-    """Responses."""
+    """Responses stored."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Responses, by :data:`DROP_REASONS`."""
+    """Responses dropped, by :data:`DROP_REASONS`."""
     lookups: Counter[str] = field(default_factory=Counter)
-    """By :data:`LOOKUP_RESULTS`."""
+    """Lookups, by :data:`LOOKUP_RESULTS`."""
     damaged: int = 0
-    """Frames and segments."""
+    """Damaged frames and segments."""
     discarded_segments: int = 0
-    """Of another task, tokenizer or format."""
+    """Segments deleted because they were of another task, tokenizer or format."""
     nbytes: int = 0
+    """Size of all segments."""
     prompts: int = 0
+    """Prompts with a stored group."""
 
 
 class ResponseLog:
-    """Writes the segments of one directory, and keeps the index right. Of one thread, except for :meth:`read`.
+    """Writes the segments of one directory, and updates the index. All methods except :meth:`read` belong to one thread, and may
+    raise OSError.
 
-    max_bytes: on disk. identity: 32 bytes; segments of another one are deleted. Every method but :meth:`read` may raise OSError.
+    Args:
+        identity: 32 bytes; segments of another identity are deleted.
+        max_bytes: maximum size on disk.
     """
 
     def __init__(
@@ -86,13 +92,13 @@ class ResponseLog:
 
     @property
     def waits(self) -> bool:
-        """Whether the disk has just failed."""
+        """Whether a write failed less than ``_RETRY_SECONDS`` ago."""
         return time.monotonic() < self._retry_at
 
     # --- reading --------------------------------------------------------------------------------
 
     def read(self, at: Location) -> tuple[Head, bytes] | None:
-        """A frame, checked; None where it is damaged, or its segment was deleted meanwhile. From any thread."""
+        """Read and check a frame; None if it is damaged or its segment has been deleted. Any thread may call it."""
         segment, offset, length = at
         try:
             with self._open(segment) as fd:
@@ -106,7 +112,7 @@ class ResponseLog:
         return found
 
     def _heads(self, number: int, size: int) -> list[tuple[int, Head | None]]:
-        """The heads of a segment, with offsets; None for each damaged stretch."""
+        """The heads of a segment's frames with their offsets; None for each damaged range."""
         with self._open(number) as fd:
             return list(segments.scan(lambda offset, length: _read_fully(fd, offset, length), size))
 
@@ -121,14 +127,14 @@ class ResponseLog:
     # --- writing --------------------------------------------------------------------------------
 
     def make_room(self, size: int) -> bool:
-        """Have room for a frame of ``size`` bytes within the bounds of the store and of the volume; whether there is any."""
+        """Delete old segments until a frame of ``size`` bytes fits the store and the volume; returns whether it fits."""
         self._bound_index()
         while self._sizes and self._counters.nbytes + size + SEGMENT_HEADER_BYTES > self._max_bytes:
             self._delete_oldest(copy=True)
         return not self._begins_segment(size) or self._leave_free(max(self._segment_bytes, size))
 
     def append(self, head: Head, blob: bytes) -> Location:
-        """Write a frame, whole or not at all, to the open segment, or to a new one where that is full."""
+        """Append a frame to the open segment, or to a new one if that is full. A failure leaves no valid partial frame."""
         if self._begins_segment(head.frame_bytes):
             self.finish_segment()
             self._open_segment()
@@ -137,7 +143,7 @@ class ResponseLog:
         return at
 
     def finish_segment(self) -> None:
-        """Close the open segment. Synced, so that the journal's next sync does not wait for what the store has written."""
+        """Sync and close the open segment, so that the journal's next sync does not wait for the store's data."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -152,7 +158,7 @@ class ResponseLog:
             self._delete_oldest(copy=False)
 
     def yield_space(self, error: OSError) -> None:
-        """After ``error``: wait before the next write, and give up the oldest segment to a full volume. Does not raise."""
+        """Handle a failed write: delay the next one, and delete the oldest segment if the volume is full. Does not raise."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         self.report(f"{self.directory} cannot be written: {error.strerror}; responses are dropped")
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._sizes:
@@ -160,12 +166,12 @@ class ResponseLog:
                 self._delete_oldest(copy=False)
 
     def keep_reserve(self) -> None:
-        """Give up the oldest segments while others fill the volume. Does not raise."""
+        """Delete the oldest segments while other files fill the volume. Does not raise."""
         with contextlib.suppress(OSError):
             self._leave_free(0)
 
     def report(self, problem: str) -> None:
-        """Log a problem, once as long as it is the same."""
+        """Log a problem, unless it is the same as the last one."""
         if problem != self._problem:
             log.error("history: %s", problem)
             self._problem = problem
@@ -175,14 +181,14 @@ class ResponseLog:
 
     @property
     def _number(self) -> int:
-        """Of the newest segment; 0 without any."""
+        """Number of the newest segment; 0 without segments."""
         return next(reversed(self._sizes), 0)
 
     def _begins_segment(self, size: int) -> bool:
         return self._fd < 0 or self._sizes[self._number] + size > self._segment_bytes
 
     def _leave_free(self, size: int) -> bool:
-        """Delete the oldest segments until the volume has the reserve and ``size`` bytes free; whether it has."""
+        """Delete the oldest segments until the volume has the reserve plus ``size`` bytes free; returns whether it has."""
         while not self._disk.leaves_reserve(self.directory, size):
             if not self._sizes:
                 return False
@@ -208,7 +214,7 @@ class ResponseLog:
         self._set_size(self._number, self._sizes[self._number] + len(data))
 
     def _abandon_segment(self) -> None:
-        """Close a segment whose last write failed. What that left counts in its size; the scan at the next start cuts it."""
+        """Close a segment whose last write failed. Its size includes the partial frame, which the next start truncates."""
         self._set_size(self._number, os.fstat(self._fd).st_size)
         os.close(self._fd)
         self._fd = -1
@@ -222,13 +228,14 @@ class ResponseLog:
         self._counters.nbytes -= self._sizes.pop(number)
 
     def _delete_oldest(self, *, copy: bool) -> None:
-        """Delete the oldest segment; ``copy``: after it, write its newest groups again if they are less than half of it."""
+        """Delete the oldest segment. With ``copy``, groups that are the newest of their prompt are written again if they take
+        less than half of it."""
         number, size = next(iter(self._sizes.items()))
         if number == self._number:
             self.finish_segment()
         try:
             heads = self._heads(number, size)
-        except OSError as error:  # then a lookup removes what the index has of it
+        except OSError as error:  # lookups will remove its groups from the index
             self.report_unreadable(error)
             heads = []
         frames = [(head, (number, offset, head.frame_bytes)) for offset, head in heads if head is not None]
@@ -251,7 +258,7 @@ class ResponseLog:
     # --- recovery -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Index what the directory has, oldest first. May be repeated."""
+        """Index the groups in the directory, oldest first. May be called again after an error."""
         self._sizes.clear()
         self._index.clear()
         self._counters.nbytes = 0
@@ -265,7 +272,7 @@ class ResponseLog:
             try:
                 if own := self._is_own(number):
                     self._index_segment(number, size)
-            except OSError as error:  # it is kept until it is the oldest
+            except OSError as error:  # keep the segment until it is the oldest
                 self._counters.damaged += 1
                 self.report_unreadable(error)
                 continue
@@ -282,7 +289,7 @@ class ResponseLog:
             )
 
     def _is_own(self, number: int) -> bool:
-        """Whether a segment is of this task and tokenizer, and its header undamaged."""
+        """Whether a segment has an undamaged header and this store's identity."""
         with self._open(number) as fd:
             identity = segments.decode_segment_header(_read_fully(fd, 0, SEGMENT_HEADER_BYTES), number)
         self._counters.damaged += identity is None
@@ -290,7 +297,7 @@ class ResponseLog:
         return identity == self._identity
 
     def _index_segment(self, number: int, size: int) -> None:
-        """Index the frames of a segment, and cut a last one that is not whole."""
+        """Index the frames of a segment, and truncate an incomplete last one."""
         for offset, head in self._heads(number, size):
             if head is None:
                 self._counters.damaged += 1

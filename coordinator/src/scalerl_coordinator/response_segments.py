@@ -6,8 +6,8 @@ A segment file is a header and frames, all little-endian. A frame is one group o
     frame    magic 4 | blob_bytes u32 | blob_crc u32 | task u32 | prompt u64 | digest 8 | visit u32 | responses u32
              | crc32 u32 | blob
 
-The last crc32 covers the frame's head alone, so that a scan reads no blob: a segment is indexed by its heads, and a blob is
-checked when it is read. The journal's frames (:mod:`.frames`) have one checksum for both, because its recovery reads all.
+The last crc32 covers only the frame's head, so that a scan can index a segment without reading blobs; a blob is checked when
+it is read. The journal's frames (:mod:`.frames`) have one checksum for both, because its recovery reads everything.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ HEAD_BYTES: Final = _HEAD.size + _CRC.size
 _SEARCH_BYTES: Final = 2**20
 
 Read = Callable[[int, int], bytes]
-"""From offset and length to bytes; fewer at the end of the file."""
+"""Reads bytes at an offset, given their number; returns fewer at the end of the file."""
 
 
 class Head(NamedTuple):
-    """What a frame says of its blob."""
+    """The head of a frame, which describes its blob."""
 
     blob_bytes: int
     blob_crc: int
     task: int
     prompt: int
-    """Both of a :class:`~scalerl_api.wire.PromptRef` to a training prompt."""
+    """With ``task``, the :class:`~scalerl_api.wire.PromptRef` of the training prompt."""
     digest: bytes
-    """8 bytes of the prompt's tokens."""
+    """Digest of the prompt's tokens, 8 bytes."""
     visit: int
-    """Groups of the prompt before it."""
+    """Number of earlier groups of the prompt."""
     responses: int
+    """Number of responses in the blob."""
 
     @property
     def frame_bytes(self) -> int:
@@ -50,13 +51,13 @@ class Head(NamedTuple):
 
 
 def encode_segment_header(number: int, identity: bytes) -> bytes:
-    """The first bytes of segment ``number``. identity: 32 bytes of what the responses depend on."""
+    """The first bytes of segment ``number``; ``identity`` has 32 bytes."""
     header = _SEGMENT.pack(SEGMENT_MAGIC, number, identity)
     return header + _CRC.pack(zlib.crc32(header))
 
 
 def decode_segment_header(data: bytes, number: int) -> bytes | None:
-    """The identity of segment ``number``; empty of one in another release's format. None where ``data`` begins with neither header."""
+    """The identity of segment ``number``; empty for another release's format, None if ``data`` has no valid header."""
     if len(data) < SEGMENT_HEADER_BYTES:
         return None
     family = len(SEGMENT_MAGIC) - 1
@@ -70,13 +71,13 @@ def decode_segment_header(data: bytes, number: int) -> bytes | None:
 
 
 def encode_frame(head: Head, blob: bytes) -> bytes:
-    """One frame; ``head.blob_bytes`` and ``head.blob_crc`` are computed from the blob."""
+    """One frame. ``head.blob_bytes`` and ``head.blob_crc`` are ignored and computed from the blob."""
     packed = _HEAD.pack(FRAME_MAGIC, len(blob), zlib.crc32(blob), *head[2:])
     return b"".join((packed, _CRC.pack(zlib.crc32(packed)), blob))
 
 
 def decode_head(data: bytes) -> Head | None:
-    """The head that ``data`` begins with; None where there is no undamaged one."""
+    """The head at the start of ``data``; None if there is no undamaged one."""
     if len(data) < HEAD_BYTES or data[:4] != FRAME_MAGIC:
         return None
     (crc,) = _CRC.unpack_from(data, _HEAD.size)
@@ -86,7 +87,7 @@ def decode_head(data: bytes) -> Head | None:
 
 
 def decode_frame(data: bytes) -> tuple[Head, bytes] | None:
-    """The one frame in ``data``; None where it is damaged."""
+    """The single frame in ``data``; None if it is damaged."""
     head = decode_head(data)
     if head is None or head.frame_bytes != len(data):
         return None
@@ -95,9 +96,9 @@ def decode_frame(data: bytes) -> tuple[Head, bytes] | None:
 
 
 def scan(read: Read, size: int) -> Iterator[tuple[int, Head | None]]:
-    """The heads of a segment's frames with their offsets, in order; a None for each damaged stretch.
+    """The heads of a segment's frames with their offsets, in order; None for each damaged range.
 
-    size: of the file. The last frame may be cut off: its head comes with an offset from which it does not fit.
+    ``size`` is that of the file. The last frame may be incomplete: its head is yielded although the blob exceeds the file.
     """
     offset = SEGMENT_HEADER_BYTES
     while offset < size:
@@ -117,5 +118,5 @@ def _next_head(read: Read, offset: int, size: int) -> int:
             at = data.find(FRAME_MAGIC, at + 1)
         if len(data) < _SEARCH_BYTES:
             break
-        offset += len(data) - len(FRAME_MAGIC) + 1  # a magic may lie across two reads
+        offset += len(data) - len(FRAME_MAGIC) + 1  # the magic may straddle two reads
     return size

@@ -1,7 +1,7 @@
-"""How much of a prompt's new responses occurs in those of the epoch before: ``history.jsonl``, for ``scalerl report``.
+"""Measures how much of a prompt's new responses occurs in those of the previous epoch: ``history.jsonl``, for ``scalerl report``.
 
-In the thread of the store. Comparing 16 responses of 512 tokens takes a few milliseconds; beyond a tenth of the time, groups
-are recorded with their lengths alone.
+This runs in the store's thread. Comparing 16 responses of 512 tokens takes a few milliseconds. If comparisons take more than
+a tenth of the time, groups are recorded without a comparison.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scalerl_api.wire import PastResponse
 from scalerl_coordinator.journal import Disk
 
 RUN_TOKENS: Final = 8
-"""Shorter runs recur by chance."""
+"""Minimum length of a common run; shorter ones recur by chance."""
 _MAX_TOKENS: Final = 2**16
-"""Of a group that are compared."""
+"""Maximum number of tokens of a group that are compared."""
 _TIME_SHARE: Final = 0.1
 _SLACK_SECONDS: Final = 0.5
 _PENDING_LINES: Final = 64
@@ -31,13 +31,13 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def reused_tokens(new: Sequence[bytes], old: Sequence[bytes]) -> int:
-    """Tokens of ``new`` in a run of ``RUN_TOKENS`` or more that occurs in one of ``old``; all are little-endian int32.
+    """Number of tokens of ``new`` in a run of at least ``RUN_TOKENS`` tokens that also occurs in a response of ``old``.
 
-    Runs are compared by 64-bit hashes.
+    Token ids are little-endian int32. Runs are compared by 64-bit hashes.
     """
     windows, known = _hashes(new, 1 << 40), _hashes(old, 1 << 41)
     found = np.isin(windows, known).astype(np.int64)
-    # Token i is in one of the windows that begin at i - 7 … i.
+    # Token i is covered by the windows that start at i - 7 … i.
     before = np.concatenate(
         (np.zeros(RUN_TOKENS, np.int64), np.cumsum(found), np.full(RUN_TOKENS - 1, found.sum()))
     )
@@ -45,10 +45,11 @@ def reused_tokens(new: Sequence[bytes], old: Sequence[bytes]) -> int:
 
 
 def _hashes(responses: Sequence[bytes], separator: int) -> NDArray[np.uint64]:
-    """Of each run of ``RUN_TOKENS`` tokens. Separators, one after each response, are in no response: runs do not cross them."""
+    """Hashes of all windows of ``RUN_TOKENS`` tokens. A unique separator after each response keeps windows from matching across
+    two responses."""
     ids: list[NDArray[Any]] = []
-    for at, response in enumerate(responses):
-        ids += [np.frombuffer(response, "<i4"), np.array([separator + at])]
+    for i, response in enumerate(responses):
+        ids += [np.frombuffer(response, "<i4"), np.array([separator + i])]
     tokens = np.concatenate(ids).astype(np.uint64)
     count = max(0, len(tokens) - RUN_TOKENS + 1)
     hashes = np.zeros(count, np.uint64)
@@ -59,7 +60,10 @@ def _hashes(responses: Sequence[bytes], separator: int) -> NDArray[np.uint64]:
 
 
 class SimilarityFile:
-    """Appends lines to ``path``; of one thread. report: called with a problem of the disk; its lines are lost."""
+    """Appends lines to ``path``. All methods belong to one thread.
+
+    ``report`` is called with the problem if lines could not be written; they are lost.
+    """
 
     def __init__(self, path: Path, report: Callable[[str], None], disk: Disk) -> None:
         self._path = path
@@ -78,7 +82,13 @@ class SimilarityFile:
         drafts: tuple[list[int], list[int]] | None,
         difficulty: float | None,
     ) -> None:
-        """Compare two groups of a prompt. key: task and prompt. drafts: drafted and accepted tokens, by position in a draft."""
+        """Compare the ``new`` group of a prompt with the ``old`` one, and add a line.
+
+        Args:
+            key: task and prompt.
+            visit: number of earlier groups of the prompt.
+            drafts: drafted and accepted tokens by position in a draft.
+        """
         compared = _first(new) if self._has_time() else []
         begin = time.thread_time()
         reused = reused_tokens(compared, [one.token_ids for one in old]) if compared else 0
@@ -106,7 +116,7 @@ class SimilarityFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines so far, if the volume's reserve stays free."""
+        """Write the pending lines, unless that would use the volume's reserve."""
         if not self._pending:
             return
         lines, self._pending = b"".join(self._pending), []
@@ -123,14 +133,14 @@ class SimilarityFile:
 
 
 def _first(responses: Sequence[PastResponse]) -> list[bytes]:
-    """The first responses, at least one, with ``_MAX_TOKENS`` or fewer."""
+    """The first responses, at least one, up to ``_MAX_TOKENS`` tokens in total."""
     taken: list[bytes] = []
-    for one in responses:
-        if taken and sum(map(len, taken)) + len(one.token_ids) > 4 * _MAX_TOKENS:
+    for response in responses:
+        if taken and sum(map(len, taken)) + len(response.token_ids) > 4 * _MAX_TOKENS:
             break
-        taken.append(one.token_ids)
+        taken.append(response.token_ids)
     return taken
 
 
 def _tokens(responses: Sequence[PastResponse]) -> int:
-    return sum(len(one.token_ids) for one in responses) // 4
+    return sum(len(response.token_ids) for response in responses) // 4

@@ -1,8 +1,8 @@
-"""Past responses to the training prompts, on disk, for the generators' drafts.
+"""Stores past responses to the training prompts on disk, for the generators' drafts.
 
-The store is a cache, not part of the journal's promise (``docs/adr/0010-history-beside-the-journal.md``): what is missing
-costs speed alone. :meth:`ResponseStore.put` only queues; a thread of the store writes, and a group that cannot be written is
-dropped and counted. Readers get the newest group of a prompt, whole, or nothing.
+The store is a cache without the journal's durability (``docs/adr/0010-history-beside-the-journal.md``): a missing response
+only costs speed. :meth:`ResponseStore.put` only queues. The store's thread writes, and drops and counts groups that it cannot
+write. Readers get the complete newest group of a prompt, or nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _QUEUE_BYTES: Final = 2**26
 """Bound on the groups that wait for the disk."""
 _RESPONSE_BYTES: Final = 256
-"""Of a response in memory, besides its tokens."""
+"""Memory of a response besides its tokens."""
 _RETRY_SECONDS: Final = 1.0
 _RESERVE_CHECK_SECONDS = 5.0
 _CLOSE_SECONDS: Final = 5.0
@@ -52,21 +52,24 @@ class PastGroup(msgspec.Struct, frozen=True):
     """:func:`scalerl_api.wire.prompt_digest` of the prompt's tokens."""
     responses: list[PastResponse]
     drafts: tuple[list[int], list[int]] | None = None
-    """Drafted and accepted tokens by position in a draft; None where the generator does not report them."""
+    """Drafted and accepted tokens by position in a draft; None if the generator does not report them."""
 
     @property
     def nbytes(self) -> int:
-        """In memory."""
+        """Its size in memory."""
         return sum(len(response.token_ids) + _RESPONSE_BYTES for response in self.responses)
 
 
 def past_responses(completions: Sequence[Completion]) -> list[PastResponse]:
-    """What the store keeps of a group's completions."""
-    return [PastResponse(max(span.version for span in one.versions), one.token_ids) for one in completions]
+    """The completions of a group in the form in which the store keeps them."""
+    return [
+        PastResponse(max(span.version for span in completion.versions), completion.token_ids)
+        for completion in completions
+    ]
 
 
 def history_identity(train_digest: str, base_model: Path) -> bytes:
-    """32 bytes of what stored responses depend on: the training prompts, and the files of the tokenizer.
+    """A 32-byte digest of the inputs of stored responses: the training prompts, and the files of the tokenizer.
 
     Raises:
         OSError: a file cannot be read.
@@ -82,14 +85,18 @@ _decode = msgspec.msgpack.Decoder(list[PastResponse]).decode
 
 
 class ResponseStore:
-    """The store in ``directory``; one process has it, guarded by the journal's lock.
-
-    lines: where to record how groups differ from those before them (:mod:`.response_similarity`). difficulty: of a prompt, for them.
+    """The store in ``directory``, which the journal's lock reserves for one process.
 
     Life cycle: construct → :meth:`start` → :meth:`put` and :meth:`lookup` from any thread → :meth:`close`. Until the thread
     has read the directory, lookups find nothing.
 
-    max_bytes: on disk. identity: of :func:`history_identity`; what is stored of another one is deleted.
+    Args:
+        identity: the result of :func:`history_identity`; responses stored under another identity are deleted.
+        max_bytes: maximum size on disk.
+        lines: file that records how similar each group is to the previous one (:mod:`.response_similarity`), or None.
+        difficulty: returns the difficulty of a prompt, for that file.
+        max_groups: maximum number of indexed groups.
+        queue_bytes: bound on the groups that wait for the disk.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class ResponseStore:
         self._ready = self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- life cycle -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread, which first reads the directory."""
@@ -133,14 +140,14 @@ class ResponseStore:
         self._thread.join(_CLOSE_SECONDS)
 
     def drain(self, timeout: float) -> bool:
-        """Wait until the directory is read and nothing is queued, ``timeout`` seconds at most; whether that is so."""
+        """Wait at most ``timeout`` seconds until the directory is read and the queue is empty; returns whether it is."""
         with self._wake:
             return self._wake.wait_for(lambda: self._ready and not self._queue, timeout)
 
     # --- callers --------------------------------------------------------------------------------
 
     def put(self, group: PastGroup) -> None:
-        """Queue a group for writing. Never blocks: where the queue is full, the group is dropped."""
+        """Queue a group for writing. Never blocks: if the queue is full, the group is dropped."""
         size = group.nbytes
         with self._wake:
             if self._failed or self._queued_bytes + size > self._max_queue_bytes:
@@ -151,9 +158,9 @@ class ResponseStore:
             self._wake.notify_all()
 
     def lookup(self, prompt: PromptRef, digest: bytes) -> bytes:
-        """The newest group of a prompt, an encoded list of :class:`PastResponse`; empty where there is none. Blocking I/O.
+        """The newest group of a prompt, as an encoded list of :class:`PastResponse`; empty without one. Blocking I/O.
 
-        digest: of the prompt's tokens; a group of other tokens is not found.
+        ``digest`` is that of the prompt's tokens; a group for other tokens is not returned.
         """
         result, blob = self._find(prompt, digest)
         with self._wake:
@@ -180,7 +187,7 @@ class ResponseStore:
                 try:
                     self._store(group)
                 except Exception:
-                    log.exception("a group is not stored in the history")
+                    log.exception("cannot store a group in the history of past responses")
                     self._drop(group, "failed")
                 with self._wake:
                     self._queue.popleft()
@@ -188,7 +195,7 @@ class ResponseStore:
                     self._wake.notify_all()
             self._log.finish_segment()
         except Exception:
-            log.exception("the history of past responses ends; the run continues without it")
+            log.exception("the history of past responses failed; the run continues without it")
         finally:
             with self._wake:
                 self._failed = True
@@ -211,7 +218,7 @@ class ResponseStore:
             self._wake.notify_all()
 
     def _next(self) -> PastGroup | None:
-        """The group to write next, which stays queued; None once there are none and the store closes."""
+        """Wait for the next group to write, which stays queued; None once the queue is empty and the store is closing."""
         if self._similarity is not None and not self._queue:
             self._similarity.flush()
         while True:
@@ -229,20 +236,20 @@ class ResponseStore:
         if self._log.waits:
             self._drop(group, "disk")
             return
-        before = self._before(group)
-        visit = 0 if before is None else before[0].visit + 1
+        previous = self._previous(group)
+        visit = 0 if previous is None else previous[0].visit + 1
         prompt = group.prompt.task, group.prompt.index
         head = Head(len(blob), zlib.crc32(blob), *prompt, group.digest, visit, len(group.responses))
-        if self._similarity is not None and before is not None:
+        if self._similarity is not None and previous is not None:
             try:
-                old = _decode(before[1])
+                old = _decode(previous[1])
                 self._similarity.add(
                     prompt, visit, group.responses, old, group.drafts, self._difficulty(group.prompt)
                 )
-            except Exception:  # the group itself can be stored
+            except Exception:  # the group can be stored nevertheless
                 log.log(
                     logging.DEBUG if self._comparison_failed else logging.ERROR,
-                    "a group is not compared with the one before it",
+                    "cannot compare a group with the previous one of its prompt",
                     exc_info=True,
                 )
                 self._comparison_failed = True
@@ -257,8 +264,8 @@ class ResponseStore:
             self._log.yield_space(error)
             self._drop(group, "disk")
 
-    def _before(self, group: PastGroup) -> tuple[Head, bytes] | None:
-        """The newest group of the prompt so far, if its tokens were the same."""
+    def _previous(self, group: PastGroup) -> tuple[Head, bytes] | None:
+        """The newest stored group of the same prompt with the same tokens."""
         at = self._index.newest(group.prompt)
         found = None if at is None else self._log.read(at)
         return found if found is not None and found[0].digest == group.digest else None

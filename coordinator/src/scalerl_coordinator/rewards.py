@@ -1,13 +1,14 @@
-"""What a completion is rewarded with: its verdict's score, and what its length takes from it. Pure.
+"""Computes the reward of a completion from its verdict's score and its length. Pure.
 
-The score lies in [0, 1]; the reward of a right answer is 1 and of a wrong one −1 (ScaleRL [P])::
+The score is in [0, 1]. Without length control, the reward of a correct answer is 1 and of a wrong one −1 (ScaleRL [P])::
 
     r = 2 · score − 1                                                     ``none``, ``interruption``
       + clip((maxTokens − |y|) / bufferTokens − 1, −1, 0)   if score = 1   ``penalty``: ScaleRL's alternative [P]
       + clip((maxCompletionTokens − bufferTokens − |y|) / bufferTokens, −1, 0)     ``overlong``: DAPO's [P]
 
-Both are 0 up to ``bufferTokens`` before the limit and −1 from the limit on. Rewards are computed once, when a group is
-accepted, and journaled: another ``recipe.length`` does not change the past. Curve and pass rates are those of scores.
+Both length terms are 0 up to ``bufferTokens`` before the limit, and −1 from the limit on. Rewards are computed once, when a
+group is accepted, and journaled, so a change of ``recipe.length`` does not affect earlier groups. The curve and pass rates use
+scores, not rewards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scalerl_api.wire import Verdicts
 def rewards(
     verdicts: Verdicts, lengths: Sequence[int], length: LengthSpec, max_completion_tokens: int
 ) -> list[float]:
-    """Reward of each completion of a group. lengths: in tokens.
+    """Reward of each completion of a group; ``lengths`` are in tokens.
 
     >>> from scalerl_api.recipe import LengthPenaltySpec
     >>> penalty = LengthSpec(penalty=LengthPenaltySpec(max_tokens=14000, buffer_tokens=2000))

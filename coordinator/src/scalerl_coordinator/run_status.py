@@ -13,7 +13,7 @@ from scalerl_coordinator.state import CoordinatorState
 
 
 def build_status(core: Core) -> wire.Status:
-    """The status; may be ahead of the disk by the records being written."""
+    """The status. It may include records that are not on disk yet."""
     state, usage, counts, meter = core.state, core.state.usage, core.state.counts, core.meter
     members = sorted(core.membership.members.values(), key=lambda m: m.name)
     phase = _phase(core)
@@ -79,7 +79,7 @@ def build_status(core: Core) -> wire.Status:
 
 
 def _newest_by_label(points: list[wire.EvaluationPoint]) -> list[wire.EvaluationPoint]:
-    """``points``, the newest alone with its breakdown: ``labels.csv`` has the others', and a status is asked for often."""
+    """``points`` with the breakdown by label of the newest only: ``labels.csv`` has all, and the status is polled often."""
     return [
         structs.replace(point, by_label=[]) if point.by_label else point for point in points[:-1]
     ] + points[-1:]

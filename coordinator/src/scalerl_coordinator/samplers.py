@@ -1,14 +1,14 @@
-"""Which prompt a slot has: the samplers of ``recipe.curriculum``.
+"""Chooses the prompt of each slot: the samplers of ``recipe.curriculum``.
 
-In a mix, each task has a sampler of its own (:class:`TaskSamplers`).
+In a mix, each task has a separate sampler (:class:`TaskSamplers`).
 
-The choice is made once, when a slot is first issued, and journaled with the cursor that follows it: a restart, a re-issue
-or a rollback does not choose again. It rests on the seed, the cursor and the history up to a step that does not depend
-on timing (:mod:`.prompt_history`), so a resumed run has the prompts of an uninterrupted one.
+A prompt is chosen once, when the window reaches its slot, and journaled with the next cursor: a restart, a re-issue or a
+return to a checkpoint does not choose again. The choice depends on the seed, the cursor, and the history up to a step that
+does not depend on timing (:mod:`.prompt_history`), so a resumed run has the same prompts as an uninterrupted one.
 
-Those here walk one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in what they pass over. To add one of them: a class with
-``passes_over``, a model in ``CurriculumSpec``, a case in :func:`make_sampler`. One that needs more is a
-:class:`~.prompt_sequence.Sampler` in a file of its own.
+The samplers in this module iterate over one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in the prompts that
+they pass over. To add one, write a class with ``passes_over``, a model in ``CurriculumSpec`` and a case in
+:func:`make_sampler`. A sampler that needs more is a :class:`~.prompt_sequence.Sampler` in a separate file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from scalerl_tasks import Mixture, PromptSource
 
 
 class Rule(Protocol):
-    """What a sampler passes over."""
+    """Decides which prompts a sampler passes over."""
 
     def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool: ...
 
 
 class RuleSampler(Sampler):
-    """The next prompt of the sequence that ``rule`` does not pass over.
+    """Chooses the next prompt of the sequence that ``rule`` does not pass over.
 
-    Where it passes over an epoch, or :data:`~.prompt_sequence.LONGEST_WALK` prompts in a row, the next prompt is taken all
-    the same: a run continues with all prompts rather than with none, and no choice takes long.
+    If the rule passes over a whole epoch, or :data:`~.prompt_sequence.LONGEST_WALK` consecutive prompts, the next prompt is
+    chosen regardless: a run continues with all prompts rather than with none, and no choice takes long.
     """
 
     def __init__(self, prompts: int, seed: int, rule: Rule) -> None:
@@ -54,7 +54,7 @@ class RuleSampler(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every prompt once an epoch."""
+    """Every prompt once per epoch."""
 
     def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
         return False
@@ -62,7 +62,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class NoPositiveResampling:
-    """Prompts whose historic pass rate is at least ``pass_rate`` leave all later epochs (ScaleRL [P])."""
+    """Prompts whose historical pass rate is at least ``pass_rate`` are excluded from all later epochs (ScaleRL [P])."""
 
     pass_rate: float
 
@@ -73,7 +73,7 @@ class NoPositiveResampling:
 
 @dataclass(frozen=True, slots=True)
 class PassRateBand:
-    """Prompts whose historic pass rate is outside [low, high] wait; prompts that were never tried do not."""
+    """Prompts whose historical pass rate is outside [low, high] are passed over; prompts that were never tried are not."""
 
     low: float
     high: float
@@ -85,10 +85,10 @@ class PassRateBand:
 
 @dataclass(frozen=True, slots=True)
 class DifficultyPools:
-    """A prompt is taken with the probability of its pool's weight over the largest weight.
+    """Chooses a prompt with a probability proportional to the weight of its pool; that of the largest weight is 1.
 
-    ``edges`` divide pass rates into pools; the chance is drawn by seed and cursor. Prompts that were never tried are in
-    the middle pool.
+    ``edges`` divide pass rates into pools. Prompts that were never tried are in the middle pool. The random number depends
+    on seed and cursor.
     """
 
     edges: tuple[float, ...]
@@ -110,8 +110,8 @@ def make_sampler(
     Args:
         spec: the curriculum.
         prompts: number of training prompts.
-        seed: the run's.
-        difficulty: of a training prompt by its index, where known; only SEC asks.
+        seed: the run's seed.
+        difficulty: returns the difficulty of a training prompt, by index, or None if unknown; only SEC calls it.
     """
     if spec.edge_of_competence is not None:
         edge = spec.edge_of_competence
@@ -134,8 +134,10 @@ def make_sampler(
 
 
 class TaskSamplers:
-    """A sampler for each task of the run, and which task a slot has. Tasks share nothing but the slots: each sampler has its
-    own cursor and history, and a slot is of the same task whatever the others choose."""
+    """The samplers of a run's tasks, and the task of each slot.
+
+    Tasks are independent: each sampler has a separate cursor and history, and the task of a slot does not depend on choices.
+    """
 
     def __init__(self, samplers: Sequence[Sampler], mixture: Mixture | None = None) -> None:
         self._samplers, self._mixture = list(samplers), mixture
@@ -155,7 +157,15 @@ def make_samplers(
     weights: Sequence[Fraction],
     seed: int,
 ) -> TaskSamplers:
-    """The samplers of a run's tasks, by ``task``: training prompts, names and weights. seed: the run's."""
+    """The samplers of a run's tasks.
+
+    Args:
+        spec: the curriculum.
+        train: training prompts of each task.
+        names: name of each task.
+        weights: weight of each task in the mix.
+        seed: the run's seed.
+    """
     if len(train) == 1:
         return TaskSamplers([make_sampler(spec, len(train[0]), seed, train[0].difficulty)])
     samplers = [
@@ -166,5 +176,5 @@ def make_samplers(
 
 
 def _seed(seed: int, task: str) -> int:
-    """Of a task of a mix: tasks with equally many prompts get different orders."""
+    """The seed of a task of a mix. It differs between tasks, so that equally many prompts get different orders."""
     return int.from_bytes(blake2b(f"{seed}/{task}".encode(), digest_size=6).digest(), "little")

@@ -15,19 +15,19 @@ from scalerl_tasks import SourceError
 log = logging.getLogger(__name__)
 
 _KEPT = 256
-"""Numbers of known steps whose values are kept in memory: more than the steps of one k."""
+"""Maximum number of known steps whose values are cached: more than the steps of one k."""
 _UNREAD = 255
 
 
 class SelfEvolvingCurriculum(Sampler):
-    """Draws a category from the Boltzmann distribution exp(Q(c) / temperature), and has the next prompt of it.
+    """Draws a category from the Boltzmann distribution exp(Q(c) / temperature), and chooses the next prompt of that category.
 
-    After each step, Q(c) ← learning_rate · r(c) + (1 - learning_rate) · Q(c) for every category with groups in it (TD(0)),
-    where r(c) is the mean absolute advantage of its completions; Q is 0 at first. Q is computed from the last
-    :data:`~.prompt_history.RECENT_STEPS` known steps, so a category that had no prompt in them is as at first.
+    After each step, Q(c) ← learning_rate · r(c) + (1 - learning_rate) · Q(c) for every category with groups in the step (TD(0)),
+    where r(c) is the mean absolute advantage of its completions. Q is initially 0. It is computed from the last
+    :data:`~.prompt_history.RECENT_STEPS` known steps, so a category without a prompt in them has its initial value.
 
-    ``edges`` divide difficulties into categories; prompts without a difficulty are one more category, also those that the source
-    cannot read. A category without a prompt among the next :data:`~.prompt_sequence.LONGEST_WALK` has no part in the draw.
+    ``edges`` divide difficulties into categories. Prompts without a difficulty, including those that the source cannot read,
+    are one more category. A category without a prompt among the next :data:`~.prompt_sequence.LONGEST_WALK` is excluded.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class SelfEvolvingCurriculum(Sampler):
             if (category := self._category(prompt)) == drawn:
                 return prompt, cursor + 1
             first.setdefault(category, (prompt, cursor + 1))
-        # The category is empty or rare. A second draw among those found keeps their proportions, and does not depend on how many
-        # prompts this process has read.
+        # The category is empty or rare. A second draw among those found preserves their proportions, and does not depend on
+        # which prompts this process has read.
         return first[self._draw(values, sorted(first), view.cursor, "category found")]
 
     def _draw(self, values: Sequence[float], categories: Sequence[int], cursor: int, purpose: str) -> int:
-        """One of ``categories``, from the Boltzmann distribution over them."""
+        """Draw one of ``categories`` from the Boltzmann distribution over them."""
         highest = max(values[category] for category in categories)
         weights = (math.exp((values[category] - highest) / self._temperature) for category in categories)
         cumulated = list(accumulate(weights))
@@ -70,7 +70,7 @@ class SelfEvolvingCurriculum(Sampler):
         return categories[min(drawn, len(categories) - 1)]
 
     def _category(self, prompt: int) -> int:
-        """Of a prompt; read from the source once."""
+        """The category of a prompt, which is read from the source once."""
         if (category := self._categories[prompt]) == _UNREAD:
             difficulty = self._read_difficulty(prompt)
             category = len(self._edges) + 1 if difficulty is None else bisect_right(self._edges, difficulty)
@@ -78,7 +78,10 @@ class SelfEvolvingCurriculum(Sampler):
         return category
 
     def _read_difficulty(self, prompt: int) -> float | None:
-        """None where the source cannot read the prompt: whoever needs its text reports that, and gives up its slot or ends the run."""
+        """The difficulty of a prompt; None if it has none or the source cannot read it.
+
+        If the prompt is chosen, reading its text fails as well, which gives up its slot or ends the run.
+        """
         try:
             return self._difficulty(prompt)
         except SourceError as error:
@@ -92,7 +95,7 @@ class SelfEvolvingCurriculum(Sampler):
             return None
 
     def _values(self, known: KnownHistory) -> list[float]:
-        """Q by category. Computed once a step: what is known up to a step does not change."""
+        """Q by category, cached by step: the results known up to a step do not change."""
         if self._history is not known.history or len(self._values_at) >= _KEPT:
             self._history, self._values_at, self._rewards = known.history, {}, {}
         if (values := self._values_at.get(known.until)) is None:

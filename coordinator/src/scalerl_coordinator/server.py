@@ -1,12 +1,12 @@
-"""The coordinator's HTTP server: aiohttp, then :class:`~.core.Core`, then the journal.
+"""The coordinator's HTTP server: aiohttp in front of :class:`~.core.Core` and the journal.
 
-A request goes body → struct → core → journal → answer. Nothing awaits between core and journal, so the journal has the
-order of the decisions; and the handler awaits the journal right after its decision, before any other work. Long polls
-wait for an event that the core's ``wake`` sets, not for a timer.
+A request passes through body → struct → core → journal → response. The handler does not await between core and journal,
+so records are journaled in the order of the decisions, and it awaits the journal right after its decision, before any
+other work. Long polls wait for events that the core's ``wake`` sets, not for a timer.
 
-A change that the disk refuses is rolled back, and its requests get 507. Any other failure — a damaged journal, prompts
-that cannot be read, an exception inside a decision — sets :attr:`Server.failure`: the process ends with it, and writes
-nothing of the state in memory.
+A change that cannot be written to disk is rolled back, and its requests get 507. Any other failure (a damaged journal,
+unreadable prompts, an exception inside a decision) sets :attr:`Server.failure`: the process ends with that exception and
+writes nothing of its state in memory.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 2**20
 PUSH_BODY_BYTES = 2**26
-"""Limit of a push; a single group may have the size that the run's lengths allow."""
+"""Limit of a push. It is higher if the run's lengths allow a larger group."""
 HELLO_BODY_BYTES = 2**29
+"""Limit of a trainer's hello, which may carry a checkpoint's snapshot."""
 _MAX_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
 _EXPORTS_SECONDS = 5.0
-"""Maximum age of the status' exports while the run trains; read at every tick once the run has finished."""
+"""Maximum age of the exports in the status while the run trains. Once it has finished, every tick reads them."""
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
+"""Size of a segment from which on a committed checkpoint starts a new one."""
 _LOOKUPS = 4
-"""Answers with past responses that are read at a time; each has up to ``wire.MAX_RESPONSES_BYTES``."""
+"""Concurrent reads of past responses, each of up to ``wire.MAX_RESPONSES_BYTES``."""
 
 T = TypeVar("T")
 
 
 class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A :class:`wire.Push` whose groups stay encoded: those bytes go to the journal."""
+    """A :class:`wire.Push` whose groups stay encoded, since these bytes are journaled."""
 
     member_id: str
     groups: list[msgspec.Raw]
@@ -70,9 +72,13 @@ class _RawPush(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Server:
     """The HTTP server of one run; ``app`` serves between :meth:`start` and :meth:`close`.
 
-    train: the training prompts of each task. held_out: the prompts of each evaluation set, by task. history: past responses,
-    which the server starts and closes. make_trace: makes the run's trace, with a function that counts lost lines; None: there
-    is none.
+    Args:
+        token: bearer token that requests must have.
+        train: training prompts, by task.
+        held_out: prompts of the evaluation sets, by task.
+        trackers: returns the state of the experiment trackers, for the status.
+        history: store of past responses, or None. The server starts and closes it.
+        make_trace: makes the run's trace, given a function that counts lost lines; None for no trace.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Server:
         self._training = TrainerRequests(core)
         self._trackers = trackers
         self._history = history
-        # Threads of their own: reads of the store must not keep those that leases and shards wait for.
+        # A separate pool: reads of the store must not occupy the default pool, which leases and shards need.
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="history-lookup")
         self._metrics = Metrics(
             lambda: msgspec.structs.replace(build_status(core), trackers=trackers()),
@@ -118,9 +124,9 @@ class Server:
         self._step_lock = asyncio.Lock()
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
-        self._files_problem = ""
+        self._logged_file_error = ""
         self._exports: Exports | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._exports_read: asyncio.Task[None] | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,7 +138,7 @@ class Server:
     # --- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring the files up to the state and start the ticks. The journal is started before."""
+        """Write the files from the state and start the ticks. Start the journal first."""
         self._flush()
         await self._journal.durable()
         if self._history is not None:
@@ -144,15 +150,15 @@ class Server:
         self._ticker.add_done_callback(self._task_done)
 
     def stop_polls(self) -> None:
-        """Answer every long poll now, without a result."""
+        """Answer every long poll now, with an empty result."""
         self._closing = True
         for event in self._events.values():
             event.set()
 
     async def close(self) -> None:
-        """Journal the rest with a snapshot, unless the state is inconsistent, and stop."""
+        """Stop the ticks. Journal what remains and a snapshot, unless the server failed or the disk cannot be written."""
         self.stop_polls()
-        tasks = [task for task in (self._ticker, self._reading) if task is not None]
+        tasks = [task for task in (self._ticker, self._exports_read) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,7 +176,7 @@ class Server:
         self._files_thread.shutdown(wait=True)
 
     async def _keep_time(self) -> None:
-        exports_read = time.monotonic()
+        last_exports = time.monotonic()
         while not self.failure.done():
             await asyncio.sleep(_TICK_SECONDS)
             now = self._now()
@@ -181,12 +187,12 @@ class Server:
                 self._flush()
                 await self._write_curve()
                 self._write_trace()
-            due = self._core.finished or time.monotonic() - exports_read >= _EXPORTS_SECONDS
-            # In its own task: ticks must not wait for a disk.
-            if due and (self._reading is None or self._reading.done()):
-                exports_read = time.monotonic()
-                self._reading = asyncio.create_task(self._read_exports(), name="coordinator-exports")
-                self._reading.add_done_callback(self._task_done)
+            due = self._core.finished or time.monotonic() - last_exports >= _EXPORTS_SECONDS
+            # In a separate task: a slow disk must not delay the ticks.
+            if due and (self._exports_read is None or self._exports_read.done()):
+                last_exports = time.monotonic()
+                self._exports_read = asyncio.create_task(self._read_exports(), name="coordinator-exports")
+                self._exports_read.add_done_callback(self._task_done)
 
     async def _read_exports(self) -> None:
         self._exports = await asyncio.get_running_loop().run_in_executor(
@@ -199,14 +205,14 @@ class Server:
             self._fail(problem)
 
     def _fail(self, problem: BaseException) -> ErrorResponse:
-        """The coordinator cannot continue: the process ends with ``problem``; returns the answer for the present request."""
+        """Set ``failure``, which ends the process with ``problem``. Returns the response for the current request."""
         if not self.failure.done():
             log.error("the coordinator cannot continue: %s", problem)
             self.failure.set_exception(problem)
-        return ErrorResponse(500, "failed", f"the coordinator ends: {problem}")
+        return ErrorResponse(500, "failed", f"the coordinator cannot continue and exits: {problem}")
 
     def _now(self) -> float:
-        # While nothing can be journaled, no request is served: deadlines do not advance.
+        # Deadlines do not advance while the disk cannot be written, because no request is served then.
         return self._clock.read(time.monotonic(), awake=self._journal.refusing is None)
 
     # --- state and journal ----------------------------------------------------------------------
@@ -233,12 +239,15 @@ class Server:
         core.wake.clear()
 
     def _decide(self, decision: Callable[[float], T]) -> T:
-        """Run one decision of the core; when this returns, its records are in the journal's queue.
+        """Run one decision of the core, and queue its records for the journal.
 
-        An exception other than a refusal may leave the state half changed, so nothing of it may be written.
+        Raises:
+            Refusal, UnknownMember: the decision refused the request.
+            ErrorResponse: the coordinator has failed, or the decision raised anything else. That may leave the state half
+                changed, so the process ends and writes none of it.
         """
         if self.failure.done():
-            raise ErrorResponse(500, "failed", "the coordinator ends after a failure; see its log")
+            raise ErrorResponse(500, "failed", "the coordinator exits after a failure; see its log")
         self._journal.check()
         try:
             try:
@@ -255,16 +264,16 @@ class Server:
         return result
 
     async def _decided(self, decision: Callable[[float], T]) -> T:
-        """A decision that is on disk, with every earlier record that it depends on.
+        """Run one decision and wait until its records, and all earlier ones, are on disk.
 
-        Nothing awaits between decision and durable(), so no refusal of the disk goes unnoticed.
+        Nothing awaits between the decision and ``durable()``, so no failed write goes unnoticed.
         """
         result = self._decide(decision)
         await self._journal.durable()
         return result
 
     def _roll_back(self) -> None:
-        """The disk refused a write: return the state to what the journal holds."""
+        """Return the state to what the journal holds, after a write to disk failed."""
         try:
             state = load_state(self._journal)
         except (CorruptJournal, OSError) as problem:
@@ -274,7 +283,10 @@ class Server:
         self._step_groups = None
 
     async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
-        """``attempt`` now and at every event of ``topic``, until it returns a result (then on disk) or the time is over."""
+        """Call ``attempt`` now and at every event of ``topic``, until it returns a result or ``wait_seconds`` have passed.
+
+        A result is on disk when this returns; None means that the time is over.
+        """
         if not (math.isfinite(wait_seconds) and wait_seconds >= 0):
             raise Refusal("bad-request", f"wait_seconds is {wait_seconds}, must be a number of seconds")
         loop = asyncio.get_running_loop()
@@ -306,31 +318,31 @@ class Server:
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
         self._decide(lambda now: self._rollouts.receive_lease_request(request, now))
-        given: list[wire.Lease] = []
+        issued: list[wire.Lease] = []
 
         def attempt(now: float) -> wire.Leases | None:
             leases = self._rollouts.offer(request.member_id, request.max_groups, now)
-            given.extend(leases.leases if leases is not None else ())
+            issued.extend(leases.leases if leases is not None else ())
             return leases
 
         try:
             leases = await self._poll(WORK, request.wait_seconds, attempt)
             if leases is None or not leases.leases:
                 return leases or wire.Leases(leases=[])
-            # Generated tasks generate the prompt to learn its id: not on the event loop.
-            ids, failed = await asyncio.to_thread(self._prompt_ids, given)
+            # Off the event loop, since a generated task generates the prompt to compute its id.
+            ids, failed = await asyncio.to_thread(self._prompt_ids, issued)
             if failed:
                 await self._decided(lambda now: self._rollouts.give_up_prompts(failed, now))
         except TaskError as problem:
             raise self._fail(problem) from problem
         finally:
-            # Also when the client has disconnected: from here on, heartbeats reveal an answer that did not arrive.
-            self._core.book.mark_sent((lease.lease_id for lease in given), self._now())
+            # Also if the client has disconnected: heartbeats from now on reveal a response that did not arrive.
+            self._core.book.mark_sent((lease.lease_id for lease in issued), self._now())
             self._rollouts.end_lease_request(request.member_id)
-        return wire.Leases(leases=self._named(given, ids))
+        return wire.Leases(leases=self._with_prompt_ids(issued, ids))
 
     def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:
-        """The prompt id of each lease; for prompts that cannot be generated, "" and the reason by lease."""
+        """The prompt id of each lease ("" if the prompt cannot be generated), and the failures' reasons by lease id."""
         ids, failed = [], {}
         for lease in leases:
             try:
@@ -340,16 +352,18 @@ class Server:
                 failed[lease.lease_id] = str(problem)
         return ids, failed
 
-    def _named(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
-        """The leases to send, without those that were closed while their prompts were read."""
+    def _with_prompt_ids(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
+        """The leases to send: with their prompt ids, and without those that were closed while the prompts were read."""
         book, now = self._core.book, self._now()
-        named = []
+        to_send = []
         for lease, prompt_id in zip(leases, ids, strict=True):
             remaining = book.remaining_seconds(lease.lease_id, now)
             if remaining is not None:
                 book.set_prompt_id(lease.lease_id, prompt_id)
-                named.append(msgspec.structs.replace(lease, prompt_id=prompt_id, remaining_seconds=remaining))
-        return named
+                to_send.append(
+                    msgspec.structs.replace(lease, prompt_id=prompt_id, remaining_seconds=remaining)
+                )
+        return to_send
 
     async def _push(self, request: _RawPush) -> wire.PushReply:
         groups = []
@@ -361,18 +375,20 @@ class Server:
                     400, "bad-request", str(problem).replace("`$", f"`$.groups[{index}]")
                 ) from None
 
-        def take(now: float) -> list[tuple[wire.PushResult, str | None]]:
+        def push_all(now: float) -> list[tuple[wire.PushResult, str | None]]:
             self._core.membership.get(request.member_id, now)
             return [
                 self._rollouts.push(request.member_id, group, bytes(raw), now)
                 for group, raw in zip(groups, request.groups, strict=True)
             ]
 
-        verdicts = await self._decided(take)
-        for group, (result, _) in zip(groups, verdicts, strict=True):
+        answers = await self._decided(push_all)
+        for group, (result, _) in zip(groups, answers, strict=True):
             if result is wire.PushResult.ACCEPTED and group.split is wire.Split.TRAIN:
                 self._remember(group)
-        return wire.PushReply(results=[v for v, _ in verdicts], reasons=[reason for _, reason in verdicts])
+        return wire.PushReply(
+            results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
+        )
 
     async def _release(self, request: wire.Release) -> wire.Ack:
         await self._decided(lambda now: self._rollouts.release(request, now))
@@ -392,7 +408,7 @@ class Server:
         self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
-        """A :class:`wire.Responses` whose responses stay encoded, as they are on disk."""
+        """An encoded :class:`wire.Responses`, assembled from the responses as they are encoded on disk."""
         if request.prompt.split is not wire.Split.TRAIN:
             raise Refusal("bad-request", "responses of evaluations are not stored")
         blob = b""
@@ -412,12 +428,14 @@ class Server:
         return welcome
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
-        found = await self._poll(TRAINER, request.wait_seconds, lambda now: self._training.next(request, now))
-        found = found or wire.Next(
+        action = await self._poll(
+            TRAINER, request.wait_seconds, lambda now: self._training.next(request, now)
+        )
+        action = action or wire.Next(
             action=wire.NextAction.WAIT, step=request.version, reason=self._core.end_reason
         )
         return msgspec.structs.replace(
-            found,
+            action,
             measured=self._training.has_evaluation(request.version),
             points=len(self._core.curve),
         )
@@ -428,7 +446,7 @@ class Server:
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
     async def _groups_of(self, plan: ShardPlan) -> dict[str, r.StoredGroup]:
-        """The groups of a step, read once for all ranks and kept until the step's report."""
+        """The groups of a step by lease id, read once for all ranks and cached until the step's report."""
         async with self._step_lock:
             cached = self._step_groups
             if cached is None or cached[:2] != (plan.step, plan.lease_ids):
@@ -437,7 +455,7 @@ class Server:
                     groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
                 except KeyError as problem:
                     raise Refusal(
-                        "not-ready", f"step {plan.step} was deleted meanwhile (group {problem})"
+                        "not-ready", f"step {plan.step} was deleted before it was read (group {problem})"
                     ) from None
                 except (CorruptJournal, OSError) as problem:
                     raise self._fail(problem) from problem
@@ -477,7 +495,7 @@ class Server:
         return await self._decided(lambda now: self._training.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
-        # metrics.jsonl must have the rows that the journal deletes now.
+        # First write metrics.jsonl: the commit deletes these rows from the journal.
         if not await self._write_rows():
             raise ErrorResponse(
                 507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
@@ -494,17 +512,18 @@ class Server:
 
     async def _record_decision(self, request: wire.DecisionLine) -> wire.Ack:
         decisions = self._files.decisions
-        await self._on_decisions(lambda: decisions.append(request.offset, request.line))
+        await self._on_decision_log(lambda: decisions.append(request.offset, request.line))
         return wire.Ack()
 
     async def _decision_lines(self, request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 19):
             raise ErrorResponse(400, "bad-request", f"offset={offset[:40]!r} is not a number of bytes")
-        content, size = await self._on_decisions(lambda: self._files.decisions.read(int(offset)))
+        content, size = await self._on_decision_log(lambda: self._files.decisions.read(int(offset)))
         return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content, size=size)))
 
-    async def _on_decisions(self, access: Callable[[], T]) -> T:
+    async def _on_decision_log(self, access: Callable[[], T]) -> T:
+        """Access decisions.jsonl in the files' thread. Raises ErrorResponse."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._files_thread, access)
         except Superseded as problem:
@@ -520,7 +539,7 @@ class Server:
             raise ErrorResponse(500, "disk-failed", message) from problem
 
     async def _status(self, request: web.Request) -> web.Response:
-        # A slow disk must not delay the status: the exports are those of the last tick.
+        # The exports are those that a tick read last: a slow disk must not delay the status.
         status, error = (
             msgspec.structs.replace(
                 build_status(self._core), exports=self._exports, trackers=self._trackers()
@@ -533,7 +552,7 @@ class Server:
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.failure.done():
-            return web.Response(status=503, text="the coordinator ends\n")
+            return web.Response(status=503, text="the coordinator has failed and exits\n")
         return web.Response(text="alive\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -559,17 +578,20 @@ class Server:
             self._files_thread.submit(self._trace.write)
 
     async def _on_files(self, write: Callable[[], None]) -> bool:
-        """Write a file for users. A failure does not stop the run: the journal has all of it until a checkpoint is committed."""
+        """Write metrics.jsonl or curve.csv in the files' thread. Returns whether that succeeded.
+
+        A failure does not stop the run, since the journal has their content until a checkpoint is committed.
+        """
         try:
             await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
         except OSError as error:
-            if str(error) != self._files_problem:  # retried at every tick: logged once
+            if str(error) != self._logged_file_error:  # retried at every tick, but logged once
                 log.error("cannot write metrics.jsonl or curve.csv, retrying: %s", error)
-            self._files_problem = str(error)
+            self._logged_file_error = str(error)
             return False
-        if self._files_problem:
+        if self._logged_file_error:
             log.info("metrics.jsonl and curve.csv can be written again")
-            self._files_problem = ""
+            self._logged_file_error = ""
         return True
 
     # --- HTTP -----------------------------------------------------------------------------------

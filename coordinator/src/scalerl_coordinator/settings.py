@@ -1,4 +1,4 @@
-"""The settings of a run that the coordinator reads from its spec, once."""
+"""The settings that the coordinator reads from the run's spec when it starts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _COMPLETION_SLACK_BYTES = 2**14
 
 
 class EvaluationSet(msgspec.Struct, frozen=True, array_like=True):
-    """A fixed set of prompts that versions are evaluated on."""
+    """A fixed set of prompts on which versions are evaluated."""
 
     name: str
     digest: str
-    """Of its prompts."""
+    """Digest of its prompts."""
     prompts: int
+    """Number of prompts."""
     samples: int
     """Completions per prompt."""
     k: int = 0
-    """Largest k of pass@k; 0: the samples."""
+    """Largest k of pass@k; 0 for ``samples``."""
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """The settings that records depend on. Those not in :attr:`fixed` may change between processes."""
+    """The settings on which the meaning of records depends. Those not in :attr:`fixed` may change between processes."""
 
     prompts_per_step: int
     completions_per_prompt: int
@@ -48,26 +49,27 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     evaluation_samples: int
     evaluation_temperature: float = 1.0
     steps_per_batch: int = 0
-    """k of PPO-off-policy-k; 0: PipelineRL."""
+    """k of PPO-off-policy-k; 0 for PipelineRL."""
     max_tries: int = 1
-    """Prompts that are tried for a slot until one has rewards that differ; 1: no refill."""
+    """Maximum number of prompts that a slot gets until the rewards of one differ; 1 for no refill."""
     tasks: tuple[str, ...] = (MAIN_TASK,)
-    """Names, by :attr:`~scalerl_api.wire.PromptRef.task`. ``held_out_digest`` is of the first, ``train_digest`` of all."""
+    """Names of the tasks, by :attr:`~scalerl_api.wire.PromptRef.task`. ``held_out_digest`` is that of the first task,
+    ``train_digest`` that of all."""
 
     sets: tuple[EvaluationSet, ...] = ()
-    """Further evaluation sets; the n-th (from 1) is :attr:`~scalerl_api.wire.PromptRef.task` n of its held-out prompts. Of a
-    mix, those of the other tasks are first. One without a name is not evaluated."""
+    """Further evaluation sets. Prompts of the n-th (counted from 1) have :attr:`~scalerl_api.wire.PromptRef.task` n. In a mix,
+    the sets of its other tasks come first. A set without a name is not evaluated."""
     reference: bool = False
-    """The reference policy of ``recipe.kl.penalty`` scores the completions."""
+    """Whether the reference policy of ``recipe.kl.penalty`` scores the completions."""
     held_out_name: str = HELD_OUT_SET
-    """Of the evaluation set of the task's held-out prompts; empty: they are not evaluated."""
+    """Name of the first task's evaluation set; empty if it is not evaluated."""
     held_out_k: int = 0
-    """Its :attr:`EvaluationSet.k`."""
+    """:attr:`EvaluationSet.k` of the first task's evaluation set."""
     task_max_tokens: tuple[int, ...] = ()
     """Maximum completion tokens of each task of a mix."""
 
     def evaluation_set(self, task: int) -> EvaluationSet:
-        """The evaluation set of ``task``; of 0, the held-out prompts of the run's task."""
+        """The evaluation set of ``task``; for 0, the held-out prompts of the first task."""
         if task:
             return self.sets[task - 1]
         return EvaluationSet(
@@ -80,31 +82,31 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def set_tasks(self) -> list[int]:
-        """The tasks of all evaluation sets."""
+        """The tasks of all evaluation sets that are evaluated."""
         return [task for task in range(len(self.sets) + 1) if self.evaluation_set(task).name]
 
     def max_tokens(self, task: int) -> int:
-        """Maximum completion tokens of a task, in training and on its held-out prompts, or of an evaluation set."""
+        """Maximum completion tokens of a task (in training and on its held-out prompts), or of an evaluation set."""
         return self.task_max_tokens[task] if task < len(self.task_max_tokens) else self.max_completion_tokens
 
     def completions(self, prompt: PromptRef) -> int:
-        """Completions of a group of ``prompt``."""
+        """Number of completions of a group of ``prompt``."""
         if prompt.split is Split.TRAIN:
             return self.completions_per_prompt
         return self.evaluation_set(prompt.task).samples
 
     def measured(self, task: int) -> str:
-        """Digest of what a point of the task's set measures: the prompts, and whatever else changes the expected reward of a
-        version.
+        """Digest of the prompts of the task's set and of all settings that change a version's expected reward on it.
 
-        Points with different digests do not belong to one curve. The number of samples only changes the error.
+        Points with different digests do not belong to the same curve. The number of samples is not part of it, because it only
+        changes the error.
         """
         parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_tokens(task))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def fixed(self) -> dict[str, object]:
-        """What may not change between processes: it defines which prompt an index is."""
+        """The settings that may not change between processes, because they define which prompt an index refers to."""
         return {name: getattr(self, name) for name in _FIXED} | {
             "sets": tuple((one.name, one.digest, one.prompts) for one in self.sets)
         }
@@ -115,7 +117,7 @@ _FIXED: Final = ("seed", "train_digest", "held_out_digest", "held_out_prompts", 
 
 @dataclass(frozen=True)
 class Settings:
-    """Named as the spec's fields; devices are per replica or rank, at least 1 (a CPU process counts)."""
+    """Settings of a run, named as the spec's fields. Devices are per replica or rank, and at least 1 (a CPU process)."""
 
     identity: Identity
     temperature: float
@@ -128,13 +130,13 @@ class Settings:
     set_every: tuple[int, ...] = ()
     """``everySteps`` of each of :attr:`Identity.sets`."""
     forecast_task: int = 0
-    """The task whose evaluation set has the run's curve; :data:`~.weighted_mean.MEAN_TASK`: all of the mix."""
+    """The task whose evaluation set the forecast follows; :data:`~.weighted_mean.MEAN_TASK` for the mean over a mix."""
     weights: tuple[Fraction, ...] = (Fraction(1),)
-    """Of the training tasks."""
+    """Weights of the training tasks in the mix."""
     length: LengthSpec = RecipeSpec().length
     curriculum: CurriculumSpec = RecipeSpec().curriculum
     teacher: bool = False
-    """Training groups have log-probabilities of ``recipe.distillation``'s teacher."""
+    """Whether training groups must have log-probabilities of ``recipe.distillation``'s teacher."""
     max_compute_tokens: int | None = None
     by_length: bool = False
     """``schedule.byLength``."""
@@ -143,21 +145,24 @@ class Settings:
     context_tokens: int = 2**20
     """Maximum length of prompt and completion together."""
     history: HistorySpec | None = None
-    """``generator.speculation.history``; None: past responses are not stored."""
+    """``generator.speculation.history``; None if past responses are not stored."""
 
     def every_steps(self, task: int) -> int:
-        """Steps between evaluations on the set of ``task``."""
+        """Number of steps between evaluations on the set of ``task``."""
         return self.set_every[task - 1] if task else self.evaluation_every
 
     def follows(self, task: int) -> bool:
-        """Whether the evaluation set of ``task`` is part of the run's curve."""
+        """Whether the forecast follows the evaluation set of ``task``, alone or as part of the weighted mean."""
         return task == self.forecast_task or (
             self.forecast_task == MEAN_TASK and 0 <= task < len(self.weights)
         )
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound on the size of a group of this run on the wire: 4 bytes a token id, 4 a log-probability, 4 a teacher's."""
+        """Upper bound on the size of a group of this run on the wire, in bytes.
+
+        A token takes 4 bytes for its id, 4 for its log-probability and 4 for the teacher's.
+        """
         identity = self.identity
         completions = max(
             identity.completions_per_prompt, identity.evaluation_samples, *(s.samples for s in identity.sets)
@@ -177,32 +182,38 @@ class Settings:
         """The settings of ``run`` and of its tasks.
 
         Args:
-            train_digest: of the training prompts of all tasks.
+            train_digest: digest of the training prompts of all tasks.
             held_out: digest and number of the held-out prompts of each task.
-            sets: the same of each evaluation set with a task of its own.
+            sets: digest and number of the prompts of each evaluation set with a task of its own.
         """
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
         tasks = spec.task.tasks
         all_sets = spec.evaluation_sets
-        of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
-        # By task, as in a PromptRef; None: held-out prompts that are not evaluated.
-        given = [of_task.get(one.name) for one in tasks] + [one for one in all_sets if one.task is not None]
+        set_of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
+        # By PromptRef.task; None for held-out prompts that are not evaluated.
+        set_specs = [set_of_task.get(task.name) for task in tasks]
+        set_specs += [one for one in all_sets if one.task is not None]
 
-        def samples(one: EvaluationSetSpec | None) -> int:
-            return (one.samples_per_prompt if one is not None else None) or evaluation.samples_per_prompt
+        def samples(set_spec: EvaluationSetSpec | None) -> int:
+            return (
+                set_spec.samples_per_prompt if set_spec is not None else None
+            ) or evaluation.samples_per_prompt
 
-        every = [(one.every_steps if one is not None else None) or evaluation.every_steps for one in given]
+        every_steps = [
+            (set_spec.every_steps if set_spec is not None else None) or evaluation.every_steps
+            for set_spec in set_specs
+        ]
         first, *others = [
             EvaluationSet(
-                one.name if one is not None else "",
+                set_spec.name if set_spec is not None else "",
                 digest,
                 prompts,
-                samples(one),
-                (one.k if one is not None else None) or 0,
+                samples(set_spec),
+                (set_spec.k if set_spec is not None else None) or 0,
             )
-            for one, (digest, prompts) in zip(given, [*held_out, *sets], strict=True)
+            for set_spec, (digest, prompts) in zip(set_specs, [*held_out, *sets], strict=True)
         ]
-        names = [first.name, *(one.name for one in others)]
+        names = [first.name, *(other.name for other in others)]
         return cls(
             identity=Identity(
                 prompts_per_step=recipe.prompts_per_step,
@@ -218,22 +229,22 @@ class Settings:
                 evaluation_temperature=float(evaluation.temperature),
                 steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
                 max_tries=recipe.refill.max_tries if recipe.refill else 1,
-                tasks=tuple(one.name for one in tasks),
+                tasks=tuple(task.name for task in tasks),
                 reference=recipe.kl.penalty is not None,
                 held_out_name=first.name,
                 held_out_k=first.k,
                 sets=tuple(others),
                 task_max_tokens=tuple(
-                    one.max_completion_tokens or recipe.max_completion_tokens for one in spec.task.mix or ()
+                    task.max_completion_tokens or recipe.max_completion_tokens for task in spec.task.mix or ()
                 ),
             ),
             temperature=float(recipe.temperature),
-            evaluation_every=every[0],
-            set_every=tuple(every[1:]),
+            evaluation_every=every_steps[0],
+            set_every=tuple(every_steps[1:]),
             forecast_task=MEAN_TASK
             if spec.task.mix is not None and spec.forecast_set == MEAN_SET
             else names.index(spec.forecast_set),
-            weights=tuple(one.weight for one in tasks),
+            weights=tuple(task.weight for task in tasks),
             hold_seconds=float(evaluation.hold_seconds),
             lease_seconds=float(spec.generator.lease_seconds),
             max_steps=spec.budget.max_steps,

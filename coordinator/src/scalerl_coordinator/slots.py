@@ -8,12 +8,12 @@ fully synchronous.
 
 ``B`` may change during a run: every :class:`BatchSize` holds from its first step to the first step of the next one.
 
-Where generators stay ahead of the trainer, every token is older than its step, and no sampled token compares trainer
-and generator at equal weights. So every :data:`ON_POLICY_EVERY` · k steps a small fraction of the step's slots is
-on-policy: they wait for the weights that will train them. Cost: such a step cannot begin before those groups are done,
-one generation of a group after its weights are published. With k sized as it should be (a generation takes at most k
-steps), that is k steps in ``ON_POLICY_EVERY`` · k: at most 4 % of the trainer's time, and of the generators' time only
-what the bound k makes them wait.
+If generators stay ahead of the trainer, every token is older than its step, and no token is scored by trainer and
+generator at equal weights. Therefore, every :data:`ON_POLICY_EVERY` · k steps, a small fraction of the step's slots is
+on-policy: they wait for the weights that will train them. The cost: such a step cannot begin before these groups are
+complete, one group's generation after its weights are published. If k is sized as recommended (a generation takes at most
+k steps), that is k steps in ``ON_POLICY_EVERY`` · k: at most 4 % of the trainer's time. Generators only lose the time for
+which the bound k makes them wait.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import msgspec
 from scalerl_coordinator.off_policy import OffPolicy
 
 ON_POLICY_EVERY = 25
-"""Steps between measurements, per step of allowed staleness: the wait grows with k, its share of the time does not."""
+"""Steps between on-policy slots, per step of allowed staleness: the wait grows with k, but its share of the time does not."""
 
 _ON_POLICY_FRACTION = 0.05
 _MIN_ON_POLICY = 4
-"""Groups with equal scores are filtered and measure nothing: of four, some are probably trained on."""
+"""At least this many slots, because filtered groups (equal scores) measure nothing."""
 
 
 class BatchSize(msgspec.Struct, frozen=True, array_like=True):
-    """From ``first_step`` on a step consumes ``prompts_per_step`` slots, the first of them ``first_slot``."""
+    """From ``first_step`` on, every step consumes ``prompts_per_step`` slots, starting at ``first_slot``."""
 
     first_step: int
     first_slot: int
@@ -41,7 +41,7 @@ class BatchSize(msgspec.Struct, frozen=True, array_like=True):
 
 
 def size_of(step: int, sizes: Sequence[BatchSize]) -> BatchSize:
-    """The batch size of ``step``. ``sizes`` ascend; the first is of step 0 or of the first kept step."""
+    """The batch size of ``step``. ``sizes`` are ascending, starting with that of step 0 or of the first kept step."""
     return next((size for size in reversed(sizes) if size.first_step <= step), sizes[0])
 
 
@@ -73,11 +73,11 @@ def step_of(slot: int, sizes: Sequence[BatchSize]) -> int:
 def lease_limit(
     version: int, sizes: Sequence[BatchSize], off_policy: OffPolicy, max_steps: int | None
 ) -> int:
-    """First slot that a member with ``version`` may not be issued; 0 for a member without weights.
+    """First slot that may not be issued to a member with ``version``; 0 for a member without weights.
 
     >>> from scalerl_coordinator.off_policy import PipelineRL
     >>> eight = [BatchSize(0, 0, 8)]
-    >>> [lease_limit(v, eight, PipelineRL(k), most) for v, k, most in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
+    >>> [lease_limit(v, eight, PipelineRL(k), end) for v, k, end in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
     [24, 48, 48, 0]
     """
     if version < 0:
@@ -87,7 +87,7 @@ def lease_limit(
 
 
 def on_policy_slots(step: int, sizes: Sequence[BatchSize], max_staleness_steps: int) -> range:
-    """The slots of ``step`` that wait for the weights that will train them. Constant for a step until settings change.
+    """The slots of ``step`` that wait for the weights that will train them. Constant for a step while settings are.
 
     >>> [slot for step in range(30) for slot in on_policy_slots(step, [BatchSize(0, 0, 100)], 1)]
     [0, 1, 2, 3, 4, 2500, 2501, 2502, 2503, 2504]
@@ -99,8 +99,8 @@ def on_policy_slots(step: int, sizes: Sequence[BatchSize], max_staleness_steps: 
 
 
 def staleness(step: int, version: int) -> int:
-    """Updates between the version that sampled a token and the one that trains on it.
+    """Number of updates between the version that sampled a token and the one that trains on it.
 
-    Never negative: after the trainer returns to an older checkpoint, tokens can be from newer weights.
+    Tokens from newer weights, which exist after the trainer returned to a checkpoint, have staleness 0.
     """
     return max(0, step - version)

@@ -1,6 +1,6 @@
-"""Everything that must survive a restart, as one struct that only :func:`.transitions.apply` changes.
+"""The state that must survive a restart, in one struct that only :func:`.transitions.apply` changes.
 
-Life of a training slot; in parentheses, the field of :class:`~.accounting.RolloutCounts` with its rollouts::
+States of a training slot; in parentheses, the field of :class:`~.accounting.RolloutCounts` that counts its rollouts::
 
    open ─issued─▶ leased ─group accepted─▶ waiting for its step (queued) ─step closes─┬▶ zero variance (filtered)
                   │    ▲                                                              ▼
@@ -28,7 +28,7 @@ from scalerl_coordinator.slots import BatchSize
 
 
 class OpenLease(msgspec.Struct, frozen=True, array_like=True):
-    """A slot or held-out prompt that a member works on. Its deadline is in the :class:`~.leases.LeaseBook`."""
+    """A training slot or held-out prompt leased to ``holder``. Its deadline is in the :class:`~.leases.LeaseBook`."""
 
     prompt: PromptRef
     slot: int
@@ -41,47 +41,50 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CoordinatorState(msgspec.Struct):
-    """All fields follow from the journal's records. ``name=`` keeps the field names of existing snapshots."""
+    """A pure function of the journal's records. ``name=`` keeps the field names of existing snapshots."""
 
     format: int = 4
-    """Of its snapshot: see :mod:`.earlier_snapshots`."""
+    """Version of the snapshot's format (:mod:`.earlier_snapshots`)."""
     identity: Identity | None = None
     batch_sizes: list[BatchSize] = []
-    """By first step, back to the one of ``first_kept_step``."""
+    """Batch sizes by first step, from the one in force at ``first_kept_step`` on."""
     nonce: str = ""
+    """Unique to the process; prefixes its lease ids."""
     next_lease: int = 0
     leased: bool = False
-    """A lease was issued at least once: the run's time counts."""
+    """Whether a lease was ever issued: from then on the run's time counts."""
 
     next_slot: int = 0
-    """Slots below it have a prompt: the window has reached them."""
+    """Slots below it have a prompt."""
     open_slots: list[int] = msgspec.field(default_factory=list, name="reissue")
-    """Slots below ``next_slot`` that are to be issued, for the first time or again; ascending."""
+    """Slots below ``next_slot`` that wait for a lease, their first or another; ascending."""
     expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
-    """For slots in ``open_slots``: the lease that expired. Its group is accepted until the slot is issued again."""
+    """Expired lease of slots in ``open_slots``. Its group is still accepted until the slot is issued again."""
     prompts: dict[int, PromptRef] = {}
-    """Prompt of every slot below ``next_slot`` that is kept."""
+    """Prompt of every slot from ``first_kept_step`` on and below ``next_slot``."""
     cursors: list[int] = msgspec.field(default_factory=lambda: [0])
-    """Of the samplers, by task, after the newest slot."""
+    """Cursor of each task's sampler after the newest slot."""
     histories: list[PromptHistory] = msgspec.field(default_factory=lambda: [PromptHistory()])
-    """By task."""
+    """Prompt history of each task."""
     leases: dict[str, OpenLease] = {}
+    """Open leases by id."""
     groups: dict[int, Accepted] = {}
-    """By slot, from ``first_kept_step`` on."""
+    """Accepted groups by slot, from ``first_kept_step`` on."""
     tries: dict[int, list[Try]] = {}
-    """Of slots that were refilled: what came before the present prompt."""
+    """Zero-variance groups of refilled slots, with the prompts that each slot had before its present one."""
     filled: dict[int, int] = {}
-    """Number of groups of each step; a step with all of them is closed."""
+    """Number of filled slots of each step; a step is closed once all its slots are filled."""
     first_kept_step: int = 0
-    """Groups of earlier steps are deleted: no kept checkpoint is older."""
+    """Groups of earlier steps are deleted, since no kept checkpoint is older."""
 
     incarnation: str = ""
-    """The trainer's; empty until the first hello."""
+    """Id of the trainer's process; empty until the first hello."""
     version: int = 0
-    """Steps trained on the present lineage; the version that the trainer holds."""
+    """Weight version that the trainer holds: steps trained on the current lineage."""
     published: int = -1
+    """Last published weight version; -1 before the first publish."""
     newest: int = 0
-    """Highest version that any weights ever had, lost lineages included."""
+    """Highest weight version that ever existed, lost lineages included."""
     lost: int = -1
     """Highest version of a lost lineage that generators may hold. Up to it, one version may name two sets of weights."""
     restored: int = -1
@@ -90,29 +93,30 @@ class CoordinatorState(msgspec.Struct):
     progress_at: dict[int, Lineage] = msgspec.field(default_factory=dict, name="marks")
     """The lineage at each version that the trainer may return to."""
     rows: dict[int, Row] = {}
-    """Lines of metrics.jsonl by step, for as long as they may have to be written again."""
+    """Rows of metrics.jsonl by step, kept until they need not be written again."""
     last_row: Row = {}
     publish_stats: dict[str, float] = {}
+    """Statistics of the last publish, for the next row."""
     mismatches: dict[str, MismatchSums] = {}
-    """Of every step and publish, lost lineages included."""
+    """Log-probability mismatches summed over all steps and publishes, lost lineages included."""
     supervised_steps: int = 0
-    """Of mid-training, that the trainer's weights have."""
+    """Mid-training steps that are in the trainer's weights."""
     supervised_tokens: int = 0
     """Solution tokens of these steps."""
     supervised_seconds: float = 0.0
-    """Of mid-training, as reported by the present incarnation of the trainer."""
+    """Seconds of mid-training, as reported by the current incarnation of the trainer."""
     last_publish: str = ""
-    """Digest of the last PublishCommit."""
+    """Digest of the last PublishCommit, which detects its retries."""
     checkpoint: int = -1
     """Newest committed checkpoint that the trainer can still read."""
     checkpoint_failures: int = 0
-    """Checkpoints that could not be written, as reported with the steps, over all incarnations."""
+    """Checkpoints that could not be written, over all incarnations; reported with the steps."""
     reported_failures: int = 0
-    """The part of them that the present incarnation has reported."""
+    """The part of ``checkpoint_failures`` that the current incarnation has reported."""
     skips: dict[int, str] = {}
-    """Kept steps that were skipped when they were last reached, each with its reason."""
+    """Reason of each kept step that was skipped when it was last reached."""
     skipped_steps: int = 0
-    """Over all incarnations and lineages."""
+    """Number of skipped steps over all incarnations and lineages."""
     last_skip_reason: str = ""
 
     counts: RolloutCounts = msgspec.field(default_factory=RolloutCounts, name="fates")
@@ -120,22 +124,23 @@ class CoordinatorState(msgspec.Struct):
     evaluations: dict[EvaluationKey, Evaluation] = {}
     """Incomplete evaluations."""
     points: list[EvaluationPoint] = []
-    """Of all evaluation sets, by version."""
+    """Points of all evaluation sets, by version."""
 
     stop_reason: str = ""
+    """Why a stop was requested; empty without a request."""
     finish_reason: str = ""
-    """Set once the trainer was sent FINISH."""
+    """Why the run ended; set once the trainer was sent FINISH."""
 
     # --- queries --------------------------------------------------------------------------------
 
     @property
     def awaits_trainer(self) -> bool:
-        """No trainer has said hello to this journal yet: a checkpoint's snapshot may replace the state."""
+        """Whether no trainer has sent a hello to this journal yet, so that a checkpoint's snapshot may replace the state."""
         return not self.incarnation
 
     @property
     def finished(self) -> bool:
-        """The trainer was sent FINISH, and a checkpoint of its last version is committed."""
+        """Whether the trainer was sent FINISH and has committed a checkpoint of its last version."""
         return bool(self.finish_reason) and self.checkpoint == self.version
 
     def curve(self, task: int) -> list[EvaluationPoint]:
@@ -167,7 +172,7 @@ class CoordinatorState(msgspec.Struct):
         return f"{self.nonce}-{number}"
 
     def fill_slot(self, slot: int) -> None:
-        """Count the slot as done. The last slot of a step closes the step, and the zero-variance filter runs."""
+        """Count the slot as filled. The last slot of a step closes the step, and the zero-variance filter runs."""
         step = self.step_of(slot)
         self.filled[step] = self.filled.get(step, 0) + 1
         if self.closed(step) and self.known_identity.zero_variance_filter:
@@ -178,39 +183,45 @@ class CoordinatorState(msgspec.Struct):
                     self.counts.filtered += group.rollouts
 
     def fold_history(self) -> None:
-        """Bring into the history's columns what every sampler of a later slot may know."""
+        """Fold into the histories' columns the results that the samplers of all later slots may use."""
         identity = self.known_identity
-        # A refill chooses a prompt for a slot that was issued long before: any that is not trained yet.
+        # A refill chooses a prompt for a slot that was issued long before: for any slot that is not trained yet.
         slot_step = self.version if identity.max_tries > 1 else self.step_of(self.next_slot)
         for history in self.histories:
             history.fold(min(slot_step - identity.max_staleness_steps, self.version))
 
     @property
     def known_identity(self) -> Identity:
-        """The identity, which the journal's first record sets."""
+        """The run's identity, which the journal's first record sets."""
         if self.identity is None:
-            raise AssertionError("the first record of a journal is Started")
+            raise AssertionError("the first record of a journal must be Started")
         return self.identity
 
     # --- snapshot -------------------------------------------------------------------------------
 
     def encode(self) -> bytes:
-        """The whole state; :meth:`decode` gives an equal one."""
+        """The state as MessagePack, for :meth:`decode`."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> CoordinatorState:
-        """Raises msgspec.DecodeError on anything but the output of :meth:`encode`."""
+        """The state that :meth:`encode` of this or an earlier release encoded.
+
+        Raises:
+            msgspec.DecodeError: ``data`` is no such encoding.
+        """
         state = msgspec.msgpack.decode(present_format(data), type=CoordinatorState)
-        if state.identity is not None and not state.batch_sizes:  # written when a run had one batch size
+        if (
+            state.identity is not None and not state.batch_sizes
+        ):  # a snapshot from when a run had one batch size
             state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
         return state
 
     def detached(self) -> CoordinatorState:
-        """A copy for a checkpoint, readable without this journal: groups whose tokens are only in the journal are dropped.
+        """A copy for a checkpoint that can be restored without this journal.
 
-        Slots that are not trained yet lose their groups and are issued again with the same prompts. Their rollouts are
-        no longer counted as acknowledged.
+        It drops the groups, whose tokens are only in the journal. Slots that are not trained yet are issued again with the
+        same prompts, and their rollouts no longer count as acknowledged.
         """
         copy = CoordinatorState.decode(self.encode())
         start = slots.first_slot(self.version, self.batch_sizes)

@@ -14,7 +14,7 @@ from scalerl_coordinator.transitions import apply
 
 
 def load_state(journal: Journal) -> CoordinatorState:
-    """The state after all records on disk; afterwards the journal knows the positions of the groups' tokens.
+    """The state after all records on disk. Also loads the journal's index of the groups' tokens.
 
     Raises:
         CorruptJournal: acknowledged bytes are damaged, or cannot be decoded.
@@ -47,7 +47,7 @@ def load_state(journal: Journal) -> CoordinatorState:
 
 
 def new_nonce() -> str:
-    """A nonce for a coordinator process, part of its lease ids."""
+    """A nonce for a coordinator process, which prefixes its lease ids."""
     return secrets.token_hex(4)
 
 

@@ -1,8 +1,8 @@
-"""``trace.jsonl``, from the records of the journal (``spec.trace``).
+"""Writes ``trace.jsonl`` from the journal's records (``spec.trace``).
 
-The trace is for measurements: nothing reads it back. A line may be lost with the process or to a full disk, and one of a record
-that the disk refused may be repeated. On a volume that is nearly full, the earlier file is deleted, and then lines are lost.
-Blocking I/O is in :meth:`Trace.write` only.
+The trace is for measurements; nothing in the run reads it. A line may be lost in a crash or with a full disk, and a line may
+be repeated for a record whose write to disk failed. If the volume is nearly full, the earlier file is deleted first, and then
+lines are lost. Only :meth:`Trace.write` blocks on I/O.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from scalerl_coordinator.journal import Disk
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**26
-"""Of the file; then it becomes ``trace.jsonl.1``, in place of an earlier one. A group of 16 completions takes 400 bytes."""
+"""Maximum size of the file. Beyond it the file is renamed to ``trace.jsonl.1`` and replaces the earlier one. A group of 16
+completions takes 400 bytes."""
 _LONGEST_LINE = 2**20
 MAX_WAITING = 10_000
-"""Lines that wait for the disk."""
+"""Maximum number of lines that wait for the disk."""
 
 
 class _Completion(msgspec.Struct):
@@ -39,7 +40,7 @@ class _Completion(msgspec.Struct):
 
 
 class _Group(msgspec.Struct):
-    """What the trace has of a pushed group."""
+    """The fields of a pushed group that the trace needs."""
 
     completions: list[_Completion]
     generation_seconds: float
@@ -54,8 +55,8 @@ class Trace:
     """Writes the trace of one run.
 
     Args:
-        generator: of the run's spec.
-        on_lost: called with the number of lines that cannot be written.
+        generator: the section of the run's spec.
+        on_lost: called with the number of lines that could not be written.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Trace:
         self._generator = generator
         self._failed = False
         self._written = False
-        """The file has this start's header, and ends with a whole line."""
+        """Whether the file has this process's header and ends with a complete line."""
         self._header = self._make_header()
 
     def _make_header(self) -> bytes:
@@ -98,11 +99,11 @@ class Trace:
         return trace.encode(line) + b"\n"
 
     def record(self, record: r.AnyRecord, blob: bytes, now: float) -> None:
-        """Note one record, which is applied to the state. Raises nothing: the run continues without the line."""
+        """Add the line of a record that was applied to the state. Never raises: the run continues without the line."""
         try:
             self._record(record, blob, self._core.run_seconds(now))
         except Exception as error:
-            self._lose(1, f"a {type(record).__name__} has no line", error)
+            self._lose(1, f"cannot trace a {type(record).__name__}", error)
 
     def _record(self, record: r.AnyRecord, blob: bytes, t: float) -> None:
         state = self._core.state
@@ -164,7 +165,7 @@ class Trace:
         )
 
     def tick(self, now: float) -> bool:
-        """Note the members that came and went; returns whether there is something to write."""
+        """Add the lines of members that registered or were lost; returns whether there are lines to write."""
         members = {member.name: member.member_id for member in self._core.membership.members.values()}
         t = self._core.run_seconds(now)
         for name, member_id in self._generators.items():
@@ -178,11 +179,11 @@ class Trace:
 
     def _add(self, line: trace.AnyLine) -> None:
         if len(self._lines) == MAX_WAITING:
-            self._on_lost(1)  # the oldest
+            self._on_lost(1)  # the deque drops the oldest line
         self._lines.append(trace.encode(line) + b"\n")
 
     def write(self) -> None:
-        """Append what is waiting. A failure costs these lines."""
+        """Append the waiting lines to the file. After a failure they are lost."""
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
@@ -216,7 +217,7 @@ class Trace:
 
 
 def _end_line(path: Path) -> None:
-    """Cut off a line that a crash or a full disk left incomplete."""
+    """Remove a last line that a crash or a full disk left incomplete."""
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LONGEST_LINE))

@@ -1,4 +1,4 @@
-"""Requests of the trainer: the next action, its shard of a step, publishing, checkpoints."""
+"""Requests of the trainer: hello, the next action, the shards of a step, publishing, checkpoints."""
 
 from __future__ import annotations
 
@@ -28,35 +28,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Hold:
-    """A publish that waits for an evaluation."""
+    """An evaluation that a publish waits for."""
 
     since: float
+    """When the publish began to wait."""
     last_measurable: float
-    """When a member last held the evaluated version."""
+    """When a healthy member last held the evaluated version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """A rank's shard: what to read from the journal, and how to answer with it."""
+    """What :func:`fill_shard` needs to build a rank's shard from the groups in the journal."""
 
     step: int
     groups: list[wire.GroupMeta]
+    """All groups of the step, in slot order."""
     lease_ids: list[str]
-    """Of each group of the step, in slot order: the key of its blob; "" for a slot that was given up."""
+    """The lease of each group, which is the key of its blob; "" for a slot that was given up."""
     items: list[Item]
+    """The rank's sequences."""
     ambiguous: bool
     """As in :class:`~scalerl_api.wire.Shard`."""
 
 
 @dataclass(slots=True)
 class TrainerRequests:
-    """The trainer's endpoints, on a :class:`~.core.Core`."""
+    """Decides the requests of the trainer on a :class:`~.core.Core`."""
 
     core: Core
     _holds: dict[int, _Hold] = field(default_factory=dict)
-    """By evaluated version."""
+    """Evaluations that hold a publish, by evaluated version."""
     _stalled_since: float | None = None
-    """Since when no member can make the final evaluation."""
+    """Since when no member has been able to serve the final evaluation; None while one can."""
 
     # --- hello ----------------------------------------------------------------------------------
 
@@ -64,7 +67,8 @@ class TrainerRequests:
         """Accept a trainer; it supersedes the previous one.
 
         Raises:
-            Refusal: ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or ``unknown-version``.
+            Refusal: ``bad-request``, ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or
+                ``unknown-version``.
         """
         core, state = self.core, self.core.state
         if not request.incarnation:
@@ -74,8 +78,8 @@ class TrainerRequests:
         if not all(state.closed(step) for step in range(state.version, request.version)):
             raise Refusal(
                 "no-state",
-                f"the trainer's checkpoint is of version {request.version}, the journal has {state.version} steps; "
-                f"a checkpoint's snapshot restores an empty coordinator only: empty its directory, or start a new run",
+                f"the trainer's checkpoint has version {request.version}, but the journal has {state.version} steps. "
+                f"Only an empty coordinator can be restored from a checkpoint: empty its directory, or start a new run",
             )
         if request.version < 0:
             raise Refusal("bad-request", f"version is {request.version}, must be at least 0")
@@ -83,7 +87,7 @@ class TrainerRequests:
             self._refuse_forgotten(request.version)
         if request.version < state.version:
             log.warning(
-                "the trainer returns from version %d to %d; these steps are trained again, on the same rollouts",
+                "the trainer returns from version %d to %d; the steps between them are trained again, on the same rollouts",
                 *(state.version, request.version),
             )
         core.flush_usage(now)
@@ -102,15 +106,15 @@ class TrainerRequests:
         if version == 0:
             raise Refusal(
                 "checkpoints-lost",
-                f"the trainer has no checkpoint, but one of version {state.checkpoint} was committed and the batches "
-                f"before version {state.first_kept_step} are deleted: starting from version 0 would lose "
-                f"{state.counts.acknowledged} acknowledged rollouts and {len(state.points)} points. Put a checkpoint "
-                f"back, or start a new run in an empty directory",
+                f"the trainer has no checkpoint, but a checkpoint of version {state.checkpoint} was committed and the "
+                f"batches before version {state.first_kept_step} are deleted: starting from version 0 would lose "
+                f"{state.counts.acknowledged} acknowledged rollouts and {len(state.points)} evaluation points. Restore a "
+                f"checkpoint, or start a new run in an empty directory",
             )
         raise Refusal(
             "unknown-version",
-            f"version {version} is older than any kept checkpoint (oldest: {state.first_kept_step}); "
-            f"start from a kept one",
+            f"version {version} is older than the oldest kept checkpoint ({state.first_kept_step}); "
+            f"start from a kept checkpoint",
         )
 
     def _restore(self, snapshot: bytes, version: int) -> None:
@@ -123,21 +127,26 @@ class TrainerRequests:
         check_identity(restored, self.core.settings)
         if restored.version != version:
             raise Refusal(
-                "bad-snapshot", f"the snapshot is of version {restored.version}, the checkpoint of {version}"
+                "bad-snapshot",
+                f"the snapshot has version {restored.version}, but its checkpoint has {version}",
             )
-        log.warning("no journal: the state is restored from the trainer's checkpoint of version %d", version)
+        log.warning("no journal: restoring the state from the trainer's checkpoint of version %d", version)
         self.core.commit(r.Restored(snapshot))
         self.core.updated_since_restore = set()
         for member in self.core.membership.members.values():
             self.core.mark_lost(member.version)
 
     def check(self, incarnation: str) -> None:
-        """Raises Refusal unless ``incarnation`` is the present trainer."""
+        """Check that ``incarnation`` is the current trainer.
+
+        Raises:
+            Refusal: ``unknown-trainer`` or ``superseded``.
+        """
         current = self.core.state.incarnation
         if not current:
             raise Refusal("unknown-trainer", "this coordinator has no trainer; send hello again")
         if incarnation != current:
-            raise Refusal("superseded", "a newer trainer has said hello; this one must exit")
+            raise Refusal("superseded", "a newer trainer has sent hello; this one must exit")
 
     def _check_version(self, what: str, version: int) -> None:
         if version != self.core.state.version:
@@ -146,10 +155,10 @@ class TrainerRequests:
                 f"{what} {version}, but {self.core.state.version} steps are trained; send hello again",
             )
 
-    # --- what next ------------------------------------------------------------------------------
+    # --- the next action ------------------------------------------------------------------------
 
     def next(self, request: wire.NextRequest, now: float) -> wire.Next | None:
-        """The next action, or None while there is none. Raises Refusal."""
+        """The next action, or None while the trainer must wait. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the trainer holds version", request.version)
         core, state = self.core, self.core.state
@@ -164,19 +173,19 @@ class TrainerRequests:
         return None
 
     def _outdated(self, now: float) -> list[Member]:
-        """Members that need the present weights.
+        """Members that need the trainer's current weights.
 
-        After the trainer returns to a checkpoint, members may hold newer weights of the lost lineage, up to what was published:
-        they keep them until the run ends and its last version is evaluated.
+        After the trainer returned to a checkpoint, members may hold newer weights of the lost lineage, up to the published
+        version. They keep them until the next version is published, or until the run ends and its last version is evaluated.
         """
         version, newest = self.core.state.version, self.core.newest_possible
         unpublished = version > self.core.state.published and self.publishes(version)
-        exactly = bool(self.core.end_reason) or unpublished
-        oldest = version if exactly else scheme(self.core.settings.identity).oldest(version)
+        requires_version = bool(self.core.end_reason) or unpublished
+        oldest = version if requires_version else scheme(self.core.settings.identity).oldest(version)
         return [
             m
             for m in self.core.membership.publishable(now)
-            if m.version < oldest or m.version > newest or (exactly and m.version != version)
+            if m.version < oldest or m.version > newest or (requires_version and m.version != version)
         ]
 
     def _next_at_end(self, now: float) -> wire.Next | None:
@@ -205,7 +214,8 @@ class TrainerRequests:
         return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.end_reason)
 
     def has_evaluation(self, version: int) -> bool:
-        """Whether ``version``, which the trainer holds, has or will have a point: the last version of a run does."""
+        """Whether the trainer's current ``version`` has or will have a point on the curve; a run's last version always does,
+        unless the run is interrupted."""
         core = self.core
         return not core.interrupted and (
             bool(core.end_reason)
@@ -220,7 +230,7 @@ class TrainerRequests:
         return due(version, settings.every_steps(task), settings.max_steps, every)
 
     def publishes(self, version: int) -> bool:
-        """Whether the trainer is to publish ``version`` now that it has it."""
+        """Whether the trainer publishes ``version`` right after the step that produced it."""
         return scheme(self.core.settings.identity).publishes(version)
 
     def _has_point(self, version: int, task: int) -> bool:
@@ -233,7 +243,8 @@ class TrainerRequests:
     def _final_evaluation_stalled(self, version: int, now: float) -> bool:
         """Whether no member has held the final version for so long that its point is skipped.
 
-        A run that used up its budget waits as long as a publish would; a stopped one, for the timeout of a silent member.
+        A run that used up its budget waits as long as an evaluation may hold a publish; a stopped run, only as long as a
+        member's heartbeats may be missing.
         """
         core = self.core
         if any(m.healthy and m.version == version for m in core.membership.members.values()):
@@ -250,23 +261,23 @@ class TrainerRequests:
     def _out_of_attempts(self, version: int) -> bool:
         """Whether every remaining prompt of the final evaluation has failed ``MAX_FINAL_ATTEMPTS`` times."""
         evaluations = [e for e in self.core.state.evaluations.values() if e.version == version]
-        left = [
+        remaining = [
             (e.task, Split.HELD_OUT, p) for e in evaluations for p in range(e.prompts) if p not in e.results
         ]
         book = self.core.book
-        if not left or any(book.attempts(key) < MAX_FINAL_ATTEMPTS for key in left):
+        if not remaining or any(book.attempts(key) < MAX_FINAL_ATTEMPTS for key in remaining):
             return False
         log.error(
             "skipped the final evaluation (version %d): %d of its prompts failed %d times or more, last reason: "
             "%s",
-            *(version, len(left), MAX_FINAL_ATTEMPTS, book.retries[left[0]].reason),
+            *(version, len(remaining), MAX_FINAL_ATTEMPTS, book.retries[remaining[0]].reason),
         )
         return True
 
-    # --- a step ---------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------
 
     def plan_shard(self, request: wire.ShardRequest) -> ShardPlan:
-        """Which sequences of a closed step belong to which rank. Raises Refusal."""
+        """Balance the sequences of a closed step over the ranks, by tokens; returns the plan of one rank. Raises Refusal."""
         self.check(request.incarnation)
         state = self.core.state
         if not 0 <= request.rank < request.world_size:
@@ -274,7 +285,7 @@ class TrainerRequests:
         if request.step < state.first_kept_step or not state.closed(request.step):
             raise Refusal(
                 "not-ready",
-                f"step {request.step} is not closed, or deleted (kept from {state.first_kept_step})",
+                f"step {request.step} is not closed yet, or was deleted (the oldest kept step is {state.first_kept_step})",
             )
         groups = state.step_groups(request.step)
         items = [
@@ -301,7 +312,7 @@ class TrainerRequests:
         return ShardPlan(request.step, metas, lease_ids, shard, ambiguous=request.step <= state.lost)
 
     def step(self, report: wire.StepReport, now: float) -> Row | None:
-        """Record a trained step: its row of metrics.jsonl, or None if it is already recorded. Raises Refusal."""
+        """Record a trained step. Returns its row of metrics.jsonl, or None if it was already recorded. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
         _check_finite(report.stats)
@@ -312,28 +323,31 @@ class TrainerRequests:
         if report.step == state.version - 1:
             return None
         if report.step != state.version or not state.closed(report.step):
-            raise Refusal("out-of-step", f"step {report.step} is reported, step {state.version} is next")
+            raise Refusal("out-of-step", f"the trainer reported step {report.step}; expected {state.version}")
         core.flush_usage(now)
         if report.skipped:
             groups = zip(state.slots_of(report.step), state.step_groups(report.step), strict=True)
             slots = [slot for slot, group in groups if not group.filtered]
-            log.error("step %d was skipped: %s; not trained on: slots %s", report.step, report.skipped, slots)
+            log.error(
+                "step %d was skipped: %s; its slots %s were not trained", report.step, report.skipped, slots
+            )
             core.commit(r.StepSkipped(report.step, report.skipped, slots, report.stats, report.busy_seconds))
         else:
             core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
         return state.rows[report.step]
 
     def supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
-        """Record the progress of mid-training: its time counts as the run's. Raises Refusal."""
+        """Record the progress of mid-training, whose time counts towards the run's. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
         if not (math.isfinite(report.seconds) and min(report.seconds, report.steps, report.tokens) >= 0):
             raise Refusal("bad-request", "steps, tokens and seconds must be finite and not negative")
         if state.version:
             raise Refusal(
-                "out-of-step", "mid-training is reported after the first step of RL; send hello again"
+                "out-of-step",
+                "the trainer reported mid-training after the first step of RL; send hello again",
             )
-        # Once a lease was issued, the meter runs anyway.
+        # Once a lease was issued, the core's meter counts this time.
         seconds = 0.0 if state.leased else max(0.0, report.seconds - state.supervised_seconds)
         settings = core.settings
         devices = settings.trainer_devices + len(core.membership.members) * settings.generator_devices
@@ -365,25 +379,27 @@ class TrainerRequests:
         return wire.PublishPermit(ready=True, members=members)
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
-        """Whether it is of the run's curve, and has not waited too long."""
+        """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
         return self.core.settings.follows(evaluation.task) and not evaluation.released
 
     def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
-        """Versions under evaluation that a publish of ``version`` would take from a generator, or that none holds any more.
+        """Versions under evaluation that a publish of ``version`` must wait for.
 
-        A generator that joins under PPO-off-policy gets weights while others hold those of the batch, and continue with their
-        evaluation.
+        These are the versions in ``overwritten``, which members to update hold now, and, if ``version`` is not published yet,
+        those that no healthy member holds. A publish of an already published version, to a generator that joins within a
+        batch of PPO-off-policy, does not affect members that hold the batch's weights and continue its evaluation.
         """
         state = self.core.state
-        present = {m.version for m in self.core.membership.members.values() if m.healthy}
+        held = {m.version for m in self.core.membership.members.values() if m.healthy}
         return {
             v
             for (v, _), evaluation in state.evaluations.items()
             if v < version and self._holds_publish(evaluation)
-            if v in overwritten or (version > state.published and v not in present)
+            if v in overwritten or (version > state.published and v not in held)
         }
 
     def _release_holds(self, now: float) -> None:
+        """Release the evaluations that have held a publish for too long, or whose version no member holds any more."""
         core = self.core
         for version in list(self._holds):
             evaluations = [
@@ -395,25 +411,25 @@ class TrainerRequests:
             hold = self._holds[version]
             if any(m.healthy and m.version == version for m in core.membership.members.values()):
                 hold.last_measurable = now
-            waited, unable = now - hold.since, now - hold.last_measurable
-            if waited >= core.settings.hold_seconds or unable >= core.membership.timeout_seconds:
+            waited, unserved = now - hold.since, now - hold.last_measurable
+            if waited >= core.settings.hold_seconds or unserved >= core.membership.timeout_seconds:
                 for evaluation in evaluations:
                     log.warning(
-                        "evaluation of version %d has %d of %d prompts after %.0f s; newer weights will finish it",
+                        "the evaluation of version %d has %d of %d prompts after %.0f s; newer weights will complete it",
                         *(version, len(evaluation.results), evaluation.prompts, waited),
                     )
                     core.commit(r.EvaluationReleased(version, evaluation.task))
                 del self._holds[version]
 
     def tick(self, now: float) -> None:
-        """End holds and the wait for a final evaluation."""
+        """Release holds that are over, and wake the trainer's polls while a hold or the final evaluation may time out."""
         if self._holds:
             self._release_holds(now)
         if self._holds or self._stalled_since is not None:
             self.core.wake.add(TRAINER)
 
     def publish_commit(self, request: wire.PublishCommit, now: float) -> None:
-        """Record which members hold the version now. A retry after a lost answer counts once. Raises Refusal."""
+        """Record which members hold the version now. A retry after a lost response is counted once. Raises Refusal."""
         self.check(request.incarnation)
         self._check_version("the trainer published version", request.version)
         _check_finite(request.stats)
@@ -451,14 +467,14 @@ class TrainerRequests:
         for task in core.settings.identity.set_tasks:
             if not self._due(version, task) or self._has_point(version, task):
                 continue
-            begun = [e.version for e in state.evaluations.values() if e.task == task]
-            if not begun or (core.settings.follows(task) and version not in begun):
+            in_progress = [e.version for e in state.evaluations.values() if e.task == task]
+            if not in_progress or (core.settings.follows(task) and version not in in_progress):
                 self._start_evaluation(version, task)
-            elif version not in begun:
-                # Its generators have no room: points that come ever later would be of no use.
+            elif version not in in_progress:
+                # The generators cannot keep up with this set: a queue of evaluations would delay every later point more.
                 log.warning(
-                    "version %d gets no point of evaluation set %s: that of version %d is not complete",
-                    *(version, core.settings.identity.evaluation_set(task).name, begun[0]),
+                    "version %d gets no point of evaluation set %s: the evaluation of version %d is not complete",
+                    *(version, core.settings.identity.evaluation_set(task).name, in_progress[0]),
                 )
 
     def _start_evaluation(self, version: int, task: int) -> None:
@@ -468,13 +484,13 @@ class TrainerRequests:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def checkpoint_begin(self, request: wire.CheckpointBegin, now: float) -> wire.CheckpointSnapshot:
-        """The state to store in the checkpoint of ``step``. Raises Refusal."""
+        """The snapshot of the state to store in the checkpoint, and the best version so far. Raises Refusal."""
         self.check(request.incarnation)
-        self._check_version("the checkpoint is of version", request.step)
+        self._check_version("the checkpoint has version", request.step)
         self.core.flush_usage(now)
         state = self.core.state
-        whole = (p for p in self.core.curve if not p.mixed_versions and math.isfinite(p.reward))
-        best = max(whole, key=lambda p: (p.reward, p.version), default=None)
+        comparable = (p for p in self.core.curve if not p.mixed_versions and math.isfinite(p.reward))
+        best = max(comparable, key=lambda p: (p.reward, p.version), default=None)
         return wire.CheckpointSnapshot(
             step=request.step,
             snapshot=state.detached().encode(),
@@ -486,14 +502,15 @@ class TrainerRequests:
         self.check(request.incarnation)
         if not 0 <= request.step <= self.core.state.version or any(s < 0 for s in request.kept_steps):
             raise Refusal(
-                "bad-request", f"checkpoint {request.step} kept with {request.kept_steps}: no such version"
+                "bad-request",
+                f"checkpoint {request.step}, with kept steps {request.kept_steps}: the trainer has no such version",
             )
         self.core.flush_usage(now)
         self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
-    """The answer to a shard request, from the step's groups by lease."""
+    """The response to a shard request, with the sequences from ``groups``, the step's groups by lease id."""
     sequences = []
     for item in plan.items:
         group = groups[plan.lease_ids[item.group]]
@@ -515,6 +532,4 @@ def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Sha
 def _check_finite(stats: dict[str, float]) -> None:
     for name, value in stats.items():
         if not math.isfinite(value):
-            raise Refusal(
-                "bad-request", f"stats.{name} is {value}; only finite numbers go into metrics.jsonl"
-            )
+            raise Refusal("bad-request", f"stats.{name} is {value}; metrics.jsonl takes only finite numbers")

@@ -21,12 +21,12 @@ def trainer_joined(state: CoordinatorState, record: r.TrainerJoined) -> None:
     state.incarnation = record.incarnation
     state.reported_failures = 0
     state.supervised_seconds = 0.0
-    state.finish_reason = ""  # a trainer that says hello has not exited; a stop request remains
-    # A trainer with a version has read it from its checkpoint; one without has no checkpoint above 0.
+    state.finish_reason = ""  # a trainer that sends hello has not exited; a stop request stays in force
+    # A trainer at version > 0 has loaded that checkpoint; one at version 0 found no later checkpoint.
     state.checkpoint = record.version or min(state.checkpoint, 0)
     for step in range(state.version, record.version):
-        # The trainer could not load this checkpoint before and went further back. It has trained on the batches of
-        # these steps; only their reports are missing.
+        # An earlier incarnation trained these steps, then returned to an older checkpoint because it could not load this
+        # one. Their batches are known; only their reports are missing on this lineage.
         _advance(state, step, {}, 0, skipped=step in state.skips)
     if record.version == state.version:
         return
@@ -70,9 +70,9 @@ def supervised_trained(state: CoordinatorState, record: r.SupervisedTrained) -> 
 
 
 def _reported(state: CoordinatorState, record: r.StepTrained | r.StepSkipped) -> dict[str, float]:
-    """The trainer's statistics of the step, for its row."""
+    """Add the step's usage and failures to the totals; returns the trainer's statistics for its row."""
     state.usage.trainer_busy_seconds += record.busy_seconds
-    # Every incarnation of the trainer counts from 0.
+    # Every incarnation of the trainer counts its failures from 0.
     failures = int(record.stats.get("checkpoint_failures", 0))
     state.checkpoint_failures += max(0, failures - state.reported_failures)
     state.reported_failures = max(failures, state.reported_failures)
@@ -82,12 +82,12 @@ def _reported(state: CoordinatorState, record: r.StepTrained | r.StepSkipped) ->
 def _advance(
     state: CoordinatorState, step: int, stats: dict[str, float], trained_tokens: int, *, skipped: bool
 ) -> None:
-    """Extend the lineage by ``step``, which is closed."""
-    placed = list(zip(state.slots_of(step), state.step_groups(step), strict=True))
+    """Extend the lineage by the closed step ``step``, and write its row."""
+    by_slot = list(zip(state.slots_of(step), state.step_groups(step), strict=True))
     tries = state.step_tries(step)
-    sums = sum_step(step, [group for _, group in placed] + [one.group for one in tries])
-    results = [(state.prompts[slot], slot, group) for slot, group in placed if not group.given_up]
-    results += [(one.prompt, -1, one.group) for one in tries]
+    sums = sum_step(step, [group for _, group in by_slot] + [earlier.group for earlier in tries])
+    results = [(state.prompts[slot], slot, group) for slot, group in by_slot if not group.given_up]
+    results += [(earlier.prompt, -1, earlier.group) for earlier in tries]
     for task, history in enumerate(state.histories):
         history.add_step(step, [tried(p.index, slot, group) for p, slot, group in results if p.task == task])
     state.progress_at[step] = state.lineage
@@ -124,33 +124,33 @@ def _advance(
 
 
 def _task_figures(state: CoordinatorState, step: int) -> Row:
-    """The figures of each task of a mix in a closed step."""
+    """The figures of each task of a mix in a closed step, by key of metrics.jsonl."""
     names = state.known_identity.tasks
     if len(names) == 1:
         return {}
     groups: list[list[Accepted]] = [[] for _ in names]
     for slot, group in zip(state.slots_of(step), state.step_groups(step), strict=True):
         groups[state.prompts[slot].task].append(group)
-    for one in state.step_tries(step):
-        groups[one.prompt.task].append(one.group)
+    for earlier in state.step_tries(step):
+        groups[earlier.prompt.task].append(earlier.group)
     return {
         task_key(figure, name): value
-        for name, of in zip(names, groups, strict=True)
-        for figure, value in figures(sum_step(step, of)).items()
+        for name, task_groups in zip(names, groups, strict=True)
+        for figure, value in figures(sum_step(step, task_groups)).items()
     }
 
 
 def _crc32(prompts: list[PromptRef]) -> int:
-    """Checksum of a step's prompts; of indices alone where they are all of the first task, as in earlier releases."""
-    named: list[Any] = [p.index for p in prompts]
+    """Checksum of a step's prompts. If all are of the first task, it is over the indices alone, as in earlier releases."""
+    keys: list[Any] = [p.index for p in prompts]
     if any(p.task for p in prompts):
-        named = [(p.task, p.index) for p in prompts]
-    return zlib.crc32(repr(named).encode())
+        keys = [(p.task, p.index) for p in prompts]
+    return zlib.crc32(repr(keys).encode())
 
 
 def published(state: CoordinatorState, record: r.Published) -> None:
     if record.version < state.published:
-        # No member holds the later versions of the lost lineage: their evaluations start again.
+        # No member holds the later versions of the lost lineage any more: their evaluations are dropped.
         state.evaluations = {key: e for key, e in state.evaluations.items() if e.version <= record.version}
         for lease_id in [
             i

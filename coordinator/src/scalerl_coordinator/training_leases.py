@@ -1,15 +1,15 @@
-"""Which training slots a generator gets: the policy of ``spec.schedule``.
+"""Assigns training slots to generators, by the policy of ``spec.schedule``.
 
-Which slots may be leased follows from the staleness bound alone; a policy assigns those to the generators that ask. A slot keeps
-its step, so the rollouts of a step do not depend on their lengths.
+The staleness bound alone determines which slots may be leased; a policy distributes them over the generators with an open
+lease request. A slot keeps its step, so which rollouts a step has does not depend on their lengths.
 
-All slots of the window get their prompts when the window reaches them, in slot order, by a record of their own. From then on they
-wait in ``open_slots``, as slots whose lease ended do, and a restarted coordinator assigns those that are not leased again.
+Slots get their prompts when the window reaches them, in slot order, by a separate record. From then on they wait in
+``open_slots``, like slots whose lease ended; a restarted coordinator assigns all slots found there.
 
-A slot that failed with a generator is not assigned: it goes to the first that asks and may retry it.
+A slot that failed with a generator is not assigned by the policy: the first generator that asks and may retry it gets it.
 
-An assignment may leave a generator without a lease because another one that asks should get the place, and that one may be lost
-before it takes it. So after :data:`PATIENCE_SECONDS`, a generator gets what is there.
+An assignment may pass over a generator in favor of another that has asked. In case that one is lost before it takes its
+slots, a generator gets any open slots after waiting for :data:`PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from scalerl_coordinator.slots import lease_limit, on_policy_slots
 
 PATIENCE_SECONDS = 1.0
 _MAX_PLACES = 1024
-"""Places that are ordered by length, of about 10 µs each, while the event loop waits."""
+"""Bound on the places ordered by length in one assignment: each takes about 10 µs of the event loop."""
 
 _Expected = Callable[[PromptRef], float]
-"""Tokens of a completion."""
+"""Expected tokens of a completion of a prompt."""
 
 
 @dataclass(slots=True)
@@ -52,27 +52,28 @@ class _Request:
     """An open lease request."""
 
     groups: int
+    """Groups that it asks for."""
     passed_over_at: float | None = None
-    """When there were places and others got them, for the first time."""
+    """When the member first got no place although there were some; None if it did not."""
 
 
 @dataclass(slots=True)
 class _Assignment:
-    """Slots for all that ask. A publish answers many requests at once, so it is made once for all of them.
+    """Slots for all members with an open request, computed once for all of them: a publish wakes many requests at once.
 
-    It holds until the next tick, a new request, or a change of the state other than by issuing from it.
+    It is valid until the next tick, a new request, or a change of the state other than by issuing these slots.
     """
 
     version: int
-    """Of the member that it was made for; those with newer weights take part, and may take what they get."""
+    """Weight version of the member for which it was computed. Members with newer weights take part as well."""
     changes: int
-    """:attr:`.Core.changes` when it was made."""
+    """:attr:`.Core.changes` when it was computed."""
     slots: dict[str, list[int]]
-    """By member id."""
+    """Slots by member id."""
 
 
 class TrainingLeases:
-    """Chooses training slots."""
+    """Chooses the training slots of each lease request."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -83,41 +84,41 @@ class TrainingLeases:
         self._pace = Pace()
         self._ticked_at = 0.0
 
-    # --- what the policy knows of the generators -------------------------------------------------
+    # --- inputs of the policy --------------------------------------------------------------------
 
     def begin_request(self, member_id: str, groups: int) -> None:
-        """A member waits for leases until :meth:`end_request`."""
+        """Record that a member waits for ``groups`` leases, until :meth:`end_request`."""
         self._requests[member_id] = _Request(groups)
         self._assignment = None
 
     def end_request(self, member_id: str) -> None:
-        """A request has its answer, or nobody waits for it any more. Places that it leaves go to the others."""
+        """Record that a request was answered or its client disconnected. Its remaining slots go to the other members."""
         if self._requests.pop(member_id, None) is None:
             return
         if self._assignment is not None and self._assignment.slots.get(member_id):
             self._assignment = None
-        if any(one.passed_over_at is not None for one in self._requests.values()):
+        if any(request.passed_over_at is not None for request in self._requests.values()):
             self._core.wake.add(WORK)
 
     def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
-        """A group took so many seconds."""
+        """Record the duration of a group's generation and the lengths of its completions, in tokens."""
         self._pace.observe_group(seconds, lengths)
 
     def tick(self, now: float) -> None:
-        """Note the pace of steps, and wake the members whose patience ended since the last tick."""
+        """Measure the pace of steps, and wake the members that have waited for ``PATIENCE_SECONDS`` since the last tick."""
         self._pace.observe_step(self._core.state.version, now)
         self._assignment = None
         before, self._ticked_at = self._ticked_at, now
         if any(
-            one.passed_over_at is not None and before < one.passed_over_at + PATIENCE_SECONDS <= now
-            for one in self._requests.values()
+            request.passed_over_at is not None and before < request.passed_over_at + PATIENCE_SECONDS <= now
+            for request in self._requests.values()
         ):
             self._core.wake.add(WORK)
 
     # --- the choice -----------------------------------------------------------------------------
 
     def choose(self, member: Member, wanted: int, now: float) -> list[int]:
-        """At most ``wanted`` slots for ``member``, in the order in which they are to start. The caller issues them."""
+        """At most ``wanted`` slots for ``member``, in the order in which to start them. The caller issues them."""
         core = self._core
         off_policy = scheme(core.settings.identity)
         limit = lease_limit(member.version, core.state.batch_sizes, off_policy, core.settings.max_steps)
@@ -128,58 +129,61 @@ class TrainingLeases:
         request.groups = wanted
         failed = self._failed(member, limit, wanted, now)
         wanted -= len(failed)
-        alone = request.passed_over_at is not None and now - request.passed_over_at >= PATIENCE_SECONDS
-        assigned = self._assignment
+        exclusive = request.passed_over_at is not None and now - request.passed_over_at >= PATIENCE_SECONDS
+        assignment = self._assignment
         if (
-            assigned is None
-            or alone
-            or assigned.version > member.version
-            or (assigned.version < member.version and not assigned.slots.get(member.member_id))
-            or assigned.changes != core.changes
+            assignment is None
+            or exclusive
+            or assignment.version > member.version
+            or (assignment.version < member.version and not assignment.slots.get(member.member_id))
+            or assignment.changes != core.changes
         ):
-            assigned = self._assignment = self._assign(member, limit, now, alone=alone)
-        slots = assigned.slots.get(member.member_id, [])
-        slots, assigned.slots[member.member_id] = slots[:wanted], slots[wanted:]
-        others_have = any(assigned.slots.values())
-        if failed or slots or not others_have:
+            assignment = self._assignment = self._assign(member, limit, now, exclusive=exclusive)
+        slots = assignment.slots.get(member.member_id, [])
+        slots, assignment.slots[member.member_id] = slots[:wanted], slots[wanted:]
+        others_have_slots = any(assignment.slots.values())
+        if failed or slots or not others_have_slots:
             request.passed_over_at = None
         elif request.passed_over_at is None:
             request.passed_over_at = now
-        if slots and not others_have:
-            self._assignment = None  # it may have been of the first places, or for one generator
+        if slots and not others_have_slots:
+            self._assignment = None  # it may have covered only some of the places, or only this generator
         return failed + slots
 
-    def _assign(self, member: Member, limit: int, now: float, *, alone: bool) -> _Assignment:
-        """Assign what may be leased to ``member`` to all that ask and may be leased the same; ``alone``: to it."""
+    def _assign(self, member: Member, limit: int, now: float, *, exclusive: bool) -> _Assignment:
+        """Assign the slots that may be leased to ``member``.
+
+        All members with an open request and weights at least as new take part; with ``exclusive``, only ``member``.
+        """
         core, members = self._core, self._core.membership.members
-        asking = [
+        requesting = [
             (other, request.groups)
             for member_id, request in self._requests.items()
             if (other := members.get(member_id)) is not None
-            and (other is member or not alone)
+            and (other is member or not exclusive)
             and other.healthy
             and member.version <= other.version <= core.newest_possible
         ]
         expected = self._expected_tokens() if self._by_length else None
-        most = _MAX_PLACES if self._by_length else sum(room for _, room in asking)
-        places = self._places(member, limit, most, expected, now)
-        generators = [self._generator(one, room, expected, now) for one, room in asking if places]
+        max_places = _MAX_PLACES if self._by_length else sum(groups for _, groups in requesting)
+        places = self._places(member, limit, max_places, expected, now)
+        generators = [self._generator(other, groups, expected, now) for other, groups in requesting if places]
         assigned = self._policy.assign(View(places, generators, self._pace.tokens_per_step))
-        slots = {name: [place.slot for place in mine] for name, mine in assigned.items()}
+        slots = {member_id: [place.slot for place in given] for member_id, given in assigned.items()}
         return _Assignment(member.version, core.changes, slots)
 
     def _places(
-        self, member: Member, limit: int, most: int, expected: _Expected | None, now: float
+        self, member: Member, limit: int, max_places: int, expected: _Expected | None, now: float
     ) -> list[Place]:
-        """The first ``most`` places that may be leased to ``member`` and to those with newer weights now."""
+        """The first places, at most ``max_places``, that may be leased now to ``member`` and members with newer weights."""
         state = self._core.state
         retries = {
-            slot: one for (_, split, slot), one in self._core.book.retries.items() if split is Split.TRAIN
+            slot: retry for (_, split, slot), retry in self._core.book.retries.items() if split is Split.TRAIN
         }
         places: list[Place] = []
         step, end, waiting = -1, -1, range(0)
         for slot in state.open_slots:
-            if slot >= limit or len(places) == most:
+            if slot >= limit or len(places) == max_places:
                 break
             if slot >= end:
                 step = state.step_of(slot)
@@ -191,13 +195,13 @@ class TrainingLeases:
             places.append(Place(slot, step, expected(state.prompts[slot]) if expected else 1.0))
         return places
 
-    def _failed(self, member: Member, limit: int, most: int, now: float) -> list[int]:
-        """The first ``most`` slots that failed with a generator and may be leased to ``member`` now."""
+    def _failed(self, member: Member, limit: int, max_slots: int, now: float) -> list[int]:
+        """The first slots, at most ``max_slots``, that failed with a generator and may be leased to ``member`` now."""
         core, state = self._core, self._core.state
         slots = sorted(
             slot
-            for (_, split, slot), one in core.book.retries.items()
-            if one.failed_by and split is Split.TRAIN and slot < limit and _has(state.open_slots, slot)
+            for (_, split, slot), retry in core.book.retries.items()
+            if retry.failed_by and split is Split.TRAIN and slot < limit and _has(state.open_slots, slot)
         )
         ready = (
             slot
@@ -205,13 +209,13 @@ class TrainingLeases:
             if slot not in self._waiting(state.step_of(slot), member.version)
             and core.may_issue(slot_key(state.prompts[slot], slot), member, now)
         )
-        return list(itertools.islice(ready, most))
+        return list(itertools.islice(ready, max_slots))
 
     def _waiting(self, step: int, version: int) -> range:
         """The slots of ``step`` that wait for newer weights than ``version``."""
         state, identity = self._core.state, self._core.settings.identity
         if version >= step or step <= state.lost or identity.steps_per_batch:
-            return range(0)  # under PPO-off-policy the first step of every batch is on-policy by itself
+            return range(0)  # under PPO-off-policy the first step of every batch is on-policy in any case
         return on_policy_slots(step, state.batch_sizes, identity.max_staleness_steps)
 
     def _select_prompts(self, member: Member, limit: int) -> None:
@@ -225,31 +229,38 @@ class TrainingLeases:
     # --- expectations ---------------------------------------------------------------------------
 
     def _expected_tokens(self) -> _Expected:
-        """Of a prompt without history, the mean of its task."""
+        """Expected tokens by prompt: the mean of its history, or that of its task if it has none."""
         histories = self._core.state.histories
         means = [history.overall_mean_tokens or 1.0 for history in histories]
         return lambda prompt: histories[prompt.task].mean_tokens(prompt.index) or means[prompt.task]
 
-    def _generator(self, member: Member, room: int, expected: _Expected | None, now: float) -> Generator:
-        """Evaluations count as groups; their lengths are not known. Groups that are sampled are no load any more."""
+    def _generator(self, member: Member, groups: int, expected: _Expected | None, now: float) -> Generator:
+        """The policy's view of a member that requests ``groups``.
+
+        Its load are the leases that it still samples. Evaluations count as groups only, since their lengths are unknown.
+        """
         core, tokens = self._core, 0.0
         leases = core.book.of(member.name) - member.generated_leases
         if expected is not None:
-            training = [(i, one.prompt) for i in leases if (one := core.state.leases[i]).split is Split.TRAIN]
+            training = [
+                (lease_id, lease.prompt)
+                for lease_id in leases
+                if (lease := core.state.leases[lease_id]).split is Split.TRAIN
+            ]
             tokens = expected_load(
                 (expected(prompt), self._pace.tokens(core.book.held_seconds(lease_id, now)))
                 for lease_id, prompt in training
             )
-        return Generator(member.member_id, room, len(leases), tokens)
+        return Generator(member.member_id, groups, len(leases), tokens)
 
 
-def _has(ordered: Sequence[int], value: int) -> bool:
-    at = bisect.bisect_left(ordered, value)
-    return at < len(ordered) and ordered[at] == value
+def _has(ascending: Sequence[int], value: int) -> bool:
+    i = bisect.bisect_left(ascending, value)
+    return i < len(ascending) and ascending[i] == value
 
 
 class _NewPrompts:
-    """Chooses the prompts of new slots, which are asked for in slot order."""
+    """Chooses the prompts of new slots. Call :meth:`choose` in slot order."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -1,7 +1,7 @@
-"""The one way to change the state: :func:`apply`, used live and in replay.
+"""The only way to change the state: :func:`apply`, used live and in replay.
 
-Pure: no I/O, no clock, no randomness, no settings but the journaled :class:`~.settings.Identity`. The same records give
-the same state, and a prefix of the records gives a state that the run had.
+It is pure: no I/O, no clock, no randomness, and no settings except the journaled :class:`~.settings.Identity`. The same
+records yield the same state, and every prefix of the records yields a state that the run was in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scalerl_coordinator.state import CoordinatorState
 
 
 def apply(state: CoordinatorState, record: r.AnyRecord) -> None:
-    """Change ``state`` by one record. :mod:`.core` has checked the record: one that does not fit is a bug."""
+    """Change ``state`` by one record. :mod:`.core` has checked the record, so one that does not fit the state is a bug."""
     _APPLY[type(record)](state, record)
 
 

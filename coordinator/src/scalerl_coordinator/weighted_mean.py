@@ -11,16 +11,17 @@ from typing import Final
 from scalerl_api.wire import MEAN_SET, EvaluationPoint, PassAt
 
 MEAN_TASK: Final = -1
-"""In place of the task of an evaluation set: the weighted mean of those of all tasks."""
+"""Stands for the weighted mean of all tasks, in place of the task of an evaluation set."""
 
 
 def weighted_mean(points: Iterable[EvaluationPoint], weights: Sequence[Fraction]) -> list[EvaluationPoint]:
-    """A point for each version that every task has one of, by version.
+    """The weighted mean of each version for which every task has a point, by version.
 
-    Its errors are those of independent sets: √Σ (w · error)². Parts and labels are left out, which tasks name for themselves.
+    Errors are combined as for independent sets: √Σ (w · error)². Parts and labels are left out, because their names differ
+    between tasks.
 
     Args:
-        points: of all evaluation sets; those of the tasks of the mix have ``task`` below the number of weights.
+        points: points of all evaluation sets; those of the mix's tasks have a ``task`` below the number of weights.
         weights: by task; they sum to 1.
     """
     by_version: dict[int, dict[int, EvaluationPoint]] = {}
@@ -62,14 +63,14 @@ def _mean(points: list[EvaluationPoint], weights: list[float]) -> EvaluationPoin
 def _pass_at(points: list[EvaluationPoint], weights: list[float]) -> list[PassAt]:
     """pass@k for each k that all points have."""
     estimates = [{at.k: at for at in p.pass_at} for p in points]
-    found = []
+    means = []
     for k in sorted(set(estimates[0]).intersection(*estimates[1:])):
-        of = [estimate[k] for estimate in estimates]
-        mean = math.fsum(w * at.mean for w, at in zip(weights, of, strict=True))
-        below = _error(weights, [at.mean - at.low for at in of])
-        above = _error(weights, [at.high - at.mean for at in of])
-        found.append(PassAt(k, mean, max(0.0, mean - below), min(1.0, mean + above)))
-    return found
+        of_tasks = [estimate[k] for estimate in estimates]
+        mean = math.fsum(w * at.mean for w, at in zip(weights, of_tasks, strict=True))
+        below = _error(weights, [at.mean - at.low for at in of_tasks])
+        above = _error(weights, [at.high - at.mean for at in of_tasks])
+        means.append(PassAt(k, mean, max(0.0, mean - below), min(1.0, mean + above)))
+    return means
 
 
 def _error(weights: list[float], errors: list[float]) -> float:

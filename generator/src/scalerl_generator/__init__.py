@@ -1,6 +1,6 @@
 """Generates rollouts: the vLLM server of a run, its plug-ins, and the actor that drives it.
 
-The way of a request (``actor.run_actor()`` starts the loops)::
+From a lease to a pushed group (``actor.run_actor()`` starts the loops)::
 
     coordinator       actor                                                        vLLM server
         │◀─ register ── Registration.run() ── heartbeats: Registration.progress()       │
@@ -13,7 +13,7 @@ The way of a request (``actor.run_actor()`` starts the loops)::
         │               RolloutGenerator.grade(): PromptCodec.texts(), version_spans()  │
         │◀─ groups ──── Delivery.put() ▶ Delivery.run()                                 │
 
-The way of a past response, with ``generator.speculation``::
+From a past response to a draft, with ``generator.speculation``::
 
     coordinator       actor                                                        vLLM worker
         │◀─ responses ─ PastResponseFeed.prepare(): what the server does not remember     │
@@ -22,7 +22,7 @@ The way of a past response, with ``generator.speculation``::
         │               a step of the server: HistoryProposer.propose() ▶ DraftThreshold.value() ▶ Drafter.propose()
         │◀─ groups ──── PastResponseFeed.sampled(): drafted and accepted tokens ◀────────│ take_tally()
 
-The way of a weight update (one at a time)::
+A weight update (one at a time)::
 
     trainer           actor                                                        vLLM worker
         │── join ─────▶ WeightControl.join() ▶ VllmClient.init_group() ────────────────▶│ init_transfer_engine()
@@ -33,6 +33,6 @@ The way of a weight update (one at a time)::
         │◀─ received ── ServerState.complete_update(), or fail_update()                 │
         │── probe ────▶ WeightControl.probe() ▶ VllmClient.prompt_logprobs() ──────────▶│
 
-vLLM is pinned; only modules called ``vllm_*`` depend on its internals. The package does not choose prompts (the
-coordinator does), grade (``scalerl_tasks`` does) or train, and does not import ``scalerl_trainer``.
+vLLM is pinned; only modules named ``vllm_*`` depend on its internals. This package does not choose prompts (the
+coordinator does), does not implement verifiers (``scalerl_tasks`` does), and does not import ``scalerl_trainer``.
 """

@@ -1,7 +1,7 @@
 """``python -m scalerl_generator.actor``: the process that drives one generator.
 
-It waits for its vLLM server, registers with the coordinator, receives weights from the trainer
-(:mod:`.actor_api`), and then, until it is stopped::
+The actor waits for its vLLM server, registers with the coordinator, receives weights from the trainer
+(:mod:`.actor_api`), and then repeats, until it is stopped::
 
     lease ──▶ generate ──▶ grade ──▶ push
     leasing   rollouts     rollouts  delivery
@@ -9,24 +9,27 @@ It waits for its vLLM server, registers with the coordinator, receives weights f
 Failures, and how the actor handles them:
 
 =====================  ====================================================================================
-the vLLM server        leases are released, the member is unhealthy; once the server answers again: a new
-                       registration, new weights, new leases (:mod:`.registration`). Slots that come back
-                       continue from the tokens they had (:mod:`.kept_completions`)
-a connection to it     the completions it broke off are requested again, from the tokens they have
+the vLLM server        the actor releases its leases and reports itself unhealthy. Once the server answers
+                       again, it registers again and gets new weights and leases (:mod:`.registration`).
+                       Slots that are leased to it again continue from the tokens they had
+                       (:mod:`.kept_completions`)
+a connection to it     interrupted completions are requested again, from the tokens they have
                        (:mod:`.completion_streams`)
-the coordinator        every call is retried with back-off; finished groups are kept; if the coordinator
-                       does not know the member, it registers again, and its leases continue
-the teacher            groups wait for it with their leases alive (:mod:`.teacher`); another tokenizer
-                       than the student's ends the actor
-the trainer            during an update: the update's timeout ends it. Complete old weights stay in use;
-                       a mixture of versions stays paused, at version -1, until the next update
-one group              its lease is released with the reason, the others continue; after 16 failures in a
-                       row without a success the server is the cause, and the actor exits
-this process           its leases end by missed heartbeats; the server stays up and receives new weights.
-                       Whoever gets the slots continues long completions (:mod:`.partial_reports`)
+the coordinator        every call is retried with back-off; finished groups are kept. If the coordinator
+                       does not know the member, the actor registers again, and its leases continue
+the teacher            groups wait for it and keep their leases (:mod:`.teacher`); if its tokenizer differs
+                       from the student's, the actor exits
+the trainer            an update in progress ends at its timeout. If the old weights are complete, they
+                       stay in use; if versions are mixed, generation stays paused, at version -1, until
+                       the next update
+one group              its lease is released with the reason, the others continue; after 16 failed slots
+                       without a success between them, the server is the cause and the actor exits
+this process           its leases expire after missed heartbeats; the server stays up and receives new
+                       weights. The next leases of the slots continue long completions
+                       (:mod:`.partial_reports`)
 =====================  ====================================================================================
 
-Exit codes: 0 stopped (SIGTERM, or the run is over), 2 bad input that a restart does not fix, 1 anything else.
+Exit codes: 0 after SIGTERM or at the run's end, 2 for wrong input that a restart does not fix, 1 for anything else.
 """
 
 from __future__ import annotations
@@ -88,8 +91,11 @@ logger = logging.getLogger("scalerl.actor")
 Result = TypeVar("Result")
 
 _OPEN_FILES = 65535
+"""Limit of open files, as vLLM's server sets it: each completion has a connection, and many systems default to 1024."""
 _OVER_GRACE_SECONDS = 5.0
+"""Once the run has finished, groups that are still sampled get this long to end."""
 _FLUSH_SECONDS = 5.0
+"""Time to push finished groups before the actor exits."""
 _UNREGISTER_SECONDS = 3.0
 
 
@@ -98,40 +104,46 @@ class Arguments:
     """The command line."""
 
     server: str
+    """URL of the vLLM server."""
     listen_host: str
     listen_port: int
     advertise: str
+    """URL at which the trainer reaches the actor."""
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Exits with 2 and a message on a bad command line."""
-    p = argparse.ArgumentParser(prog="python -m scalerl_generator.actor", description=__doc__.split("\n")[0])
-    p.add_argument(
+    """Parse the command line. Exits with code 2 and a message if it is invalid."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scalerl_generator.actor", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
         "--server", required=True, metavar="URL", help="the vLLM server, such as http://127.0.0.1:8000"
     )
-    p.add_argument(
+    parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT", help="where to serve weight control and metrics"
     )
-    p.add_argument("--advertise", required=True, metavar="URL", help="where the trainer reaches --listen")
-    given = p.parse_args(argv)
+    parser.add_argument(
+        "--advertise", required=True, metavar="URL", help="where the trainer reaches --listen"
+    )
+    parsed = parser.parse_args(argv)
     for option in ("server", "advertise"):
-        url = urlsplit(getattr(given, option))
+        url = urlsplit(getattr(parsed, option))
         if url.scheme != "http" or not url.hostname:
-            p.error(f"--{option} {getattr(given, option)!r}: expected a URL like http://127.0.0.1:8000")
-    host, _, port = given.listen.rpartition(":")
+            parser.error(f"--{option} {getattr(parsed, option)!r}: expected a URL like http://127.0.0.1:8000")
+    host, _, port = parsed.listen.rpartition(":")
     if not host or not port.isdigit() or not 0 <= int(port) < 65536:
-        p.error(f"--listen {given.listen!r}: expected HOST:PORT, such as 127.0.0.1:9000")
-    return Arguments(given.server.rstrip("/"), host.strip("[]"), int(port), given.advertise.rstrip("/"))
+        parser.error(f"--listen {parsed.listen!r}: expected HOST:PORT, such as 127.0.0.1:9000")
+    return Arguments(parsed.server.rstrip("/"), host.strip("[]"), int(port), parsed.advertise.rstrip("/"))
 
 
 async def run_actor(
     arguments: Arguments, environment: ProcessEnvironment, spec: RunSpec, stop: asyncio.Event
 ) -> None:
-    """Run one actor; returns when ``stop`` is set or the run is over.
+    """Run one actor; returns when ``stop`` is set or the run has finished.
 
     Raises:
-        TaskError, PromptMismatch, UnfitTeacher: bad input.
-        Refused, ServerStartTimeout, GradingError, VllmError: it cannot continue.
+        TaskError, PromptMismatch, UnfitTeacher: the run's input is wrong.
+        Refused, ServerStartTimeout, GradingError, VllmError: the actor cannot continue.
     """
     state, busy = ServerState(), BusyClock()
     metrics = ActorMetrics(state, busy)
@@ -157,7 +169,7 @@ async def run_actor(
         monitor = ServerMonitor(server, state, metrics)
         watching = _owned(stack, monitor.run())
 
-        opening = _owned(stack, _open(environment, spec))
+        opening = _owned(stack, _open_inputs(environment, spec))
         await _until(stop, watching, opening)
         if not opening.done():
             _raise_failure(watching)
@@ -169,12 +181,11 @@ async def run_actor(
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         sections = {
-            (at, Split.TRAIN): Section(task.train, codecs[at], graders[at])
-            for at, task in enumerate(tasks.tasks)
+            (i, Split.TRAIN): Section(task.train, codecs[i], graders[i]) for i, task in enumerate(tasks.tasks)
         }
-        evaluated = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
-        for at, prompts in enumerate(evaluated):
-            sections[at, Split.HELD_OUT] = Section(prompts, codecs[at], graders[at])
+        held_out = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
+        for i, prompts in enumerate(held_out):
+            sections[i, Split.HELD_OUT] = Section(prompts, codecs[i], graders[i])
         partials = PartialReports(
             coordinator,
             registration,
@@ -221,10 +232,10 @@ async def run_actor(
             per_group=per_group,
         )
         gc.collect()
-        gc.freeze()  # imported objects stay; collections skip them
+        gc.freeze()  # exempt the imported objects, which stay, from later collections
         heartbeats = _owned(stack, registration.run(tasks.digest))
         pushing = _owned(stack, delivery.run())
-        leases = _owned(stack, _lease(leasing, teacher, codec, spec))
+        leases = _owned(stack, _run_leasing(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
         optional = []
         if spec.generator.adaptive_concurrency:
@@ -235,7 +246,11 @@ async def run_actor(
 
         run_finished = leases.done() and leases.exception() is None
         reason = (
-            "the run is over" if run_finished else "received a signal" if stop.is_set() else "cannot continue"
+            "the run has finished"
+            if run_finished
+            else "received a signal"
+            if stop.is_set()
+            else "cannot continue"
         )
         logger.info("stopping: %s", reason)
         await leasing.close(_OVER_GRACE_SECONDS if run_finished else 0.0, reason)
@@ -246,23 +261,25 @@ async def run_actor(
         _raise_failure(watching, heartbeats, pushing, leases, reporting, *optional)
 
 
-async def _lease(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:
+async def _run_leasing(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:
     if teacher is not None:
         await teacher.check(codec.tokenizer, spec.model.context_tokens)
     await leasing.run()
 
 
 def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: ActorMetrics) -> Strategy:
-    given = spec.recipe.length.interruption
-    if given is None:
+    """The sampling strategy: with forced interruption if the spec has it and it can apply."""
+    section = spec.recipe.length.interruption
+    if section is None:
         return sample_plain
     interruptions: dict[int, Interruption] = {}
-    for most in spec.completion_limits:
-        if (phrase := check_interruption(given, codec.tokenizer, most)) is not None:
-            interruptions[most] = Interruption(*given.range(most), phrase)
+    for max_tokens in spec.completion_limits:
+        if (phrase := check_interruption(section, codec.tokenizer, max_tokens)) is not None:
+            interruptions[max_tokens] = Interruption(*section.range(max_tokens), phrase)
     if not interruptions:
         logger.info(
-            "no thought is interrupted: the tokenizer cannot write the end of one, or recipe.maxCompletionTokens is too short"
+            "recipe.length.interruption has no effect: the tokenizer cannot encode the end of a thought, or "
+            "recipe.maxCompletionTokens is too small"
         )
         return sample_plain
 
@@ -270,7 +287,8 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
         return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
 
     by_limit = {
-        most: ThoughtInterrupter(one, spec.seed, texts, metrics) for most, one in interruptions.items()
+        max_tokens: ThoughtInterrupter(interruption, spec.seed, texts, metrics)
+        for max_tokens, interruption in interruptions.items()
     }
 
     async def interrupt(streams: CompletionStreams) -> None:
@@ -279,22 +297,25 @@ def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: Acto
     return interrupt
 
 
-async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTasks, list[PromptCodec]]:
-    """Open prompts and tokenizer, in threads: reading them takes seconds, and the server starts meanwhile. Returns the codecs
-    of each task and of each evaluation set with a task; equal formats share one."""
+async def _open_inputs(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTasks, list[PromptCodec]]:
+    """Open the prompts and the tokenizer, in threads: that takes seconds, in which the server starts.
+
+    Returns:
+        The tasks, and the codec of each task and of each evaluation set with a task. Equal prompt formats share a codec.
+    """
     started = time.monotonic()
     tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
-    given = [(one.section.prompt, one.field) for one in spec.task.tasks]
-    given += [(one.prompt, f"{one.field}.task") for one in tasks.sets]
-    prompts = [prompt for prompt, _ in given]
+    formats = [(task.section.prompt, task.field) for task in spec.task.tasks]
+    formats += [(one.prompt, f"{one.field}.task") for one in tasks.sets]
+    distinct = [prompt_format for prompt_format, _ in formats]
     model, context_tokens = environment.paths.base_model, spec.model.context_tokens
     codecs: list[PromptCodec] = []
-    for at, (one, field) in enumerate(given):
-        first = prompts.index(one)
+    for i, (prompt_format, field) in enumerate(formats):
+        first = distinct.index(prompt_format)
         codecs.append(
             codecs[first]
-            if first < at
-            else await asyncio.to_thread(PromptCodec, model, one, context_tokens, f"{field}.prompt")
+            if first < i
+            else await asyncio.to_thread(PromptCodec, model, prompt_format, context_tokens, f"{field}.prompt")
         )
     logger.info(
         "%d training and %d held-out prompts%s, end tokens %s; opened in %.1f s",
@@ -308,16 +329,18 @@ async def _open(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTask
 
 
 async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
-    """The grading pools of each task and of each evaluation set with a task, equal ones once."""
-    sections: list[ProblemSpec] = [
-        *(one.section for one in spec.task.tasks),
+    """The grading pool of each task and of each evaluation set with a task. Equal verifiers share a pool."""
+    problems: list[ProblemSpec] = [
+        *(task.section for task in spec.task.tasks),
         *(one.spec for one in tasks.sets),
     ]
-    keys = [(one.verifier, verifier_config(one)) for one in sections]
+    keys = [(problem.verifier, verifier_config(problem)) for problem in problems]
     pools: list[GradingPool] = []
-    for at, one in enumerate(sections):
-        first = keys.index(keys[at])
-        pools.append(pools[first] if first < at else await stack.enter_async_context(open_grading_pool(one)))
+    for i, problem in enumerate(problems):
+        first = keys.index(keys[i])
+        pools.append(
+            pools[first] if first < i else await stack.enter_async_context(open_grading_pool(problem))
+        )
     return pools
 
 
@@ -329,7 +352,7 @@ async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, argumen
 
 
 def _owned(stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """A task that ends with the stack."""
+    """Start a task that the stack cancels and awaits at its end."""
     task = asyncio.create_task(work)
 
     async def end() -> None:
@@ -363,18 +386,18 @@ async def _until_signal(arguments: Arguments, environment: ProcessEnvironment, s
 
 
 def raise_open_files_limit() -> None:
-    """Allow as many open files as vLLM's server does: each completion has a connection, and many systems allow 1024."""
+    """Raise the soft limit of open files to :data:`_OPEN_FILES`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # One prompt or one group at a time: a pool of threads would cost more than it gains.
+    # The actor tokenizes one prompt or group at a time: the tokenizer's thread pool would cost more than it gains.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     raise_open_files_limit()
     try:
@@ -385,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, _EXPECTED):
             logger.error("%s: %s", type(error).__name__, error)
         else:
-            logger.exception("a bug of the actor")
+            logger.exception("unexpected exception")
         return exit_code(error)
     return 0
 
@@ -395,7 +418,7 @@ _EXPECTED = (*_BAD_INPUT, Refused, VllmError, ServerStartTimeout, OSError)
 
 
 def exit_code(error: Exception) -> int:
-    """2 for an error that a restart with the same input repeats, else 1."""
+    """2 for an error that a restart with the same input would repeat, else 1."""
     if isinstance(error, Refused):
         return 2 if error.permanent else 1
     return 2 if isinstance(error, _BAD_INPUT) and not isinstance(error, GradingError) else 1

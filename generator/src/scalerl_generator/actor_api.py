@@ -1,6 +1,6 @@
-"""The actor's HTTP API: weight updates for the trainer, probes and metrics for anyone.
+"""The actor's HTTP API: weight updates for the trainer, and health probes and metrics without authentication.
 
-Paths are those of :mod:`scalerl_api.endpoints`; what is below ``/v1/`` needs the run's token and the wire version.
+Paths are those of :mod:`scalerl_api.endpoints`. Paths below ``/v1/`` require the run's token and the wire version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def actor_app(
 
     Args:
         token: the bearer token that ``/v1/`` requests need.
-        is_ready: returns why the actor accepts no work, or None if it does.
+        is_ready: returns why the actor is not ready, or None if it is.
     """
 
     async def health(_: web.Request) -> web.Response:
@@ -65,9 +65,7 @@ def actor_app(
 
 
 def actor_runner(app: web.Application) -> web.AppRunner:
-    """The aiohttp runner of ``app``. It decompresses no body: a few compressed KB can be gigabytes, and aiohttp would
-    decompress them before the token is checked.
-    """
+    """The aiohttp runner of ``app``. It does not decompress bodies, as aiohttp would do so before the token is checked."""
     return web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
 
 

@@ -1,21 +1,22 @@
-"""Samples the completions of one group, over requests that fail.
+"""Samples the completions of one group, and resumes them when requests fail.
 
-Every completion is a request of its own, streamed in parts, and what has arrived stays
-(:class:`~.partial_completion.PartialCompletion`). After an error of the server or a broken connection, only what is
-missing is requested: the prompt and the tokens so far are the next request's prompt. The log-probability of a token is
-conditional on everything before it either way, so nothing changes but the cached KV, which is computed again.
+Tokens are streamed in parts, and a completion keeps those that have arrived
+(:class:`~.partial_completion.PartialCompletion`). After an error of the server or a broken connection, only the missing
+tokens are requested: the prompt of the next request is the original prompt plus the tokens so far. The log-probability of a
+token is conditional on all tokens before it in both cases; only the KV cache is computed again.
 
 =====================  ==========================================================================================
-longest completion     first request
+maximum completion     first request
 =====================  ==========================================================================================
-64 tokens              one a group, whole: each part costs the server a little (``vllm_client.UNSTREAMED_TOKENS``)
-1024 tokens            one a group, in parts; a request costs the server as much as some dozens of tokens do, with
-                       a small model (``benchmarks/streams.py``)
-more                   one a completion, in parts
+64 tokens              one per group, not streamed: each part takes time of the server
+                       (``vllm_client.UNSTREAMED_TOKENS``)
+1024 tokens            one per group, streamed: with a small model, a request costs the server as much as a few
+                       dozen tokens (``benchmarks/streams.py``)
+more                   one per completion, streamed
 =====================  ==========================================================================================
 
-The requests of a group share their prompt's cached KV (equal salts): vLLM registers a prompt's blocks as it schedules
-the first request, before they are computed, so requests of the same scheduling step find them already.
+The requests of a group share the cached KV of their prompt (equal salts). vLLM registers a prompt's blocks when it schedules
+the first request, before they are computed, so that requests of the same scheduling step find them.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Serv
 logger = logging.getLogger("scalerl.actor.streams")
 
 _ATTEMPTS = 3
-"""A request that failed this often in a row, without a new token, fails its group."""
+"""A group fails when one of its requests failed this often consecutively without a new token."""
 TOGETHER_TOKENS = 1024
-"""Longer completions have a request each, and outlive the actor (:mod:`.partial_reports`)."""
+"""Longer completions have separate requests, and are reported to the coordinator (:mod:`.partial_reports`)."""
 _LEASE_MARGIN_SECONDS = 60.0
-"""Margin over the lease's deadline, which ends the request: with equal timeouts, either could hide the other."""
+"""A request's timeout exceeds the lease's deadline by this margin, so that it is the deadline that ends the request."""
 
 
 class ServerLost(Exception):
-    """The server failed with this group in flight, or holds weights that were not published to it."""
+    """The server failed while this group was in flight, or has weights that were not published to it."""
 
 
 class CompletionStreams:
-    """The completions of one lease, as far as they are sampled, and the requests for the rest.
+    """The completions of one lease so far, and the requests for their missing tokens.
 
     Args:
-        stop_token_ids: any of them ends a completion.
-        max_sequences: the server's maximum of completions in one request.
-        on_tokens: called with the number of new tokens, unless completions are short.
-        completions: as far as an earlier server sampled them.
+        stop_token_ids: each of them ends a completion.
+        max_sequences: the server's maximum number of completions in one request.
+        on_tokens: called with the number of new tokens, if the completions are streamed.
+        completions: unfinished completions to continue, from an earlier server or another actor.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class CompletionStreams:
         self.lease = lease
         self.prompt = prompt
         self._stop_token_ids = stop_token_ids
-        # vLLM accepts greedy requests only one by one.
+        # vLLM accepts only one completion in a greedy request.
         self._per_request = max_sequences if lease.temperature > 0 else 1
         self._on_tokens = on_tokens
         self.completions = completions or [PartialCompletion() for _ in range(lease.completions)]
@@ -87,19 +88,19 @@ class CompletionStreams:
         return sum(completion.tokens for completion in self.completions)
 
     def batches(self) -> list[list[PartialCompletion]]:
-        """The completions, by first requests for :meth:`extend` to the lease's ``max_tokens`` (see the module's table)."""
+        """The completions in batches for :meth:`extend`, one for each first request (see the module's table)."""
         size = self._per_request if self.lease.max_tokens <= TOGETHER_TOKENS else 1
-        return [self.completions[at : at + size] for at in range(0, len(self.completions), size)]
+        return [self.completions[i : i + size] for i in range(0, len(self.completions), size)]
 
     async def extend(self, batch: Sequence[PartialCompletion], limit: int) -> None:
         """Sample until each completion of ``batch`` ends or has ``limit`` tokens.
 
-        A batch is one request while none of its completions has a token; then each is its own.
+        A batch is one request as long as none of its completions has a token; after that each has a separate request.
 
         Raises:
-            ServerLost: this server can no longer serve the lease. What arrived from it stays in the completions; where it
-                held unpublished weights (:attr:`ServerState.unpublished_start`), that is of no use.
-            ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
+            ServerLost: this server can no longer serve the lease. The completions keep the tokens that arrived; they are
+                unusable if the server had unpublished weights (:attr:`ServerState.unpublished_start`).
+            ServerRefused, BadReply, GenerationFailed: the server is healthy, but the request failed.
         """
         failed = 0
         while missing := [c for c in batch if c.finish_reason is None and c.tokens < limit]:
@@ -121,46 +122,46 @@ class CompletionStreams:
                 self._metrics.resubmitted.inc()
 
     async def _request(self, batch: Sequence[PartialCompletion], limit: int) -> None:
-        """One request for completions that are equal so far.
+        """Make one request for completions that have the same tokens so far.
 
-        Until the server names the versions of its answer, a token has the version at the request: when it was sampled within
-        that time is unknown here, as it may have waited on its way through an update. An evaluation is of one version, so
-        its tokens of after the start of an update are added only with the whole answer.
+        Until the response is complete and names the versions of its tokens, each token gets the version at the time of the
+        request: the actor cannot know whether an update took place before it was sampled. An evaluation is of one version, so
+        its tokens that arrive after an update began are added only together with the complete response.
         """
         since, version = batch[0].tokens, self._state.version
-        measures = self.lease.split is Split.HELD_OUT
-        unsure: list[list[Part]] = [[] for _ in batch]
+        is_evaluation = self.lease.split is Split.HELD_OUT
+        deferred: list[list[Part]] = [[] for _ in batch]
         prompt = self.prompt.token_ids + batch[0].token_ids.tolist()
-        ask: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "n": len(batch),
             "max_tokens": limit - since,
             "temperature": self.lease.temperature,
             "stop_token_ids": self._stop_token_ids,
             "cache_salt": self._state.cache_salt,
-            # Points of the curve depend on the weights alone, so evaluations are not drafted.
+            # Evaluations are not drafted, so that points of the curve depend on the weights alone.
             "prompt_key": self.prompt.key if self.lease.split is Split.TRAIN else None,
             "timeout_seconds": self.lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
         }
 
         def on_part(index: int, part: Part) -> None:
-            changed = self._state.updating or self._state.version != version
-            if measures and changed and not isinstance(part, Sampled):
-                unsure[index].append(part)
+            weights_changed = self._state.updating or self._state.version != version
+            if is_evaluation and weights_changed and not isinstance(part, Sampled):
+                deferred[index].append(part)
             else:
-                for earlier in unsure[index]:
+                for earlier in deferred[index]:
                     batch[index].append(earlier, version)
-                unsure[index].clear()
+                deferred[index].clear()
                 self._add(batch[index], part, version, since, limit)
             self._on_tokens(len(part.token_ids))
 
         if limit - since > UNSTREAMED_TOKENS:
-            await self._server.stream(prompt, on_part=on_part, **ask)
+            await self._server.stream(prompt, on_part=on_part, **arguments)
         else:
-            for index, sampled in enumerate(await self._server.generate(prompt, **ask)):
+            for index, sampled in enumerate(await self._server.generate(prompt, **arguments)):
                 self._add(batch[index], sampled, version, since, limit)
 
     def _add(self, completion: PartialCompletion, part: Part, version: int, since: int, limit: int) -> None:
-        """Add tokens to a completion; with the last part, check their versions and end it if it has ended."""
+        """Add tokens to a completion. With the last part, check the versions of all, and set the finish reason if it ended."""
         completion.append(part, version)
         if not isinstance(part, Sampled):
             return
@@ -170,7 +171,7 @@ class CompletionStreams:
         except GenerationFailed:
             completion.truncate(since)
             raise
-        # Cut at a strategy's own limit, it continues; cut before, the model's context is full.
+        # A completion that reached a strategy's own limit continues. One that ended below it has filled the model's context.
         if part.finish_reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
             completion.finish_reason = part.finish_reason
 
@@ -178,12 +179,12 @@ class CompletionStreams:
         sampled = {span.version for span in answer.weight_versions}
         if foreign := sorted(version for version in sampled if not self._state.has_held(version)):
             reason = (
-                f"it sampled with weight versions {foreign}, which were not published to it since its start"
+                f"it sampled with weight versions {foreign}, which were not published to it after its start"
             )
             self._monitor.server_lost(reason, unpublished=True)
             raise ServerLost(reason)
 
     def _warn(self, error: VllmError) -> None:
-        if not self._warned:  # once a group: a broken server fails all its requests
-            logger.warning("lease %s: requesting again what is missing: %s", self.lease.lease_id, error)
+        if not self._warned:  # once per group, because a broken server fails all requests of a group
+            logger.warning("lease %s: requesting the missing tokens again: %s", self.lease.lease_id, error)
             self._warned = True

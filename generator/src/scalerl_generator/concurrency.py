@@ -1,16 +1,17 @@
-"""How many sequences the server samples at once: as many as its KV cache holds.
+"""Limits the sequences at the server to as many as its KV cache holds.
 
-A server whose cache is full preempts sequences and computes their tokens again; of completions of thousands of tokens it may compute
-more again than it samples. How many fit depends on their lengths, which are not known in advance and change as the policy learns. So
-the actor measures every two seconds which share of the cache a running sequence takes, and::
+A server whose cache is full preempts sequences and recomputes their tokens; with completions of thousands of tokens, it may
+recompute more than it samples. How many sequences fit depends on their lengths, which are not known in advance and change as
+the policy learns. Therefore the actor measures, every two seconds, the fraction of the cache that a running sequence uses::
 
-    limit = 0.9 / mean share of a sequence        at least a group, at most maxConcurrentSequences
+    limit = 0.9 / mean fraction of a sequence        at least a group, at most maxConcurrentSequences
 
-The mean is a running one over the time in which as many sequences end as run, so that it is of young and old ones. It begins
-with half of a sequence as long as the context. Every share is of what the cache really holds, shared prompts once.
+The mean is a running mean over the time in which as many sequences end as are running, so that it covers all stages of a
+sequence. It starts with half of what a sequence of the full context length uses. Shared prompts are counted once, as vLLM's
+metric counts blocks in use.
 
-That is a mean: for the moments in which more is needed, vLLM itself leaves a tenth of the cache free when it admits a
-sequence (``--watermark``).
+This is a mean: for moments of higher usage, vLLM leaves a tenth of the cache free when it admits a sequence
+(``--watermark``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from scalerl_generator.vllm_replies import CachePressure, VllmError
 logger = logging.getLogger("scalerl.actor.concurrency")
 
 _SECONDS = 2.0
+"""Interval of the measurements."""
 _FULL = 0.9
+"""Usage of the cache that the limit aims at."""
 
 
 class Concurrency:
@@ -34,8 +37,8 @@ class Concurrency:
 
     Args:
         most: ``generator.maxConcurrentSequences``.
-        least: a group, so that generation never stops.
-        adaptive: begin with ``least`` and follow the cache; otherwise the limit is ``most``.
+        least: the sequences of a group, so that generation never stops.
+        adaptive: start with ``least`` and adapt to the cache; otherwise the limit is always ``most``.
     """
 
     def __init__(self, most: int, least: int, *, adaptive: bool) -> None:
@@ -45,7 +48,7 @@ class Concurrency:
         self._ended = 0
 
     def follow(self, pressure: CachePressure) -> None:
-        """Adapt the limit.
+        """Adapt the limit to a measurement.
 
         >>> concurrency = Concurrency(most=256, least=16, adaptive=True)
         >>> concurrency.follow(CachePressure(used=0.0, running=0, ended=0, longest=16.0)); concurrency.limit
@@ -57,15 +60,16 @@ class Concurrency:
             self._share = 0.5 / pressure.longest
         before, self._ended = self._ended, pressure.ended
         ended = pressure.ended - before if pressure.ended >= before else pressure.ended  # a new server
-        # Where fewer run than may, as at the end of a batch, those left are the long ones, and say little of the next.
-        binds = pressure.running >= 7 * self.limit // 8 or pressure.used > _FULL
-        if pressure.running and binds:
+        # If far fewer sequences run than the limit allows, as at the end of a batch, the remaining ones are the long ones and
+        # not representative.
+        representative = pressure.running >= 7 * self.limit // 8 or pressure.used > _FULL
+        if pressure.running and representative:
             weight = min(ended / pressure.running, 1.0)
             self._share += weight * (pressure.used / pressure.running - self._share)
         self.limit = int(min(max(_FULL / max(self._share, 1e-9), self._least), self._most))
 
     async def run(self, server: VllmClient, state: ServerState, metrics: ActorMetrics) -> None:
-        """Follow a server's cache, until cancelled."""
+        """Measure the server's cache and adapt the limit, until cancelled."""
         problem = ""
         while True:
             if state.is_serving:
@@ -74,6 +78,9 @@ class Concurrency:
                 except VllmError as error:
                     if str(error) != problem:
                         problem = str(error)
-                        logger.warning("at most %d sequences are sampled at once: %s", self.limit, problem)
+                        logger.warning(
+                            "the limit on sequences stays at %d: cannot read the use of the KV cache: %s",
+                            *(self.limit, problem),
+                        )
                 metrics.concurrency.set(self.limit)
             await asyncio.sleep(_SECONDS)

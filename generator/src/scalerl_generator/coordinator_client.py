@@ -1,4 +1,4 @@
-"""The actor's client of the coordinator's HTTP API: one method a message; errors say what to do next.
+"""The actor's client of the coordinator's HTTP API: one method per message. Each error implies what to do next.
 
 ::
 
@@ -56,7 +56,7 @@ class CoordinatorError(Exception):
 
 
 class CoordinatorDown(CoordinatorError):
-    """No usable answer: it is restarting, unreachable, or overloaded. It may have executed the request."""
+    """The coordinator gave no usable response: it is restarting, unreachable or overloaded. It may have executed the request."""
 
 
 class UnknownMember(CoordinatorError):
@@ -64,13 +64,13 @@ class UnknownMember(CoordinatorError):
 
 
 class Refused(CoordinatorError):
-    """The request was understood and refused; a retry does not help."""
+    """The coordinator refused the request; a retry does not help."""
 
     def __init__(self, path: str, status: int, error: str, message: str) -> None:
         super().__init__(f"the coordinator refused {path} ({status} {error}): {message}")
         self.error = error
         self.permanent = path == endpoints.MEMBERS or status in (401, 403, 426)
-        """The same program with the same run file would be refused again."""
+        """Whether the same program with the same run file would be refused again."""
 
 
 class Backoff:
@@ -85,7 +85,7 @@ class Backoff:
 
     @property
     def is_reset(self) -> bool:
-        """No attempt has failed since the last success."""
+        """Whether no attempt has failed since the last success."""
         return self._next == self._first
 
     def reset(self) -> None:
@@ -97,9 +97,9 @@ class Backoff:
 
 
 class CoordinatorClient:
-    """Calls of one actor. The caller opens and closes the session.
+    """Client of one actor. The caller opens and closes the session.
 
-    Every method raises one of the three kinds of :class:`CoordinatorError`.
+    Every method raises the subclasses of :class:`CoordinatorError`.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
@@ -142,7 +142,7 @@ class CoordinatorClient:
         return await self._call(endpoints.PARTIALS, message, PartialsReply, _CALL_SECONDS)
 
     async def responses(self, prompt: PromptRef, digest: bytes) -> list[PastResponse]:
-        """Past responses to a prompt. digest: of its tokens."""
+        """Past responses to a prompt; ``digest`` is that of its tokens (:func:`scalerl_api.wire.prompt_digest`)."""
         message = ResponsesRequest(prompt=prompt, digest=digest)
         return (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).responses
 
@@ -170,7 +170,7 @@ class CoordinatorClient:
             decoded: Reply = decoder.decode(body)
         except msgspec.DecodeError as error:
             raise Refused(
-                path, 200, "undecodable", f"its answer is not a {reply.__name__}: {error}"
+                path, 200, "undecodable", f"the response is not a {reply.__name__}: {error}"
             ) from error
         return decoded
 

@@ -1,4 +1,4 @@
-"""Sends finished groups to the coordinator: each is kept and sent again until it is acknowledged."""
+"""Pushes finished groups to the coordinator, and retries each until it is acknowledged or its lease expires."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _PendingGroup:
 
 
 class Delivery:
-    """One queue, one push at a time: groups finished during a push go with the next.
+    """A queue of finished groups with one push at a time: groups finished during a push go into the next one.
 
-    A group leaves the queue when the coordinator has acknowledged it or its lease has expired. Pushes are idempotent, so a
-    lost answer costs a second push and nothing else.
+    A group leaves the queue when the coordinator acknowledges it or its lease expires. Pushes are idempotent, so a lost
+    response only costs a second push.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Delivery:
         self._emptied.set()
 
     def __len__(self) -> int:
-        """Groups that are not acknowledged."""
+        """Number of groups that are not acknowledged."""
         return len(self._queue)
 
     def put(self, group: Group, deadline: float) -> None:
@@ -68,7 +68,7 @@ class Delivery:
         """Push groups until cancelled.
 
         Raises:
-            Refused: the coordinator refuses the whole push (single groups are refused in its answer).
+            Refused: the coordinator refuses the whole push (the reply has the rejections of single groups).
         """
         backoff = Backoff()
         while True:
@@ -119,14 +119,14 @@ class Delivery:
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
-        over = [pending for pending in self._queue if pending.deadline <= now]
-        if not over:
+        expired = [pending for pending in self._queue if pending.deadline <= now]
+        if not expired:
             return
         logger.warning(
-            "dropped %d finished groups: their leases expired before they could be pushed", len(over)
+            "dropped %d finished groups: their leases expired before they could be pushed", len(expired)
         )
-        self._metrics.groups.labels("expired").inc(len(over))
-        self._registration.held_leases.difference_update(pending.group.lease_id for pending in over)
+        self._metrics.groups.labels("expired").inc(len(expired))
+        self._registration.held_leases.difference_update(pending.group.lease_id for pending in expired)
         self._queue = deque(pending for pending in self._queue if pending.deadline > now)
         self._signal_if_empty()
 

@@ -1,7 +1,7 @@
-"""Messages between the actor and the server's proposer of drafts. Slim: neither numba nor vLLM is imported.
+"""Messages between the actor and the server's proposer of drafts. This module imports neither numba nor vLLM.
 
-A request id names its prompt, so that responses of one prompt are found together also where the server sees another prompt: that
-of a resumed completion has its tokens so far.
+A request id contains the key of the original prompt, so that all responses to a prompt are found together. The prompt that
+the server sees does not suffice: that of a resumed completion includes its tokens so far.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ _REQUEST = re.compile(r"scalerl\.([0-9a-f]{16})\.")
 
 
 def request_id(key: str) -> str:
-    """A new request's id that names its prompt by its digest in hex (:func:`scalerl_api.wire.prompt_digest`); vLLM adds parts
-    before and after it."""
+    """A new request id that contains ``key``, the prompt's digest in hex (:func:`scalerl_api.wire.prompt_digest`).
+
+    vLLM adds a prefix and a suffix to it.
+    """
     return f"scalerl.{key}.{uuid.uuid4().hex}"
 
 
 def prompt_key_of(request: str) -> str | None:
-    """The prompt of a request; None for one that names none, for which nothing is drafted.
+    """The prompt's key in a request id; None without one, in which case nothing is drafted.
 
     >>> prompt_key_of("0_generate-tokens-" + request_id("4e842f2f50cc089e") + "-1a2b3c4d")
     '4e842f2f50cc089e'
     """
-    named = _REQUEST.search(request)
-    return named.group(1) if named else None
+    match = _REQUEST.search(request)
+    return match.group(1) if match else None
 
 
 DraftTally = tuple[list[int], list[int]]
@@ -39,7 +41,7 @@ DraftTally = tuple[list[int], list[int]]
 
 
 class PastResponses(msgspec.Struct):
-    """Past responses of a prompt; token ids are int32, little-endian."""
+    """Past responses to a prompt; token ids are little-endian int32."""
 
     prompt_key: str
     prompt_token_ids: bytes
@@ -48,12 +50,12 @@ class PastResponses(msgspec.Struct):
 
 @dataclass
 class DraftReport:
-    """Drafts of a server since its start."""
+    """Statistics of a server's drafts since its start."""
 
     steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_seconds: float = 0.0
     threshold: float = 1.0
-    """Of the last step."""
+    """Threshold of the last step (:class:`~.draft_threshold.DraftThreshold`)."""
     remembered_responses: int = 0

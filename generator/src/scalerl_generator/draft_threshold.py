@@ -1,13 +1,14 @@
-"""Learns what a step of the server costs, and from it which drafted tokens pay.
+"""Learns the duration of the server's steps, and from it the least probability at which a drafted token pays.
 
-Near the batch of the moment, the seconds of a step are taken as linear::
+Near the current batch size, the duration of a step is modeled as linear::
 
     seconds = a + b rows + c drafted
 
-A drafted token costs ``c`` seconds and brings one token with probability ``p``, that it and all before it are accepted. It raises
-the tokens per second if ``p / c`` is more than these are now (Dinkelbach's condition for the maximum of a ratio), so a draft is
-extended while ``p`` is at least ``c`` times the tokens per second. With few rows a step waits for memory, ``c`` is small and drafts are
-long; with a full batch ``c`` is as much as a row, and only what is nearly certain is drafted.
+A drafted token costs ``c`` seconds. With probability ``p``, it and all before it in its draft are accepted, and it yields one
+token. It raises the tokens per second if ``p / c`` exceeds their current value (Dinkelbach's condition for the maximum of a
+ratio), so a draft is extended while ``p`` is at least ``c`` times the tokens per second. With few rows a step is bound by
+memory bandwidth, ``c`` is small and drafts are long; with a full batch ``c`` is as large as the cost of a row, and only nearly
+certain tokens are drafted.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 _STEPS = 128
-"""The cost is learned from so many steps, the last ones: the batch changes, and the model is linear only near one."""
+"""The cost is learned from this many last steps: the batch size changes, and the model is linear only near one size."""
 _MIN_STEPS = 16
 _UNKNOWN_THRESHOLD = 0.5
 _MIN_THRESHOLD = 0.05
 _OUTLIER = 3.0
-"""Steps that take this many times as long as the fit says waited for something else, such as a request, and are left out."""
+"""Steps that take this many times as long as the fit predicts are left out: they waited for something else, such as a request."""
 _PROBE_STEPS = 32
+"""After this many steps without drafts, a step probes the cost of drafts."""
 
 
 class DraftThreshold:
     """The least probability at which a drafted token pays.
 
-    After 32 steps without drafts one is a probe, with the threshold of the beginning: what a drafted token costs, and whether it
-    is accepted, would not be known otherwise.
+    After 32 steps without drafts, one step is a probe with the initial threshold. Otherwise the cost of a drafted token, and
+    whether it is accepted, would never be measured again.
 
     >>> threshold = DraftThreshold()
     >>> for drafted in [0, 40, 8, 24] * 16:
@@ -46,20 +48,20 @@ class DraftThreshold:
 
     @property
     def is_probe(self) -> bool:
-        """The step that the last value is for is a probe: drafts for a part of its rows are enough."""
+        """Whether the step of the last :meth:`value` is a probe, for which drafts of a part of its rows are enough."""
         return self._steps_without >= _PROBE_STEPS
 
     def observe(self, *, seconds: float, rows: int, drafted: int, sampled: int) -> None:
-        """A step of ``rows`` sequences verified ``drafted`` tokens, and ``sampled`` tokens came of it."""
+        """Record a step: its duration, and the numbers of its sequences, drafted tokens and resulting tokens."""
         if drafted:
             self._steps_without = 0
-        at = self._steps % _STEPS
-        self._features[at] = 1.0, rows, drafted
-        self._seconds[at], self._sampled[at] = seconds, sampled
+        i = self._steps % _STEPS
+        self._features[i] = 1.0, rows, drafted
+        self._seconds[i], self._sampled[i] = seconds, sampled
         self._steps += 1
 
     def value(self, rows: int) -> float:
-        """The threshold for the next step of ``rows`` sequences, at most 1: nothing is drafted."""
+        """The threshold for the next step of ``rows`` sequences; at 1 nothing is drafted."""
         self._steps_without += 1
         if self._steps < _MIN_STEPS or self.is_probe:
             return _UNKNOWN_THRESHOLD
@@ -77,10 +79,12 @@ class DraftThreshold:
 
 
 def _fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """a, b and c, none negative. Errors count relative to a step's seconds, or those of full batches alone would decide."""
+    """Fit a, b and c, none negative, by least squares of the relative errors; absolute ones would favor full batches."""
     scale = np.abs(features).max(axis=0) + 1e-12
     relative = features / scale / seconds[:, None]
-    weight = 1e-4 * np.linalg.norm(relative)  # where rows never change, a and b share what they cost
+    weight = 1e-4 * np.linalg.norm(
+        relative
+    )  # ridge penalty: if rows never change, a and b cannot be told apart
     moments = relative.T @ relative + weight**2 * np.eye(3)
     fitted: NDArray[np.float64] = np.maximum(np.linalg.solve(moments, relative.sum(axis=0)) / scale, 0.0)
     return fitted

@@ -1,4 +1,4 @@
-"""Forced interruption: ends long thoughts by a phrase that the policy did not choose (ScaleRL, arXiv 2510.13786 [P])."""
+"""Forced interruption: ends long thoughts by appending a phrase that the policy did not sample (ScaleRL, arXiv 2510.13786 [P])."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from scalerl_tasks.text import THOUGHT, ends_inside_thought
 
 @dataclass(frozen=True)
 class Interruption:
-    """``recipe.length.interruption`` of one run."""
+    """``recipe.length.interruption`` of a run, for one maximum completion length."""
 
     min_tokens: int
     """First position at which a thought may be interrupted, in tokens of the completion."""
     max_tokens: int
-    """Last position."""
+    """Last such position."""
     phrase: Sequence[int]
-    """Token ids of what is appended there; it ends the thought."""
+    """Token ids of the phrase that is appended; it ends the thought."""
 
 
 class ThoughtInterrupter:
-    """The strategy that samples with forced interruption.
+    """The sampling strategy with forced interruption.
 
-    A completion that is inside a thought at a position drawn from the interruption's range has the phrase appended, and
-    continues after it with the rest of its length budget. One that has ended, has closed its thought or has opened none is
-    left alone. The phrase's tokens are not the policy's: version ``MASKED``, log-probability 0.
+    For each completion a position is drawn from the interruption's range. If the completion is inside a thought there, the
+    phrase is appended, and sampling continues with the rest of the length budget. Completions that have ended, closed their
+    thought or opened none are not interrupted. The phrase's tokens have version ``MASKED`` and log-probability 0, because
+    the policy did not sample them.
 
-    Evaluations are interrupted too: a policy is measured under the length control that it is trained with, and thoughts
-    that training never sees at full length would be cut off there and score 0. The paper does not say what its
-    evaluations do [?].
+    Evaluations are interrupted as well, so that the policy is evaluated under the length control of its training; otherwise,
+    thoughts longer than in training would be truncated and score 0. The paper does not say how it evaluates [?].
 
     Args:
         seed: the run's.
@@ -59,13 +59,13 @@ class ThoughtInterrupter:
         await gather_all(self._sample(streams, sample) for sample in range(len(streams.completions)))
 
     def position(self, lease: Lease, sample: int) -> int:
-        """Where completion ``sample`` is interrupted: uniform in the range, and the same whoever samples it."""
+        """Position of completion ``sample``: uniform in the range, and equal for every actor that samples it."""
         draw = random.Random(f"{self._seed}/{lease.split.value}/{lease.slot}/{sample}")
         return draw.randint(self._interruption.min_tokens, self._interruption.max_tokens)
 
     async def _sample(self, streams: CompletionStreams, sample: int) -> None:
         completion, position = streams.completions[sample], self.position(streams.lease, sample)
-        # One that goes beyond its position came from an earlier server, where its thought was closed at that position.
+        # A resumed completion may be longer than its position; then it was checked there before.
         if not completion.has_forced and completion.tokens <= position:
             await streams.extend([completion], position)
             if completion.finish_reason is None:

@@ -11,13 +11,13 @@ _Key = tuple[PromptRef, int, str, int, int, float, int | None]
 
 
 class KeptCompletions:
-    """What was sampled for leases that went back to the coordinator with a lost server.
+    """Unfinished completions of leases that were released when the server was lost.
 
-    The coordinator issues such slots again, first; if this actor gets one back, its completions continue where they were.
+    The coordinator issues such slots again first. If this actor gets one of them, it continues the kept completions.
 
     Args:
-        max_sequences: completions to keep; beyond, the oldest groups go.
-        max_staleness_steps: of the recipe; a group with an older token would be dropped when it is pushed.
+        max_sequences: maximum number of kept completions; the oldest groups are dropped first.
+        max_staleness_steps: of the recipe; the coordinator would reject a group with an older token.
     """
 
     def __init__(self, *, max_sequences: int, max_staleness_steps: int) -> None:
@@ -27,20 +27,20 @@ class KeptCompletions:
     def put(self, lease: Lease, completions: list[PartialCompletion]) -> None:
         """Keep the completions of a lease that was not completed."""
         for completion in completions:
-            completion.forget_reports()  # the coordinator may get others' tokens for the slot meanwhile
+            completion.forget_reports()  # in the meantime another actor may report tokens for the slot
         self._groups.pop(_key(lease), None)
         self._groups[_key(lease)] = completions
         while sum(len(group) for group in self._groups.values()) > self._max_sequences:
             del self._groups[next(iter(self._groups))]
 
     def take(self, lease: Lease) -> list[PartialCompletion] | None:
-        """The completions that were kept for the same work, if they can still be trained on."""
+        """The kept completions of the same slot, prompt and settings, if they can still be trained on; else None."""
         kept = self._groups.pop(_key(lease), None)
         return kept if kept is not None and are_usable(kept, lease, self._max_staleness_steps) else None
 
 
 def are_usable(completions: Sequence[PartialCompletion], lease: Lease, max_staleness_steps: int) -> bool:
-    """Whether ``lease`` may continue completions that were begun for an earlier lease of its slot, by their versions."""
+    """Whether the versions of completions of an earlier lease of the slot allow ``lease`` to continue them."""
     sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
     if not sampled:
         return True
@@ -50,10 +50,10 @@ def are_usable(completions: Sequence[PartialCompletion], lease: Lease, max_stale
 
 
 def _key(lease: Lease) -> _Key:
-    # An evaluation measures one version, and its next measurement has the same slots.
-    measured = lease.policy_version if lease.split is Split.HELD_OUT else None
+    # Evaluations of different versions have the same slots.
+    evaluated_version = lease.policy_version if lease.split is Split.HELD_OUT else None
     return (
         *(lease.prompt, lease.slot, lease.prompt_id),
         *(lease.completions, lease.max_tokens, lease.temperature),
-        measured,
+        evaluated_version,
     )

@@ -1,21 +1,21 @@
-"""Leases enough groups to keep the server full, with a bounded surplus.
+"""Leases enough groups to keep the server's batch full, with a bounded surplus.
 
 A group is n sequences that end at different times: while the longest is still generating, the others'
-places in the batch are free. *Occupancy* is the fraction of a group's sequences that is still generating, averaged over
+places in the batch are free. *Occupancy* is the fraction of a group's sequences that are still generating, averaged over
 the group's duration (mean length over longest); it determines how many groups fill the server.
 
 ======================  =====================================================================
-what grows              what bounds it
+quantity                bound
 ======================  =====================================================================
 groups at the server    the limit of :mod:`.concurrency` over occupancy, plus an eighth (or one group)
-groups held             twice that: slow grading or an unreachable coordinator stop new leases.
-                        Groups that wait for the teacher do not count, so that evaluations run
-                        without it: the coordinator's bound on staleness limits them
-open lease requests     one; the groups that become free meanwhile are requested together
-age of a lease          its time, which restarts with every progress; after it the slot is reassigned
+groups held             twice that, so slow grading or an unreachable coordinator stops new leases.
+                        Groups that wait for the teacher do not count, so that evaluations, which
+                        need no teacher, continue; the coordinator's staleness bound limits them
+open lease requests     one; it covers all groups that became free during the previous one
+age of a lease          the lease's time, which restarts with progress; then the slot is reassigned
 ======================  =====================================================================
 
-A lost answer leaves leases that no actor works on. Heartbeats name the held leases
+If a response with leases is lost, no actor works on them. Heartbeats list the held leases
 (:attr:`Registration.held_leases`), so the coordinator detects the others and reassigns them.
 """
 
@@ -47,15 +47,18 @@ LEASE_WAIT_SECONDS = 10.0
 _IDLE_SECONDS = 1.0
 _RELEASE_SECONDS = 5.0
 _EMPTY_ANSWER_SECONDS = 0.05
+"""The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
+"""Surplus of leased groups over those that fill the server."""
 _MIN_OCCUPANCY = 0.2
 _SMOOTHING = 0.05
+"""Weight of the newest group in the running mean of occupancy."""
 _MAX_FAILED = 16
-"""The server is the cause when this many slots fail without a success between them."""
+"""After this many failed slots without a success between them, the server is considered the cause."""
 
 
 class Occupancy:
-    """Running mean of a group's occupancy, from the lengths of finished groups; 1 at first.
+    """Running mean of the groups' occupancy, from the lengths of finished groups; initially 1.
 
     >>> occupancy = Occupancy(smoothing=0.5)
     >>> occupancy.observe([10, 2, 4, 4]); occupancy.fraction
@@ -67,8 +70,8 @@ class Occupancy:
         self.fraction = 1.0
 
     def observe(self, lengths: list[int]) -> None:
-        growing = sum(lengths) / (len(lengths) * max(lengths)) if max(lengths, default=0) else 1.0
-        self.fraction += self._smoothing * (growing - self.fraction)
+        of_group = sum(lengths) / (len(lengths) * max(lengths)) if max(lengths, default=0) else 1.0
+        self.fraction += self._smoothing * (of_group - self.fraction)
         self.fraction = max(self.fraction, _MIN_OCCUPANCY)
 
 
@@ -76,11 +79,11 @@ def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: in
     """Number of groups to request now (see the module's table).
 
     Args:
-        capacity: sequences the server runs at once.
+        capacity: sequences that the server runs concurrently.
         per_group: completions of a training group.
-        occupancy: mean fraction of a group that is still growing (:class:`Occupancy`).
+        occupancy: mean fraction of a group's sequences that are still generating (:class:`Occupancy`).
         at_server: sequences of the groups at the server, finished ones included.
-        in_hand: leased groups that the coordinator has not acknowledged, those that wait for the teacher excepted.
+        in_hand: leased groups that the coordinator has not acknowledged, except those that wait for the teacher.
 
     >>> groups_wanted(256, 16, 1.0, at_server=0, in_hand=0)
     18
@@ -89,27 +92,30 @@ def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: in
     >>> groups_wanted(256, 16, 0.5, at_server=0, in_hand=0)
     36
     """
-    one_group = per_group * occupancy
-    enough = max(capacity * (1 + _PREFETCH_FRACTION), capacity + one_group)
-    room = int((enough - at_server * occupancy) / one_group)
-    limit = 2 * int(enough / one_group) - in_hand
-    return max(0, min(room, limit))
+    group_sequences = per_group * occupancy
+    target = max(capacity * (1 + _PREFETCH_FRACTION), capacity + group_sequences)
+    to_target = int((target - at_server * occupancy) / group_sequences)
+    to_limit = 2 * int(target / group_sequences) - in_hand
+    return max(0, min(to_target, to_limit))
 
 
 @dataclass(eq=False)
 class _HeldLease:
     lease: Lease
     member_id: str
+    """The registration that requested it."""
     deadline: float
+    """In the time of ``time.monotonic()``."""
     task: asyncio.Task[None] | None = field(default=None)
     timeout: asyncio.Timeout | None = None
     generating: bool = True
+    """False once its completions are sampled."""
     has_tokens: bool = False
-    """The server has reported a token of this lease."""
+    """Whether the server has reported a token of this lease."""
     waits_for_teacher: bool = False
 
     def renew(self) -> None:
-        """Restart the lease's time after progress; of progress many times a second, one in a hundredth of that time counts."""
+        """Restart the lease's time after progress; does nothing within a hundredth of that time, since it is called often."""
         deadline = time.monotonic() + self.lease.remaining_seconds
         if deadline - self.deadline < self.lease.remaining_seconds / 100:
             return
@@ -120,7 +126,7 @@ class _HeldLease:
 
 
 class Leasing:
-    """Requests leases, has each generated and graded, and passes the groups to delivery.
+    """Requests leases, generates and grades the group of each, and passes it to delivery.
 
     Args:
         concurrency: limits the sequences at the server.
@@ -152,9 +158,9 @@ class Leasing:
         self._backoff = Backoff()
         self._closing = False
         self._failed: set[tuple[Split, int]] = set()
-        """Slots that failed after their first token, since the last graded group."""
+        """Slots that failed after their first token; cleared when a group is graded."""
         self._refused: set[tuple[Split, int]] = set()
-        """Slots that failed before their first token, since the server's last token."""
+        """Slots that failed before their first token; cleared when the server reports a token."""
         self._failure: BaseException | None = None
         self._run_finished = False
 
@@ -162,8 +168,8 @@ class Leasing:
         """Run until the coordinator reports the run's end. Call :meth:`close` afterwards in any case.
 
         Raises:
-            PromptMismatch, TaskError, Refused: errors that no retry fixes.
-            Exception: the last failure of a group, when :data:`_MAX_FAILED` slots failed and none succeeded.
+            PromptMismatch, TaskError, Refused: errors that a retry does not fix.
+            Exception: a group's failure, after :data:`_MAX_FAILED` slots failed without a success between them.
         """
         while not self._run_finished:
             if self._failure is not None:
@@ -173,8 +179,11 @@ class Leasing:
             await wait_set(self._wake, _IDLE_SECONDS)
 
     async def close(self, grace_seconds: float, reason: str) -> None:
-        """Request no more leases. Release those not generated within the grace; grade the others, and release those that are
-        not graded in :data:`_RELEASE_SECONDS`."""
+        """Stop requesting leases, and end those held.
+
+        Leases not generated within ``grace_seconds`` are released. The others are graded and delivered, or released if that
+        takes longer than :data:`_RELEASE_SECONDS`.
+        """
         self._closing = True
         if self._request is not None:
             self._request.cancel()
@@ -184,7 +193,7 @@ class Leasing:
         grading = [h.task for h in self._held.values() if h.task is not None]
         if ending := [*grading, *self._releases]:
             await asyncio.wait(ending, timeout=_RELEASE_SECONDS)
-        # A teacher that is away: another member continues with the same completions.
+        # These wait for a teacher that does not answer. The release hands their completions over to another member.
         self._abandon(list(self._held.values()), reason)
         if self._releases:
             await asyncio.wait(self._releases, timeout=_RELEASE_SECONDS)
@@ -283,18 +292,18 @@ class Leasing:
             self._release([lease.lease_id], str(error))
             raise
         except Exception as error:
-            # Only this group failed: the others continue, and the coordinator decides who retries it.
+            # Only this group failed: the others continue, and the coordinator decides which member retries it.
             self._metrics.failed.inc()
             (self._failed if held.has_tokens else self._refused).add((lease.split, lease.slot))
             logger.warning("lease %s failed", lease.lease_id, exc_info=not isinstance(error, VllmError))
             self._release([lease.lease_id], f"{type(error).__name__}: {error}", ReleaseCause.FAILED)
             if len(self._failed | self._refused) >= _MAX_FAILED:
                 raise
-        finally:  # other leases' callbacks read these until the task is done
+        finally:  # callbacks of other leases read these fields until the task is done
             held.timeout, held.generating = None, False
 
     def _on_tokens(self, held: _HeldLease, tokens: int) -> None:
-        """Tokens of ``held`` were sampled: it and all leases queued behind it made progress."""
+        """Record progress after tokens of ``held`` were sampled: its own, and that of all leases queued behind it."""
         held.has_tokens = True
         self._refused.clear()
         for other in self._held.values():
@@ -303,14 +312,14 @@ class Leasing:
                 other.renew()
 
     def _on_graded(self) -> None:
-        """A completion was graded: every group in grading made progress."""
+        """Record progress of all groups in grading after one of their completions was graded."""
         for held in self._held.values():
             if held.timeout is not None and not held.generating:
                 self._registration.progress(held.lease.lease_id, 1)
                 held.renew()
 
     def _on_teacher_wait(self, held: _HeldLease) -> None:
-        """A group that waits for the teacher keeps its lease: another member would wait for the same teacher."""
+        """Keep the lease of a group that waits for the teacher, since another member would wait for the same teacher."""
         held.waits_for_teacher = True
         self._registration.progress(held.lease.lease_id, 1)
         held.renew()
@@ -319,7 +328,7 @@ class Leasing:
         held.waits_for_teacher = False
 
     def _on_generated(self, held: _HeldLease, generated: Generated) -> None:
-        self._on_tokens(held, 1)  # a generated group gets its whole time for grading and delivery
+        self._on_tokens(held, 1)  # restart the lease's time for grading and delivery
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
         self._registration.generated_tokens += sum(lengths)
@@ -341,10 +350,10 @@ class Leasing:
     # --- releasing -----------------------------------------------------------------------------
 
     def _abandon_unservable(self) -> None:
-        """Abandon the requests of a dead server, and of a member removed after a failed update.
+        """Abandon leases if the server does not answer, or if the coordinator removed the member after a failed update.
 
-        The coordinator reassigns the leases of such a member when the failure is reported. A member that is unknown for another
-        reason (a restart of the coordinator) may still deliver, so its leases continue.
+        The coordinator reassigns the leases of such a member when the trainer reports the failure. A member that is unknown
+        for another reason (a restart of the coordinator) may still deliver, so its leases continue.
         """
         held = [h for h in self._held.values() if h.generating]
         member_id = self._registration.member_id
@@ -354,7 +363,7 @@ class Leasing:
             self._abandon([h for h in held if h.member_id != member_id], "a weight update failed")
 
     def _abandon(self, held: list[_HeldLease], reason: str) -> None:
-        # What is done is delivered, or released.
+        # The groups of tasks that are done are delivered or released already.
         held = [h for h in held if h.task is None or not h.task.done()]
         for h in held:
             self._held.pop(h.lease.lease_id, None)
@@ -380,7 +389,11 @@ class Leasing:
     async def _send_release(
         self, lease_ids: list[str], reason: str, cause: ReleaseCause, partials: list[PartialGroup]
     ) -> None:
-        """Send the release, with retries; before it, while the leases are open, what was sampled for them. If it fails, no lease is lost: the next heartbeat does not name it."""
+        """Send the release, with retries.
+
+        The unfinished completions are sent first, because the leases must still be open then. If the release fails, no lease
+        is lost, since the next heartbeat does not list them.
+        """
         backoff = Backoff()
         with contextlib.suppress(TimeoutError, UnknownMember):
             async with asyncio.timeout(_RELEASE_SECONDS):

@@ -1,4 +1,4 @@
-"""One completion as far as it is sampled: its tokens outlive the requests that brought them."""
+"""The tokens of one completion so far, over all requests that sampled them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Arrays of equal length, one entry a token."""
+    """Arrays of equal length, with one entry per token."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -39,7 +39,7 @@ def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
 
 
 def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
-    if len(versions) and (versions == versions[0]).all():  # nearly always, and a tenth of the work
+    if len(versions) and (versions == versions[0]).all():  # the common case, which is ten times as fast
         return (Span(int(versions[0]), 0, len(versions)),)
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if len(versions) else []
     ends = [*starts[1:], len(versions)]
@@ -49,8 +49,8 @@ def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
 class PartialCompletion:
     """Tokens, log-probabilities and weight versions so far.
 
-    The server names the versions of an answer's tokens only when the answer is complete (:meth:`settle`). Until then,
-    and for ever where the answer breaks off, a token has the oldest version that can have sampled it.
+    The server reports the versions of a response's tokens only at its end (:meth:`settle`). Until then, and permanently if
+    the response breaks off, a token has the oldest version that can have sampled it.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class PartialCompletion:
         self.finish_reason: Literal["stop", "length"] | None = None
         """None while it is not complete."""
         self.has_forced = False
-        """Some of its tokens are :meth:`force`'s."""
+        """Whether :meth:`force` appended tokens."""
         self.reported = 0
-        """Number of its first tokens that the coordinator has."""
+        """Number of leading tokens that the coordinator has."""
         self.truncations = 0
-        """Changes that a report under way does not know of."""
+        """Number of truncations and resets, which invalidate a report in progress."""
 
     def append(self, part: Part, version: int) -> None:
         """Add tokens that were sampled by ``version`` or by later weights."""
@@ -95,12 +95,12 @@ class PartialCompletion:
         self._parts = [_Tokens(whole.token_ids, whole.logprobs, whole.masked, versions)]
 
     def forget_reports(self) -> None:
-        """Report all tokens again, those of a report under way too."""
+        """Mark all tokens as not reported, including those of a report in progress."""
         self.reported = 0
         self.truncations += 1
 
     def truncate(self, tokens: int) -> None:
-        """Drop all but the first ``tokens`` tokens, and the end."""
+        """Keep only the first ``tokens`` tokens, and reset the finish reason."""
         whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
         self.reported = min(self.reported, self.tokens)
         self.truncations += 1
@@ -120,11 +120,11 @@ class PartialCompletion:
 
     @property
     def weight_versions(self) -> tuple[Span, ...]:
-        """Spans that cover all tokens, each as long as it can be."""
+        """Spans of equal versions that cover all tokens, each as long as possible."""
         return _spans(_concatenated(self._parts).versions)
 
     def unreported(self) -> Partial:
-        """The tokens after the :attr:`reported` ones, for the coordinator."""
+        """The tokens after the :attr:`reported` ones, for a report to the coordinator."""
         missing, parts = self.tokens - self.reported, list[_Tokens]()
         while sum(len(part.token_ids) for part in parts) < missing:
             parts.insert(0, self._parts[-1 - len(parts)])
@@ -140,7 +140,7 @@ class PartialCompletion:
         )
 
     def sampled(self) -> Sampled:
-        """The complete completion; only once it has a finish reason."""
+        """The completion as a whole. It must have a finish reason."""
         assert self.finish_reason is not None, "the completion is not complete"
         whole = _concatenated(self._parts)
         return Sampled(

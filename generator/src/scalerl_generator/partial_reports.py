@@ -1,8 +1,8 @@
-"""Hands unfinished completions on through the coordinator: to another actor, or to this one after a restart.
+"""Hands unfinished completions over, through the coordinator, to another actor or to this one after a restart.
 
-Of long completions, every few heartbeats and with every release, the coordinator is sent the tokens that are new since the
-last report; it gives them with the slot's next lease. So a killed actor loses one interval, and 8 bytes a token is all
-that is sent. Short completions are sampled again.
+Every few heartbeats, and with every release, the actor sends the coordinator the tokens of long completions that are new
+since the last report (8 bytes per token). The coordinator returns them with the slot's next lease, so a killed actor loses
+the tokens of one interval. Short completions are sampled again instead.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from scalerl_generator.vllm_replies import Part
 logger = logging.getLogger("scalerl.actor.partials")
 
 REPORT_HEARTBEATS = 5
-"""Heartbeats from one report to the next."""
+"""Number of heartbeats between two reports."""
 _REPORT_BYTES = 16 << 20
-"""Bound on the tokens and log-probabilities of one report; the rest goes with the next one."""
+"""Bound on the tokens and log-probabilities of one report; the next report has the rest."""
 _SKIPPED_REPORTS = 10
-"""Reports that leave out a lease for which the coordinator has no room: its tokens would be sent in vain."""
+"""Number of reports that leave out a lease after the coordinator had no room for it."""
 _MAX_LOGPROB = 0.01
 """Rounding can raise a log-probability this far above 0."""
 
@@ -42,7 +42,7 @@ Reason = Literal["prompt", "lengths", "tokens", "logprobs", "versions"]
 
 
 class UnusablePartials(Exception):
-    """Completions that a lease came with and that cannot be continued."""
+    """The unfinished completions of a lease cannot be continued; ``reason`` says what is wrong with them."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
@@ -57,10 +57,10 @@ def read_partials(
     vocabulary_size: int,
     max_staleness_steps: int,
 ) -> list[PartialCompletion]:
-    """The completions that ``lease`` came with, checked.
+    """Check and decode the unfinished completions of ``lease``.
 
     Raises:
-        UnusablePartials: they are not this lease's, or damaged.
+        UnusablePartials: they do not belong to this lease, or are damaged.
     """
     if group.prompt_token_ids != prompt.wire:
         raise UnusablePartials("prompt")
@@ -94,16 +94,16 @@ def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCom
         raise UnusablePartials("versions")
     completion = PartialCompletion()
     for span, end in zip(partial.versions, ends, strict=False):
-        these = slice(span.start, end)
-        masked = np.zeros(end - span.start, np.bool_)  # a masked token keeps its version MASKED
-        completion.append(Part(token_ids[these], logprobs[these], masked), span.version)
+        in_span = slice(span.start, end)
+        masked = np.zeros(end - span.start, np.bool_)  # a masked token has the version MASKED already
+        completion.append(Part(token_ids[in_span], logprobs[in_span], masked), span.version)
     completion.finish_reason = partial.finish_reason
     completion.reported = completion.tokens
     return completion
 
 
 class PartialReports:
-    """Reports the unfinished completions of this actor, and reads those that leases come with."""
+    """Reports the unfinished completions of this actor, and reads those that leases hand over."""
 
     def __init__(
         self,
@@ -119,15 +119,15 @@ class PartialReports:
         self._coordinator, self._registration, self._monitor = coordinator, registration, monitor
         self._state, self._metrics = state, metrics
         self._vocabulary_size, self._max_staleness_steps = vocabulary_size, max_staleness_steps
-        for reason in get_args(Reason):  # a series that begins with its first event has no rate of it
+        for reason in get_args(Reason):  # create each series at 0, so that its first event shows in a rate
             metrics.dropped_partials.labels(reason)
         self._tracked: dict[str, tuple[CompletionStreams, int]] = {}
-        """By lease: its completions, and the start of the server that samples them."""
+        """Completions by lease id, with the ``start_count`` of the server that samples them."""
         self._skipped: dict[str, int] = {}
-        """By lease for which there was no room: how many of the next reports leave it out."""
+        """Leases for which the coordinator had no room, with the number of further reports that leave them out."""
 
     def read(self, lease: Lease, prompt: EncodedPrompt) -> list[PartialCompletion] | None:
-        """The completions that ``lease`` came with; None, and counted, if they cannot be continued."""
+        """The unfinished completions that ``lease`` hands over; None if there are none, or none that can be continued."""
         if lease.partial is None:
             return None
         try:
@@ -140,46 +140,48 @@ class PartialReports:
             )
         except UnusablePartials as problem:
             logger.warning(
-                "lease %s: sampled again, its tokens so far are of no use: %s", lease.lease_id, problem
+                "lease %s: sampling from the start, its unfinished completions are unusable: %s",
+                *(lease.lease_id, problem),
             )
             self._metrics.dropped_partials.labels(problem.reason).inc()
             return None
 
     def track(self, streams: CompletionStreams) -> None:
-        """Report these completions until their lease is released, or its group acknowledged."""
+        """Report these completions until their lease is released or its group is acknowledged."""
         if streams.lease.max_tokens > TOGETHER_TOKENS:
             self._tracked[streams.lease.lease_id] = streams, self._state.start_count
 
     def take(self, lease_ids: Collection[str]) -> list[PartialGroup]:
-        """The last report of leases that are released."""
+        """The last reports of leases that are being released."""
         groups = []
         for lease_id in lease_ids:
             if (tracked := self._tracked.pop(lease_id, None)) is None:
                 continue
             streams, start = tracked
             if self._state.unpublished_start == start:
-                # Some may be of weights that were not published: the coordinator drops all that it has.
+                # Some tokens may be from weights that were not published: an empty report makes the coordinator drop all.
                 streams.completions = [PartialCompletion() for _ in streams.completions]
             groups.append(_report(streams))
         return groups
 
     async def run(self) -> None:
-        """Report until cancelled. A refused report is logged: without it, its tokens are sampled again."""
+        """Report until cancelled. A refused report is only logged: at worst its tokens are sampled again."""
         while True:
             member_id = await self._registration.member()
             await asyncio.sleep(REPORT_HEARTBEATS * self._registration.interval_seconds)
-            with contextlib.suppress(CoordinatorDown, UnknownMember):  # the registration handles both
+            with contextlib.suppress(CoordinatorDown, UnknownMember):  # Registration handles both
                 try:
                     await self._report(member_id)
                 except Refused as refused:
                     logger.warning("the coordinator refused a report of unfinished completions: %s", refused)
 
     async def send(self, member_id: str, groups: list[PartialGroup]) -> None:
-        """Send last reports, a group a request: together they may be more than the coordinator reads. Removes from ``groups``
-        what is sent or refused.
+        """Send the last reports, one group per request, since all together may exceed the coordinator's limit.
+
+        Removes groups that are sent or refused from ``groups``.
 
         Raises:
-            CoordinatorDown, UnknownMember: not all are sent.
+            CoordinatorDown, UnknownMember: the remaining ``groups`` are not sent.
         """
         while groups:
             try:
@@ -210,8 +212,10 @@ class PartialReports:
                 nbytes += new
                 reports[lease_id] = streams, group
                 truncations[lease_id] = [completion.truncations for completion in streams.completions]
-                self._tracked[lease_id] = self._tracked.pop(lease_id)  # the others come first next time
-        # Checked after the tokens arrived: none is of a server that restarted unnoticed.
+                self._tracked[lease_id] = self._tracked.pop(
+                    lease_id
+                )  # move to the end: the others come first next time
+        # Check after the tokens arrived, so that none is from a server whose restart was not detected.
         if not reports or not await self._monitor.check_same_server(start):
             return
         reply = await self._coordinator.report_partials(member_id, [group for _, group in reports.values()])
@@ -230,7 +234,9 @@ class PartialReports:
             ):
                 if lease_id in reply.missing:
                     completion.reported = 0
-                elif completion.truncations == count:  # otherwise some of what was sent is replaced
+                elif (
+                    completion.truncations == count
+                ):  # otherwise the sent tokens were truncated in the meantime
                     completion.reported = partial.start + partial.tokens
 
 

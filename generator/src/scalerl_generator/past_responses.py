@@ -1,7 +1,8 @@
-"""Gives the server past responses to a prompt, from the coordinator, before the prompt is sampled again.
+"""Sends past responses to a prompt from the coordinator to the server, before the prompt is sampled again.
 
-The server remembers what it sampled itself, until it restarts or other text overwrites it; what is missing are responses of other
-generators, and of before a restart. Drafts need none of it: whatever fails is counted, and generation begins without.
+The server remembers its own responses until it restarts or other text overwrites them. It lacks the responses of other
+generators, and those from before a restart. Past responses are optional for drafts: failures are only counted, and
+generation starts without them.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from scalerl_generator.vllm_replies import Sampled, VllmError
 logger = logging.getLogger("scalerl.actor.drafts")
 
 _SECONDS = 2.0
-"""Generation waits so long at most."""
+"""Maximum time that generation waits for past responses."""
 _REPORT_SECONDS = 5.0
 _BYTES_A_CALL = 1 << 18
-"""Of responses: the server takes in a million tokens in some seconds, and samples nothing meanwhile."""
+"""Bound on the responses of one call: the server needs a few seconds for a million tokens, and samples nothing meanwhile."""
 _OVERHEAD_TOKENS = 76
-"""Of memory, by which a response takes more than its tokens, at most: a page, and its prompt's end."""
+"""Upper bound on the memory of a response beyond its tokens: a page, and the end of its prompt."""
 
 
 class PastResponseFeed:
-    """Knows which responses the server remembers, and passes on the others.
+    """Tracks which responses the server remembers, and sends it the others.
 
     Args:
-        memory_tokens: what the server remembers.
+        memory_tokens: number of tokens that the server remembers.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class PastResponseFeed:
         self._memory_tokens = memory_tokens
         self._server_start = 0
         self._remembered: OrderedDict[bytes, int] = OrderedDict()
-        """By response: tokens that the server had taken in with it."""
+        """Responses that the server remembers, by :func:`_identity`, with the value of ``_tokens`` after each."""
         self._tokens = 0
+        """Tokens of all responses so far, overhead included."""
         self._reported = DraftReport()
         self._warned = False
 
     async def prepare(self, lease: Lease, prompt: EncodedPrompt) -> None:
-        """Pass on past responses to a lease's prompt; raises nothing, and takes two seconds at most."""
+        """Send past responses to a lease's prompt to the server. Does not raise, and takes at most ``_SECONDS``."""
         if lease.split is not Split.TRAIN:
             return
         try:
@@ -69,7 +71,7 @@ class PastResponseFeed:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "no past responses for a prompt; later failures are only counted: %s",
+                    "cannot send past responses to the server; later failures are only counted: %s",
                     error or f"no answer in {_SECONDS:g} s",
                 )
 
@@ -86,7 +88,11 @@ class PastResponseFeed:
             self._metrics.past_responses.inc(len(batch))
 
     async def sampled(self, prompt: EncodedPrompt, completions: Iterable[Sampled]) -> DraftTally | None:
-        """The server sampled these completions, and remembers them. Returns their drafts, if it says."""
+        """Record that the server sampled these completions, and so remembers them.
+
+        Returns:
+            Their drafted and accepted tokens; None if the server does not report them.
+        """
         self._follow_restart()
         for completion in completions:
             self._add(prompt, completion.token_ids.astype("<i4").tobytes())
@@ -97,7 +103,7 @@ class PastResponseFeed:
             return None
 
     async def report(self) -> None:
-        """Keep the metrics of drafts up to date, until cancelled."""
+        """Update the metrics of drafts until cancelled."""
         while True:
             await asyncio.sleep(_REPORT_SECONDS)
             if self._state.up:
@@ -137,7 +143,7 @@ def _identity(prompt: EncodedPrompt, token_ids: bytes) -> bytes:
 
 
 def _batches(responses: list[PastResponse]) -> Iterable[list[PastResponse]]:
-    """Divided by size, so that the server samples between them."""
+    """Split responses into batches of about ``_BYTES_A_CALL``, so that the server samples in between."""
     ends = np.cumsum([len(one.token_ids) for one in responses]) // _BYTES_A_CALL
     for number in np.unique(ends):
         yield [one for one, end in zip(responses, ends, strict=True) if end == number]

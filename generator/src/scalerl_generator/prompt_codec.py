@@ -1,4 +1,4 @@
-"""Prompts and completions of a run as tokens and text, for the server and the wire."""
+"""Encodes prompts to tokens for the server and the wire, and decodes completions to text for the verifier."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class EncodedPrompt:
     wire: bytes
     """The same ids as little-endian int32."""
     in_thought: bool = False
-    """The template opens a thought that the completion continues."""
+    """Whether the template opens a thought that the completion continues."""
 
     @cached_property
     def key(self) -> str:
-        """The prompt's digest in hex, which its requests are named by."""
+        """The prompt's digest in hex, which is part of its request ids."""
         return prompt_digest(self.wire).hex()
 
 
 class PromptCodec:
-    """The tokenizer of one run: prompts in, completion text out.
+    """The tokenizer of a run with one prompt format.
 
     Args:
         model: see :class:`scalerl_tasks.text.ModelTokenizer`.
-        spec: the run's template and format.
-        context_tokens: longest prompt + completion.
-        field: path of ``spec`` in the run's.
+        spec: template and format of the prompts.
+        context_tokens: maximum length of prompt plus completion.
+        field: path of ``spec`` in the run's spec, for errors.
 
     Raises:
-        TokenizerError: no tokenizer, no end token, or no chat template where one is asked for.
-        TemplateError: a bad ``task.prompt.template``.
+        TokenizerError: the model has no tokenizer, no end token, or no chat template although the format needs one.
+        TemplateError: ``task.prompt.template`` is invalid.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class PromptCodec:
         self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_rendered)
 
     def encode(self, prompt: Prompt, max_tokens: int) -> EncodedPrompt:
-        """Tokens of a prompt in the run's template.
+        """Render a prompt in the template, and encode it.
 
         Raises:
-            PromptTooLong: prompt and ``max_tokens`` do not fit in the context.
+            PromptTooLong: the prompt and ``max_tokens`` of completion do not fit in the context.
             TokenizerError: the chat template refuses the prompt.
         """
         rendered = render_prompt(prompt, self._spec.template, self._spec.system)
@@ -79,7 +79,7 @@ class PromptCodec:
         return encoded
 
     def texts(self, completions: Sequence[NDArray[np.int32]]) -> list[str]:
-        """Each completion's text for the verifier, without its end token; other special tokens stay visible."""
+        """The text of each completion for the verifier, without the end token but with other special tokens."""
         return self.tokenizer.decode([ids.tolist() for ids in completions])
 
     def _encode_rendered(self, rendered: RenderedPrompt) -> EncodedPrompt:

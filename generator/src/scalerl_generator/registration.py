@@ -1,4 +1,4 @@
-"""Monitors the server, registers with the coordinator, and sends heartbeats."""
+"""Monitors the vLLM server, registers the actor with the coordinator, and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ SERVER_START_SECONDS = 1800.0
 """The actor exits with an error, and is restarted, if its server does not answer for this long."""
 
 _CHECK_SECONDS = 2.0
+"""Interval of the health checks."""
 _CHECKS = 3
+"""Failed checks after which the server counts as lost."""
 _CHECK_AGAIN_SECONDS = 0.3
 
 
@@ -44,17 +46,17 @@ async def wait_set(event: asyncio.Event, seconds: float) -> None:
 
 
 class ServerMonitor:
-    """Sets :class:`ServerState` up and down: waits for the server, and detects when it stops answering."""
+    """Sets :class:`ServerState` to up or down, by health checks of the vLLM server."""
 
     def __init__(self, server: VllmClient, state: ServerState, metrics: ActorMetrics) -> None:
         self._server, self._state, self._metrics = server, state, metrics
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Runs until cancelled.
+        """Monitor the server until cancelled.
 
         Raises:
-            ServerStartTimeout: see :data:`SERVER_START_SECONDS`.
+            ServerStartTimeout: the server did not answer for :data:`SERVER_START_SECONDS`.
         """
         while True:
             if not self._state.up:
@@ -63,9 +65,10 @@ class ServerMonitor:
                 await asyncio.sleep(_CHECK_SECONDS)
 
     async def check_alive(self) -> bool:
-        """Check the server's health, with retries. During an update, the update's outcome decides instead.
+        """Check the server's health, with retries, and set it down if all fail.
 
-        Returns False if it was lost meanwhile, even if it has started again: these checks do not apply to the new start.
+        During a weight update this returns True: the update's outcome decides. It returns False if the server was lost during
+        the checks, even if it has started again, because the checks do not apply to the new start.
         """
         start = self._state.start_count
         async with self._lock:
@@ -83,7 +86,7 @@ class ServerMonitor:
             return False
 
     async def check_same_server(self, start: int) -> bool:
-        """Check that the server is alive and has not restarted, which would have cost it its weights.
+        """Check that the server is alive and has not restarted, which would have lost its weights.
 
         Args:
             start: the server's ``start_count`` when the caller sent its request.
@@ -97,17 +100,15 @@ class ServerMonitor:
             version = await self._server.weight_version()
         except VllmError:
             return await self.check_alive() and self._state.is_up_since(start)
-        # A new start that was noticed meanwhile holds no weights yet, as it should.
+        # If a restart has been detected during the call, having no weights is expected.
         if version == UNVERSIONED and self._state.is_up_since(start):
-            self.server_lost(
-                "it has restarted: it holds none of the weights published to it", unpublished=True
-            )
+            self.server_lost("it has restarted and has lost the weights published to it", unpublished=True)
         return self._state.is_up_since(start)
 
     def server_lost(self, reason: str, *, unpublished: bool = False) -> None:
-        """Set the server down: it, or its weights, are lost, and with them all requests in flight.
+        """Set the server down: the server or its weights, and all requests in flight, are lost.
 
-        ``unpublished``: it holds weights that were not published to it.
+        ``unpublished``: it answers with weights that were not published to it.
         """
         if self._state.up:
             logger.error("server lost: %s", reason)
@@ -120,9 +121,7 @@ class ServerMonitor:
         while not await self._server.health():
             waited = time.monotonic() - started
             if waited > SERVER_START_SECONDS:
-                raise ServerStartTimeout(
-                    f"the vLLM server has not answered for {waited:.0f} s; its own log says why"
-                )
+                raise ServerStartTimeout(f"the vLLM server has not answered for {waited:.0f} s; see its log")
             await backoff.wait()
         logger.info("the server answers, after %.1f s", time.monotonic() - started)
         self._state.mark_up()
@@ -131,8 +130,13 @@ class ServerMonitor:
 class Registration:
     """Registers this actor with the coordinator and sends its heartbeats.
 
-    It registers again when the server has come up again, and when the coordinator no longer knows the member. Leases are
-    kept: after a restart of the coordinator they may still be open.
+    It registers again after a restart of the server, and when the coordinator does not know the member any more. It keeps
+    its leases, because they may still be open after a restart of the coordinator.
+
+    Args:
+        name: of the actor, the same after a restart.
+        control_url: where the trainer reaches the actor.
+        teacher_problem: returns why the teacher does not answer; empty if it does.
     """
 
     def __init__(
@@ -152,18 +156,21 @@ class Registration:
         self._registered = asyncio.Event()
         self._registered_start = 0
         self.interval_seconds = 1.0
-        """Between two heartbeats."""
+        """Seconds between two heartbeats."""
         self._busy_before = 0.0
+        """Busy seconds of the process before this registration."""
         self._tokens_before = 0
+        """Tokens generated before this registration."""
         self.member_id: str | None = None
         """None while not registered."""
         self.generated_tokens = 0
-        """Tokens generated since the process began; :class:`~.leasing.Leasing` adds to it."""
+        """Tokens generated since the process began; :class:`~.leasing.Leasing` updates it."""
         self.held_leases: set[str] = set()
-        """Leases from their arrival until their push is answered, or they are released."""
+        """Leases from their arrival until their group's push is answered or they are released."""
         self.generated_leases: set[str] = set()
-        """Those whose completions are sampled; :class:`~.leasing.Leasing` adds to it."""
+        """Held leases whose completions are sampled completely; :class:`~.leasing.Leasing` updates it."""
         self._progress: dict[str, int] = {}
+        """Tokens of each held lease, as reported with the heartbeats."""
 
     async def member(self) -> str:
         """Wait until registered; returns the member id. The caller bounds the wait."""
@@ -176,7 +183,7 @@ class Registration:
         self._progress[lease_id] = self._progress.get(lease_id, 0) + tokens
 
     def not_ready(self) -> str | None:
-        """Why the actor accepts no work yet, or None if it does (it is ready without weights, since it receives them)."""
+        """Why the actor is not ready; None if it is. It is ready without weights, since it must be ready to receive them."""
         if not self._state.up:
             return "the vLLM server does not answer"
         return None if self.member_id is not None else "not registered with the coordinator"
@@ -194,7 +201,7 @@ class Registration:
             task_digest: of this actor's training prompts; the coordinator refuses any but its own.
 
         Raises:
-            Refused: the coordinator refuses this actor (token, wire version, another task).
+            Refused: the coordinator refuses this actor (wrong token, wire version or task).
         """
         backoff = Backoff()
         while True:

@@ -1,7 +1,7 @@
-"""Makes a graded group from a lease.
+"""Generates and grades the group of a lease.
 
-A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain`, or
-:class:`~.interruption.ThoughtInterrupter`. Encoding, waiting for weights, grading and packing do not depend on it.
+A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain` or
+:class:`~.interruption.ThoughtInterrupter`. Encoding, waiting for weights, grading and packing are the same for all.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 _VARYING = re.compile(r"\d[\d,.]*|'[^']*'|\"[^\"]*\"")
+"""Numbers and quotations in an error's text, which are removed to get its kind."""
 _ERROR_KIND_CHARACTERS = 80
 _MAX_ERROR_KINDS = 50
-"""Bound on logged kinds of errors: their texts derive from model output, and must not fill the log."""
+"""Bound on the kinds of errors that are logged: their texts derive from model output and must not fill the log."""
 
 
 class PromptMismatch(Exception):
@@ -49,7 +50,7 @@ class PromptMismatch(Exception):
 
 
 def version_spans(sampled: Sampled) -> list[VersionSpan]:
-    """Which weights sampled which tokens, in the wire's form; masked tokens have spans of their own."""
+    """The weight version of each token, as spans in the wire's form; masked tokens have separate spans."""
     if not sampled.masked.any():
         return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
     spans = sampled.weight_versions
@@ -62,12 +63,12 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
 def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
     """Verdicts on a group's completions, in the wire's form."""
     return Verdicts(
-        scores=[one.score for one in graded],
+        scores=[grade.score for grade in graded],
         parts={
-            name: [0.0 if one.verdict is None else one.verdict.parts[name] for one in graded]
+            name: [0.0 if grade.verdict is None else grade.verdict.parts[name] for grade in graded]
             for name in part_names
         },
-        errors={at: one.error for at, one in enumerate(graded) if one.error is not None},
+        errors={i: grade.error for i, grade in enumerate(graded) if grade.error is not None},
     )
 
 
@@ -75,13 +76,13 @@ Strategy = Callable[[CompletionStreams], Awaitable[None]]
 
 
 async def sample_plain(streams: CompletionStreams) -> None:
-    """Independent completions, each until an end token or the lease's ``max_tokens``."""
+    """Sample independent completions, each until an end token or the lease's ``max_tokens``."""
     await gather_all(streams.extend(batch, streams.lease.max_tokens) for batch in streams.batches())
 
 
 @dataclass(frozen=True)
 class Section:
-    """Prompts of a run that are rendered and graded alike."""
+    """The prompts of one split of a task or evaluation set, with their prompt format and verifier."""
 
     source: PromptSource
     codec: PromptCodec
@@ -98,16 +99,19 @@ class Generated:
     encoded: EncodedPrompt
     completions: list[Sampled]
     seconds: float
+    """Duration of the sampling."""
 
 
 class RolloutGenerator:
-    """Makes groups from leases, with the run's prompts, server and verifier.
+    """Generates the groups of leases, with the run's prompts, server and verifiers.
 
     Args:
-        sections: by task and split, as leases name them.
+        sections: by the task and split of a lease's prompt.
         thread: generates and tokenizes prompts and decodes completions, which can take seconds (a generated puzzle, a long
             context); with one thread, leases are served in order of arrival.
-        max_sequences: maximum of completions in one request (the server's limit).
+        max_sequences: maximum number of completions in one request (the server's limit).
+        kept: completions that a lost server left unfinished.
+        partials: reports unfinished completions to the coordinator, and reads those that a lease hands over.
     """
 
     def __init__(
@@ -137,13 +141,13 @@ class RolloutGenerator:
         self._past_responses = past_responses
 
     async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
-        """Sample the completions of a lease; waits while the server holds no weights or receives new ones.
+        """Sample the completions of a lease. Waits while the server has no weights or receives new ones.
 
-        ``on_tokens`` is called as tokens are sampled, unless completions are short.
+        ``on_tokens`` is called with the number of new tokens while completions are streamed (short ones are not).
 
         Raises:
-            ServerLost: this server can no longer serve the lease. What it sampled is kept for the next lease of the slot.
-            ServerRefused, BadReply, GenerationFailed: the server is healthy, and returned nothing to train on.
+            ServerLost: this server can no longer serve the lease. Its tokens are kept for the next lease of the slot.
+            ServerRefused, BadReply, GenerationFailed: the server is healthy, but this request failed.
             PromptTooLong: no server of this run can serve this prompt.
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
@@ -153,7 +157,8 @@ class RolloutGenerator:
             await self._past_responses.prepare(lease, encoded)
         started, server_start = time.monotonic(), self._state.start_count
         kept, handed_over = self._kept.take(lease), self._partials.read(lease, encoded)
-        # The longer are the later ones: of an earlier server, or of another actor since.
+        # Both may exist: ``kept`` from an earlier server of this actor, ``handed_over`` from another actor. The longer ones
+        # are the newer ones.
         begun = max(kept or [], handed_over or [], key=lambda group: sum(c.tokens for c in group))
         streams = CompletionStreams(
             self._server,
@@ -168,17 +173,17 @@ class RolloutGenerator:
             completions=begun,
         )
         resumed = streams.tokens
-        (self._metrics.handed_over_tokens if begun is handed_over else self._metrics.resumed_tokens).inc(
-            resumed
-        )
+        counter = self._metrics.handed_over_tokens if begun is handed_over else self._metrics.resumed_tokens
+        counter.inc(resumed)
         self._partials.track(streams)
         self._busy.request_started()
         try:
             await self._strategy(streams)
         except (ServerLost, asyncio.CancelledError):
-            # Without a new token, these completions may be why the server is lost.
-            attributable = self._state.unpublished_start != server_start
-            if attributable and not self._state.is_serving and streams.tokens > resumed:
+            # Completions without a new token are not kept, because they may have made the server fail. Nor are tokens from
+            # weights that were not published to the server, whose version is unknown.
+            version_known = self._state.unpublished_start != server_start
+            if version_known and not self._state.is_serving and streams.tokens > resumed:
                 self._kept.put(lease, streams.completions)
             raise
         finally:
@@ -195,35 +200,43 @@ class RolloutGenerator:
         on_teacher_wait: Callable[[], None] = lambda: None,
         on_teacher_answer: Callable[[], None] = lambda: None,
     ) -> Group:
-        """Score the completions, by the teacher too if there is one, and pack the group.
+        """Grade the completions, score them by the teacher if there is one, and pack the group.
 
-        ``on_graded`` is called for each completion of this group that is graded, ``on_teacher_wait`` every second until the
-        teacher has answered, however long it is away, then ``on_teacher_answer``. A completion on which the verifier fails or
-        exceeds its limits has an error instead of a score.
+        A completion on which the verifier fails or exceeds its limits has an error instead of a score.
+
+        Args:
+            on_graded: called for each completion of this group that is graded.
+            on_teacher_wait: called every second until the teacher has answered, which may take arbitrarily long.
+            on_teacher_answer: called once the teacher has answered.
 
         Raises:
-            GradingError: the verifier's processes cannot be kept running; nothing was scored.
-            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher answers, but not for these completions.
+            GradingError: the verifier's processes cannot be kept running; nothing was graded.
+            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher is up, but the request for these completions
+                failed.
         """
         lease = generated.lease
-        asked = asyncio.create_task(self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer))
-        try:  # while the teacher is asked, which may be away
+        teacher_task = asyncio.create_task(
+            self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer)
+        )
+        try:
             verdicts, drafts = await asyncio.gather(
                 self._verdicts(generated, on_graded), self._draft_tally(generated)
             )
-            teacher_logprobs = await asked
+            teacher_logprobs = await teacher_task
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)  # both may have failed
+            teacher_task.cancel()
+            await asyncio.gather(
+                teacher_task, return_exceptions=True
+            )  # retrieves its exception if both failed
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),
                 logprobs=c.logprobs.tobytes(),
-                teacher_logprobs=theirs,
+                teacher_logprobs=of_teacher,
                 versions=version_spans(c),
                 finish_reason=c.finish_reason,
             )
-            for c, theirs in zip(generated.completions, teacher_logprobs, strict=True)
+            for c, of_teacher in zip(generated.completions, teacher_logprobs, strict=True)
         ]
         return Group(
             lease_id=lease.lease_id,
@@ -250,7 +263,7 @@ class RolloutGenerator:
             return [b""] * len(generated.completions)
         logprobs = await self._teacher.score(generated.encoded.token_ids, generated.completions, on_wait)
         on_answer()
-        return [of_one.astype("<f4").tobytes() for of_one in logprobs]
+        return [completion_logprobs.astype("<f4").tobytes() for completion_logprobs in logprobs]
 
     async def _verdicts(self, generated: Generated, on_graded: Callable[[], None]) -> Verdicts:
         started = time.monotonic()
@@ -275,15 +288,15 @@ class RolloutGenerator:
         section, index = self._sections.get((lease.prompt.task, lease.split)), lease.prompt.index
         where = f"{lease.split.value} prompt {index} of task {lease.prompt.task}"
         if section is None or not 0 <= index < len(section.source):
-            there = "has no such task" if section is None else f"has {len(section.source)}"
+            known = "has no such task" if section is None else f"has {len(section.source)} prompts"
             raise PromptMismatch(
-                f"lease {lease.lease_id}: {where} is not among this actor's prompts: it {there}"
+                f"lease {lease.lease_id}: {where} is not among this actor's prompts: it {known}"
             )
         source = section.source
         prompt = source[index]
         if prompt.id != lease.prompt_id:
             raise PromptMismatch(
-                f"lease {lease.lease_id}: {where} is {prompt.id!r} here, the coordinator means {lease.prompt_id!r}: "
+                f"lease {lease.lease_id}: {where} is {prompt.id!r}, but {lease.prompt_id!r} at the coordinator: "
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
         return section, prompt
@@ -299,7 +312,8 @@ class RolloutGenerator:
             ):
                 self._logged_grading_errors.add(kind)
                 logger.warning(
-                    "prompt %s: could not grade a completion, which is left out: %s (later ones of this kind are only counted)",
+                    "prompt %s: could not grade a completion, which is not trained on: %s (later errors of this kind are only "
+                    "counted)",
                     prompt.id,
                     error,
                 )

@@ -1,6 +1,7 @@
-"""State of the vLLM server: up or down, which weights, paused or serving.
+"""State of the vLLM server: up or down, its weight version, paused or serving.
 
-Written by :class:`~.registration.ServerMonitor` and :mod:`.weight_control`, read by the others. One asyncio loop, no locks.
+:class:`~.registration.ServerMonitor` and :mod:`.weight_control` write it; all others only read it. It belongs to one asyncio
+loop and has no locks.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import time
 from collections.abc import Callable
 
 NO_WEIGHTS = -1
-"""The version before the first weights, after a restart, and after an update that left a mixture."""
+"""Version before the first update, after a restart, and after an update that left a mixture of versions."""
 
 
 class ServerState:
     """The state of one server; every change wakes the subscribers.
 
-    The server *serves* while it is up, holds published weights and no update is in progress. Only then are new requests
-    sent, each with :attr:`cache_salt`.
+    The server *serves* while it is up, has published weights, and no update is in progress. New requests are sent only then,
+    with :attr:`cache_salt`.
     """
 
     def __init__(self) -> None:
@@ -26,30 +27,30 @@ class ServerState:
         self.version = NO_WEIGHTS
         self.updating = False
         self.start_count = 0
-        """Number of starts; each needs a new registration and new weights."""
+        """Number of starts of the server. After each, the actor needs a new registration and new weights."""
         self.unpublished_start = 0
-        """The ``start_count`` of the last server that was found with weights not published to it. What is in flight then
-        may be of such weights."""
+        """The ``start_count`` of the last server that was found with weights not published to it. Tokens in flight at that
+        time may be from such weights."""
         self.update_failed = False
         """The last update failed, so the coordinator may have removed this member."""
         self.cache_salt = ""
-        """Unique to one installation of weights; vLLM shares cached KV among equal salts only.
+        """Unique to one installation of weights. vLLM shares cached KV only among equal salts.
 
-        The version number is not enough: a trainer that returns to a checkpoint publishes the same versions again, with other
-        weights, to the same server; and a restarted actor finds its old server.
+        The version number would not do: a trainer that returned to a checkpoint publishes the same versions again with other
+        weights, and a restarted actor continues with its old server.
 
-        Guarantee: KV computed before a request was sent is reused for it only if it was computed by the weights that the server
-        held then. A salt is first used after its weights are installed, so earlier weights computed nothing under it; and once
-        later weights are installed, no new request uses it. A request that waits through an update, within vLLM or on its way
-        there, keeps its salt: for its prompt it may reuse KV of the earlier weights, computes the rest with the later ones, and
-        caches that under the old salt, where only requests in the same position find it.
+        Guarantee: a request reuses KV that was computed before it was sent only if the weights that the server had then
+        computed it. A salt is first used after its weights are installed, so no earlier weights computed KV under it, and after
+        the next update no new request uses it. A request that waits during an update, in vLLM or on the way there, keeps its
+        salt: it may reuse KV of the earlier weights for its prompt, computes the rest with the later weights, and caches that
+        under the old salt, where only requests in the same situation find it.
         """
         self._installed: set[int] = set()
         self._serving = asyncio.Event()
         self._subscribers: list[asyncio.Event] = []
 
     def subscribe(self) -> asyncio.Event:
-        """An event that every change sets; the subscriber clears it."""
+        """An event that every change sets and the subscriber clears."""
         event = asyncio.Event()
         self._subscribers.append(event)
         return event
@@ -69,7 +70,7 @@ class ServerState:
         return self.up and self.start_count == start
 
     def mark_up(self) -> None:
-        """The server answers; it holds no published weights after a start."""
+        """Record that the server answers. After a start it has no published weights."""
         self.up, self.version, self.updating = True, NO_WEIGHTS, False
         self.start_count += 1
         self.update_failed = False
@@ -77,7 +78,7 @@ class ServerState:
         self._changed()
 
     def mark_down(self, unpublished: bool = False) -> None:
-        """The server is lost; ``unpublished``: because it holds weights that were not published to it."""
+        """Record that the server is lost; ``unpublished``: because it has weights that were not published to it."""
         if unpublished:
             self.unpublished_start = self.start_count
         self.up, self.version, self.updating = False, NO_WEIGHTS, False
@@ -88,7 +89,7 @@ class ServerState:
         self._changed()
 
     def complete_update(self, version: int) -> None:
-        """An update succeeded: the server holds ``version`` and resumes."""
+        """Record that an update succeeded: the server has ``version`` and resumes."""
         if self.up:
             self.version, self.updating, self.update_failed = version, False, False
             self.cache_salt = f"{version}.{secrets.token_hex(8)}"
@@ -96,14 +97,14 @@ class ServerState:
             self._changed()
 
     def fail_update(self, weights_whole: bool) -> None:
-        """An update failed. Complete old weights stay in use; a mixture is never used."""
+        """Record that an update failed. Complete old weights stay in use; a mixture of versions does not serve."""
         self.updating, self.update_failed = False, True
         if not weights_whole:
             self.version = NO_WEIGHTS
         self._changed()
 
     def has_held(self, version: int) -> bool:
-        """Whether these weights were installed since the server's present start.
+        """Whether this version was installed since the server's last detected start.
 
         Tokens of any other version come from a server whose restart was not detected.
         """
@@ -119,7 +120,7 @@ class ServerState:
 
 
 class BusyClock:
-    """Seconds with at least one request in flight at a server that was not paused for an update.
+    """Measures the seconds with at least one request in flight, without those in which the server was paused for an update.
 
     >>> now = 0.0
     >>> clock = BusyClock(lambda: now)

@@ -1,7 +1,7 @@
-"""The only caller of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out.
+"""Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. No other module calls it.
 
-Its errors are :class:`~scalerl_generator.vllm_replies.VllmError`'s (listed in :mod:`.vllm_replies`).
-Every call has a timeout. The client holds one connection pool and belongs to one event loop.
+:mod:`.vllm_replies` lists the errors, which are subclasses of :class:`~scalerl_generator.vllm_replies.VllmError`.
+Every call has a timeout. A client belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from scalerl_generator.vllm_replies import (
 
 _CONTROL_SECONDS = 30.0
 _MARGIN_SECONDS = 15.0
-"""The client waits this much longer than the worker's own deadline for the worker's answer."""
+"""The client's timeout is this much longer than the worker's, so that the worker's error arrives."""
 
 _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
-"""Shorter than the server's, so that the client is the one that closes an idle connection."""
+"""Shorter than the server's, so that the client closes idle connections, not the server."""
 
 UNSTREAMED_TOKENS = 64
-"""Answers of at most so many tokens are not streamed, and longer ones in parts of at least so many: each part costs
-the server a little."""
+"""Completions of at most this many tokens are not streamed. Longer ones are streamed in parts of at least this many, because
+each part takes time of the server."""
 _MAX_PARTS = 64
+"""Maximum number of parts of a streamed completion."""
 
 _ENCODE = msgspec.json.Encoder().encode
 
@@ -60,7 +61,7 @@ Result = TypeVar("Result")
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all calls, in order. The first failure cancels the others and is raised."""
+    """Run all calls concurrently; returns their results in order. The first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -68,7 +69,7 @@ async def gather_all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Resul
         first = failures.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # outside the handler, so that it keeps its own cause
+    raise first  # outside the handler, so that its ``__context__`` is not the exception group
 
 
 def _generate_body(
@@ -83,14 +84,14 @@ def _generate_body(
 def _sampling(n: int, max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     """vLLM's sampling parameters.
 
-    Without a seed: the result depends on the times of updates anyway, vLLM samples seeded sequences one after another,
-    and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
+    They have no seed: the result depends on the timing of weight updates in any case, vLLM samples seeded sequences one by
+    one, and its CPU engine crashes when it discards a seeded request's draw ("CPU Generator does not use offset", 0.32).
     """
     return {
         "n": n,
         "max_tokens": max_tokens,
         "temperature": temperature,
-        "logprobs": 0,  # the sampled token's, and no alternatives
+        "logprobs": 0,  # only the sampled token's
         "stop_token_ids": list(stop_token_ids),
         "detokenize": False,
     }
@@ -147,16 +148,16 @@ class VllmClient:
         prompt_key: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> list[Sampled]:
-        """Sample ``n`` completions of one prompt; the answer comes whole.
+        """Sample ``n`` completions of one prompt, without streaming.
 
         Args:
-            stop_token_ids: generation ends with the first of these; it is the last of ``token_ids``. The
-                model's own end-of-sequence token ends it too.
-            cache_salt: cached prefixes are shared among equal salts only. Give every installation of weights
-                one of its own: an update does not drop what older weights have cached.
-            prompt_key: 16 hexadecimal digits that name the prompt, also where ``prompt_token_ids`` has tokens of a
-                completion: what was sampled for it helps to draft (:mod:`.drafter`).
-            timeout_seconds: for the whole answer.
+            stop_token_ids: a completion ends with the first of these, which is the last of its ``token_ids``. The model's own
+                end-of-sequence token ends it as well.
+            cache_salt: vLLM shares cached prefixes only among equal salts. Use a new one for every installation of weights,
+                because an update does not drop the KV that older weights cached.
+            prompt_key: 16 hexadecimal digits that identify the original prompt, also if ``prompt_token_ids`` includes tokens
+                of a completion. The server drafts from earlier responses to the same prompt (:mod:`.drafter`).
+            timeout_seconds: for the whole response.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
@@ -178,12 +179,12 @@ class VllmClient:
         prompt_key: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Sample ``n`` completions of one prompt that arrive in parts; arguments and errors as :meth:`generate`'s.
+        """Sample ``n`` completions of one prompt, streamed in parts. Other arguments and errors are those of :meth:`generate`.
 
         Args:
-            on_part: called with a completion's index and new tokens: its first one, then whenever there are a 64th of
-                ``max_tokens`` (but at least :data:`UNSTREAMED_TOKENS`), and the rest as a :class:`Sampled`. After a
-                failure, what it was given is valid. What it raises ends the request.
+            on_part: called with a completion's index and its new tokens: the first token, then every 64th of ``max_tokens``
+                (at least :data:`UNSTREAMED_TOKENS`), and the rest as a :class:`Sampled`. Parts received before a failure are
+                valid. An exception that it raises ends the request.
             timeout_seconds: between two parts.
         """
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
@@ -192,7 +193,7 @@ class VllmClient:
         timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
         answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
-        problem = "the answer ends in the middle"
+        problem = "the response is incomplete"
         cause: Exception | None = None
         try:
             async with self._session_for(_GENERATE).post(
@@ -207,7 +208,7 @@ class VllmClient:
             problem, cause = f"no data for {timeout_seconds:g} s", error
         except aiohttp.ClientError as error:
             problem, cause = str(error), error
-        if answer.unfinished:  # otherwise it does not matter how the connection ended
+        if answer.unfinished:  # if all completions have arrived, an error of the connection does not matter
             raise ServerDown(f"{url}: {problem}") from cause
 
     async def prompt_logprobs(
@@ -217,7 +218,7 @@ class VllmClient:
 
         Returns:
             Shape ``[len(token_ids) - 1]``: entry ``i`` is the log-probability of ``token_ids[i + 1]`` after
-            ``token_ids[: i + 1]``. Always computed, never read from a cache.
+            ``token_ids[: i + 1]``. vLLM always computes them; it does not use its prefix cache.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
@@ -227,23 +228,23 @@ class VllmClient:
         return read_prompt_logprobs(await self._call("POST", _GENERATE, body, timeout_seconds), token_ids)
 
     async def weight_version(self) -> int:
-        """Version of the weights that the server holds; ``UNVERSIONED`` from its start to its first update."""
+        """Version of the server's weights; ``UNVERSIONED`` before its first update."""
         return read_weight_version(await self._call("GET", "/weight_info", None, _CONTROL_SECONDS))
 
     async def pause(self) -> None:
         """Pause generation between two tokens; requests in flight keep their KV cache and wait.
 
-        ``clear_cache=false`` keeps it: without, vLLM drops every cache even in mode ``keep``, and recomputes requests in flight
-        from their first token, under the new weights.
+        ``clear_cache=false`` is needed: without it vLLM drops every cache even in mode ``keep``, and recomputes requests in
+        flight from their first token, under the new weights.
         """
         await self._call("POST", "/pause?mode=keep&clear_cache=false", {}, _CONTROL_SECONDS)
 
     async def resume(self) -> None:
-        """Resume paused requests, under the weights that the server holds now."""
+        """Resume paused requests under the server's current weights."""
         await self._call("POST", "/resume", {}, _CONTROL_SECONDS)
 
     async def publish_report(self) -> PublishReport:
-        """The slowest worker's report of the last update; ``partial`` if any worker's is."""
+        """Report of the last update, combined over the workers (:func:`~.vllm_replies.read_report`)."""
         body = await self._call(
             "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, _CONTROL_SECONDS
         )
@@ -254,25 +255,25 @@ class VllmClient:
         return read_cache_pressure(await self._call("GET", "/metrics", None, _CONTROL_SECONDS))
 
     async def remember(self, past: PastResponses) -> None:
-        """Give the server past responses to a prompt, to draft from."""
+        """Send past responses to a prompt to the server, which drafts from them."""
         encoded = base64.b64encode(msgspec.msgpack.encode(past)).decode()
         body = {"method": "scalerl_remember", "args": [encoded]}
         await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS)
 
     async def take_draft_tally(self, prompt_key: str) -> DraftTally:
-        """Of a prompt's requests since the last call."""
+        """Drafted and accepted tokens of a prompt's requests since the last call."""
         body = {"method": "scalerl_take_draft_tally", "args": [prompt_key]}
         return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
 
     async def draft_report(self) -> DraftReport:
-        """The server's drafts since its start."""
+        """Statistics of the server's drafts since its start."""
         body = await self._call(
             "POST", "/collective_rpc", {"method": "scalerl_draft_report"}, _CONTROL_SECONDS
         )
         return read_draft_report(body)
 
     async def init_group(self, join: GroupJoin) -> None:
-        """Join a process group, leaving any other.
+        """Join a process group, after leaving the current one.
 
         Raises:
             ServerRefused: the group did not form within ``join.timeout_seconds``.
@@ -290,12 +291,12 @@ class VllmClient:
 
         Raises:
             UpdateFailed: the version is not installed. The server has left the group and can join another.
-            ServerDown, BadReply: the server does not answer or answers wrongly; what it holds is unknown.
+            ServerDown, BadReply: the server does not answer or answers wrongly; which weights it holds is unknown.
         """
         info = msgspec.to_builtins(receive)
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
         try:
-            if (await self.publish_report()).active:  # left open by a client that died
+            if (await self.publish_report()).active:  # a client that died left it open
                 await self._abandon(receive)
             await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
             await self._call("POST", "/update_weights", {"update_info": info}, seconds)
@@ -310,9 +311,9 @@ class VllmClient:
         return await self.publish_report()
 
     async def receive(self, receive: WeightReceive) -> WeightReceived:
-        """Pause, receive one version over the group, resume. Returns the seconds of each phase.
+        """Pause, receive one version over the group, resume. Returns the duration of each phase.
 
-        After a failure the server is resumed only if its old weights are complete.
+        After a failure, the server is resumed only if its old weights are complete.
 
         Raises:
             UpdateFailed, ServerDown, BadReply: as :meth:`update_weights`.
@@ -337,15 +338,15 @@ class VllmClient:
         )
 
     async def _abandon(self, receive: WeightReceive) -> None:
-        """End an update that will not be sent: the worker leaves it with an error."""
+        """Abort an update that was started and will not be sent; the worker reports it as failed."""
         info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
         await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
         await self._call("POST", "/finish_weight_update", {}, _CONTROL_SECONDS)
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
-        """Generation shares a pool; every other request gets its own connection.
+        """The pooled session for generation, or the one that opens a connection for each request, for all other paths.
 
-        The server closes a connection after an internal error, and control requests follow right after one: on a pooled
+        The server closes a connection after an internal error. Control requests often follow right after one, and on a pooled
         connection they would race with that close.
         """
         if path == _GENERATE:

@@ -1,8 +1,8 @@
-"""Mends the rejection sampler of vLLM's CPU build (0.32), which verifies drafts at a temperature that nobody set.
+"""Fixes the rejection sampler of vLLM's CPU build (0.32), which verifies drafts at an undefined temperature.
 
-The sampler repeats each sequence's temperature for its drafted tokens. The CPU build's replacement for that kernel writes to a
-copy in int64 and drops it, so temperatures are what was in the memory before, and completions with drafts follow another law.
-``test_vllm_drafts_leave_the_law_of_outputs`` fails without this.
+The sampler repeats each sequence's temperature for its drafted tokens. The CPU build's replacement for that kernel writes to
+an int64 copy and discards it. The temperatures are then uninitialized memory, and completions with drafts follow another
+distribution. ``test_vllm_drafts_leave_the_law_of_outputs`` fails without this fix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def mend_cpu_sampler() -> None:
-    """Replace the kernel before a worker registers it. Does nothing where vLLM runs on another device than the CPU."""
+    """Replace the kernel before a worker registers it. Does nothing if vLLM does not run on CPUs."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -29,7 +29,10 @@ def _expand(
     replace_to: int,
     MAX_NUM_TOKENS: int | None = None,  # vLLM passes arguments by these names
 ) -> None:
-    """``output``: each sequence's value, as often as it has drafted tokens; ``cu_num_tokens`` are their running sums."""
+    """Write each sequence's value to ``output``, once for each of its drafted tokens.
+
+    ``cu_num_tokens`` are the running sums of the numbers of drafted tokens.
+    """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(input_val == replace_from, replace_to, input_val)
     output.copy_(torch.repeat_interleave(values, counts))

@@ -1,8 +1,7 @@
-"""The proposer of drafts that vLLM loads (``method: custom_class``): gives :class:`~.drafter.Drafter` the batch of each step.
+"""The proposer of drafts that vLLM loads (``method: custom_class``). It passes the batch of each step to :class:`~.drafter.Drafter`.
 
-vLLM passes a proposer rows of tokens, but not which requests they are: the worker attaches its model runner, whose batch has the
-ids (:meth:`HistoryProposer.attach`). A request id names its prompt (:mod:`.draft_protocol`), so that responses of one prompt, of this
-epoch and of the last, are found together even where the server sees another prompt: a resumed completion's.
+vLLM passes rows of tokens to a proposer, but not the ids of their requests. Therefore the worker attaches its model runner,
+whose batch has the ids (:meth:`HistoryProposer.attach`). A request id contains the key of the prompt (:mod:`.draft_protocol`).
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _PROBE_ROWS = 8
-"""In a probe one row of so many has a draft."""
+"""In a probe, one of this many rows has a draft."""
 
 
 class HistoryProposer:
-    """``model`` of vLLM's ``--speculative-config``."""
+    """The proposer, ``model`` of vLLM's ``--speculative-config``."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._sequences = vllm_config.scheduler_config.max_num_seqs
@@ -46,25 +45,28 @@ class HistoryProposer:
         self._slots: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
         self._tallies: dict[str, NDArray[np.int64]] = {}
-        """By prompt: of sequences that ended, as :meth:`Drafter.take_tally`."""
+        """Tallies (:meth:`Drafter.take_tally`) of ended sequences, by prompt key."""
         self._ended_at: float | None = None
+        """When the last call of :meth:`propose` ended."""
         self.report = DraftReport()
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
-        """vLLM calls it; there is no model."""
+        """vLLM calls this. There is no model to load."""
 
     def attach(self, runner: Any, rank: int) -> None:
-        """Draft for the requests of this model runner's batch. Before, and on other ranks of a tensor-parallel group than the
-        first, nothing is drafted: vLLM takes the first one's drafts."""
+        """Start drafting for the requests in this model runner's batch, on rank 0 of the tensor-parallel group.
+
+        The other ranks draft nothing, because vLLM uses the drafts of the first one.
+        """
         if rank == 0:
-            # vLLM skips the proposer, and drafts zeros for all, when one sequence is that close to the context's end that a
-            # draft model might exceed its own. There is none.
+            # If a sequence is so close to the end of the context that a draft model might exceed its own context, vLLM skips
+            # the proposer and drafts zeros for all sequences. There is no draft model here.
             runner.effective_drafter_max_model_len = sys.maxsize
             self._drafter = Drafter(self._sequences, self._memory_tokens, self._max_draft)
             self._runner = runner
 
     def remember(self, past: PastResponses) -> None:
-        """Take in past responses of a prompt."""
+        """Add past responses to a prompt to the drafter's memory."""
         if self._drafter is None:
             return
         prompt = self._prompts.setdefault(past.prompt_key, len(self._prompts))
@@ -80,7 +82,7 @@ class HistoryProposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Drafts for the rows of a step, empty where nothing is drafted."""
+        """Drafts for the rows of a step; a row's draft may be empty. vLLM calls this after each step."""
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._drafter is None:
@@ -94,7 +96,7 @@ class HistoryProposer:
         ends: list[int] = []
         prefilled = False
         for row, sampled in enumerate(sampled_token_ids):
-            if not sampled:  # its prompt is not complete
+            if not sampled:  # its prompt is not prefilled completely
                 prefilled = True
                 continue
             request = batch.req_ids[row]
@@ -118,7 +120,7 @@ class HistoryProposer:
         slot_r = np.array(slots, np.int32)
         length_r = np.array(lengths, np.int32)
         end_r = np.array(ends, np.int32)
-        # A sequence for which the step has no room leaves the batch, and is read into memory again when it returns.
+        # A sequence for which the next step has no room would leave the batch, and be added to memory again when it returns.
         room = max(self._step_tokens // max(len(sampled_token_ids), 1) - 1, 0)
         limit_r = np.clip(end_r - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
         threshold = self._threshold.value(len(rows)) if rows else 1.0
@@ -145,7 +147,7 @@ class HistoryProposer:
         return drafts
 
     def take_tally(self, prompt_key: str) -> DraftTally:
-        """Of a prompt's requests since the last call, also of requests that were given up."""
+        """Drafted and accepted tokens of a prompt's requests since the last call, including requests that were aborted."""
         tally = self._tallies.pop(prompt_key, np.zeros((2, self._max_draft), np.int64))
         for request, slot in self._slots.items():
             if self._drafter is not None and prompt_key_of(request) == prompt_key:
@@ -160,12 +162,12 @@ class HistoryProposer:
 
 
 def _after_stop(sampled: list[int], stop_token_ids: set[int]) -> int | None:
-    """How many tokens follow the first stop token, which vLLM discards later; None where no token stops the sequence.
+    """Number of tokens after the first stop token, which vLLM will discard; None if there is no stop token.
 
     >>> _after_stop([5, 1, 6, 7], {1}), _after_stop([5, 1], {1}), _after_stop([5, 6], {1})
     (2, 0, None)
     """
-    for at, token in enumerate(sampled):
+    for i, token in enumerate(sampled):
         if token in stop_token_ids:
-            return len(sampled) - at - 1
+            return len(sampled) - i - 1
     return None

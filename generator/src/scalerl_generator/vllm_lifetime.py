@@ -1,8 +1,8 @@
-"""Ends vLLM's engine process with its server, however the server ends.
+"""Ends vLLM's engine process when the server's process ends for any reason.
 
-vLLM does not end the engine process when the server is killed (``kill -9``, out of memory): it would wait for requests
-and keep its memory, or its GPU's. So the kernel is asked to kill it with its parent. A forked engine also closes the
-server's listening socket.
+When the server is killed (``kill -9``, out of memory), vLLM's engine process would go on waiting for requests and keep its
+memory and that of its GPU. Therefore the kernel is asked to kill it with its parent (``PR_SET_PDEATHSIG``). A forked engine
+also closes its copy of the server's listening socket.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that created it ends: ``parent``'s main thread.
+    """Ask the kernel to kill this process when the thread that created it, the main thread of ``parent``, ends.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the system call failed.
     """
     if _LIBC is None:
         return
@@ -36,7 +36,7 @@ def die_with_parent(parent: int) -> None:
 def kill_forks_with_parent(listening: socket.socket) -> None:
     """From now on, forks of this process's main thread die with it, and no fork keeps ``listening`` open.
 
-    Started processes (``subprocess``) are not concerned: like a spawned engine, they do not inherit the socket.
+    Processes started by ``subprocess`` are not affected. Like a spawned engine, they do not inherit the socket.
     """
     parent, by_main_thread = 0, False
 
@@ -47,16 +47,15 @@ def kill_forks_with_parent(listening: socket.socket) -> None:
 
     def in_child() -> None:
         listening.close()
-        if (
-            by_main_thread
-        ):  # the signal is tied to a thread: the end of a short-lived thread must not kill an engine
+        # The kernel sends the signal when the forking thread ends; a short-lived thread's end must not kill an engine.
+        if by_main_thread:
             die_with_parent(parent)
 
     os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def kill_spawned_with_parent() -> None:
-    """The same for a process spawned by ``multiprocessing``, which calls this; no effect elsewhere."""
+    """Make a process that ``multiprocessing`` spawned die with its parent. It calls this itself; no effect elsewhere."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

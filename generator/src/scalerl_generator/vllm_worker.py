@@ -1,18 +1,18 @@
-"""The weight-transfer engine ``scalerl`` of a vLLM worker, for gloo and NCCL alike.
+"""The weight-transfer engine ``scalerl`` of a vLLM worker, over gloo or NCCL.
 
 vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
-(:func:`register`). The protocol, all requests made by :mod:`.vllm_client`:
+(:func:`register`). :mod:`.vllm_client` makes all requests of the protocol:
 
-1. ``init``: join a process group of its own (a store and a group, no default group), so that a new group can replace it
-   when the membership changes. The sender is rank 0.
-2. ``start``, ``update``, ``finish``: between them generation is paused. Buckets arrive in the layout of
+1. ``init``: the worker joins a process group with a separate store, not the default group, so that a new group can replace
+   it when the membership changes. The sender is rank 0.
+2. ``start``, ``update``, ``finish``: generation is paused meanwhile. Buckets have the layout of
    :mod:`scalerl_api.weight_layout`; each is verified before any byte of it reaches the model.
-3. After a receive that fails (timeout, lost peer, damaged bucket) the worker leaves the group, and its report has the error. The
-   model then holds its old weights if no bucket was loaded (``whole``), or a mixture (``partial``) until an update succeeds.
-   Either way the engine can join a new group and start again.
+3. If a receive fails (timeout, lost peer, damaged bucket), the worker leaves the group and reports the error. The model
+   then has its old weights if no bucket was loaded (``whole``), else a mixture of versions (``partial``) until an update
+   succeeds. In both cases the engine can join a new group and start again.
 
-A failed join or receive is reported, not raised: of an exception that several tensor-parallel workers raise, vLLM (0.32) reads
-the first worker's answer alone, and takes the others' for those to its next call, and so on.
+A failed join or receive is reported, not raised: if several tensor-parallel workers raise an exception, vLLM (0.32) reads
+only the first worker's response, and takes the other responses for those to its next calls.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
     mend_cpu_sampler()
-    # Silences the dump of a failed step: the whole configuration, and every token of every request.
+    # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ScaleRLWeightEngine")
@@ -105,15 +105,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class PublishReport:
-    """A worker's last update; seconds are this worker's own.
-
-    ``error`` is empty if it has not failed. ``held``: the version of the last complete update. ``active``: vLLM considers
-    an update open.
-    """
+    """One worker's report of its last update."""
 
     state: Literal["whole", "partial"] = "whole"
+    """``partial``: the model has a mixture of versions."""
     version: int | None = None
     epoch: int | None = None
+    """Epoch of the process group."""
     tensors: int = 0
     buckets: int = 0
     bytes: int = 0
@@ -122,14 +120,18 @@ class PublishReport:
     load_seconds: float = 0.0
     finish_seconds: float = 0.0
     error: str = ""
+    """Why the update failed; empty if it has not."""
     held: int | None = None
+    """Version of the last complete update."""
     active: bool = False
+    """vLLM considers an update open."""
 
 
 class _ProcessGroup:
-    """One process group with a deadline on every operation, its creation included; closing it never hangs.
+    """A process group whose creation and operations have a timeout, and whose close does not block.
 
-    Raises ``RuntimeError`` when a rank has not taken part in the first operation in time.
+    Raises:
+        RuntimeError: not all ranks completed the first operation in time.
     """
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device) -> None:
@@ -171,11 +173,11 @@ class _ProcessGroup:
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
         else:
-            # By default PyTorch ends the process when a peer is lost in an operation. 2: it only aborts the group, and the
-            # operation raises. Each group reads this once, when it is constructed; vLLM's own exist by now.
+            # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
+            # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
-            # A last resort; our timeout (in `broadcast`) is shorter.
+            # Only a fallback: the timeout of `_wait` is shorter.
             nccl._timeout = 4 * timeout + timedelta(minutes=1)
             self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
 
@@ -189,7 +191,7 @@ class _ProcessGroup:
             raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
-        """Receive rank 0's ``buffer``; raises ``RuntimeError`` on a lost peer or after the timeout."""
+        """Receive rank 0's buffer into ``buffer``. Raises ``RuntimeError`` if a peer is lost or the timeout passes."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -201,7 +203,7 @@ class _ProcessGroup:
             work.wait(timedelta(seconds=timeout_seconds))
             return
         deadline = time.monotonic() + timeout_seconds
-        while not work.is_completed():  # `wait` of NCCL only orders streams, it has no timeout
+        while not work.is_completed():  # NCCL's `wait` only synchronizes streams and has no timeout
             if time.monotonic() > deadline:
                 raise RuntimeError(f"an NCCL operation did not complete in {timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
@@ -215,15 +217,15 @@ class _ProcessGroup:
 
 
 def _local_address_for(host: str, port: int) -> str:
-    """This machine's address on the route to ``host``: gloo binds to it, so no name is resolved."""
+    """This machine's address on the route to ``host``. Gloo binds to it, so that it does not resolve the hostname."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # datagram: nothing is sent
+        probe.connect(target)  # a datagram socket: this sends nothing
         return str(ipaddress.ip_address(probe.getsockname()[0]))
 
 
 class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type: ignore[misc]
-    """Loads weights from rank 0's broadcasts into the model, layer by layer, verified bucket by bucket."""
+    """Receives weights by rank 0's broadcasts, verifies each bucket, and loads it into the model layer by layer."""
 
     init_info_cls = GroupInit
     update_info_cls = UpdateInfo
@@ -244,7 +246,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self.join_error = ""
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Join a group; ``join_error`` says why that failed."""
+        """Join a group, after leaving the current one. ``join_error`` is the reason of a failure, else empty."""
         self.shutdown()
         self.join_error = ""
         rank = init_info.rank + self.parallel_config.rank
@@ -298,7 +300,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             check_trailer(words, info.version, bucket.index, checksum_u8(payload))
             t2 = time.perf_counter()
             report.state = "partial"
-            # The loaders keep these views until their layer is complete: a buffer is never reused.
+            # vLLM's loaders keep these views until their layer is complete, so every bucket needs a new buffer.
             loaded |= self.model.load_weights(_views(payload, bucket)) or set()
             report.buckets += 1
             report.tensors += len(bucket.slots)
@@ -310,7 +312,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset, such as {missing[0]!r}")
 
     def finish_weight_update(self) -> None:
-        if self.report.error:  # the layers are finalized already
+        if self.report.error:  # `_abort_update` has finalized the layers
             return
         started = time.perf_counter()
         self._finalize()
@@ -324,10 +326,10 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             self._group = None
 
     def _abort_update(self) -> None:
-        """Leave the group and finalize every layer with the weights it has.
+        """Leave the group, and finalize every layer with its present weights.
 
-        A layer that waits for more weights keeps those it received; the next update would count them and finish the layer too
-        early. So they are dropped first.
+        An incomplete layer buffers the weights that it received. They are dropped first, because the next update would count
+        them and finish the layer too early.
         """
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -340,10 +342,10 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._finalize()
 
     def _finalize(self) -> None:
-        """Install processed weights, tied ones included.
+        """Process the loaded weights into the form in which layers use them, those of tied layers included.
 
-        A layer that shares another's weight (a tied LM head) is loaded through that other layer, so the reload does not process
-        it, and its packed copy for the matrix product would stay the old one.
+        A layer that shares another's parameter (a tied LM head) is loaded through that other layer, so vLLM's reload does not
+        process it, and its packed copy for the matrix product would keep the old weights.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -353,7 +355,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
 
 
 def _tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Layers that share a parameter with an earlier layer and keep a processed copy of it."""
+    """The layers that share a parameter with an earlier layer and keep a processed copy of it."""
     seen: set[int] = set()
     tied: list[Any] = []
     for layer in model.modules():
@@ -371,7 +373,7 @@ def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.T
 
 
 class WorkerExtension:
-    """Mix-in of vLLM's worker class (``--worker-extension-cls``), called through ``/collective_rpc``, which passes strings."""
+    """Mix-in of vLLM's worker class (``--worker-extension-cls``), called through ``/collective_rpc`` with string arguments."""
 
     weight_transfer_engine: ScaleRLWeightEngine
     model_runner: Any
@@ -384,20 +386,20 @@ class WorkerExtension:
         return asdict(report)
 
     def scalerl_join_error(self) -> str:
-        """Why the worker is not in the group that it was to join last; empty if it is."""
+        """Why the worker did not join the last requested group; empty if it did."""
         return self.weight_transfer_engine.join_error
 
     def scalerl_attach_proposer(self) -> None:
-        """Let the proposer of drafts see the ids of requests."""
+        """Give the proposer of drafts the model runner, which knows the ids of requests."""
         self._proposer.attach(self.model_runner, get_tensor_model_parallel_rank())
 
     def scalerl_remember(self, encoded: str) -> None:
-        """Take in past responses: base64 of :class:`~.draft_protocol.PastResponses` in MessagePack."""
+        """Add past responses to the drafter's memory; ``encoded`` is base64 of :class:`~.draft_protocol.PastResponses`."""
         past = msgspec.msgpack.decode(base64.b64decode(encoded), type=PastResponses)
         self._proposer.remember(past)
 
     def scalerl_take_draft_tally(self, prompt_key: str) -> DraftTally:
-        """Of a prompt's requests since the last call."""
+        """Drafted and accepted tokens of a prompt's requests since the last call."""
         return self._proposer.take_tally(prompt_key)
 
     def scalerl_draft_report(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Weight updates of the vLLM server, as the trainer requests them (:mod:`.actor_api`).
+"""Executes the trainer's requests for weight updates (:mod:`.actor_api`) on the vLLM server.
 
 Only the actor calls the vLLM server's development endpoints, on loopback; the trainer calls the actor, with the run's
-token. One update at a time: a request during another waits for it within its own timeout (after a trainer restart in the
-middle of a publish, the server is busy until the old broadcast times out), and is refused after that.
+token. There is one update at a time: a request during another update waits for it, up to its own timeout, and then fails
+as ``busy``. That happens when the trainer restarts during a publish: the server is busy until the old broadcast times out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INT32_BYTES = 4
 
 
 class ControlProblem(Exception):
-    """An answer that is not 200, as a :class:`~scalerl_api.wire.Problem`."""
+    """An error response with a :class:`~scalerl_api.wire.Problem`."""
 
     def __init__(self, status: int, error: str, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class ControlProblem(Exception):
 
 
 class WeightControl:
-    """The three weight endpoints."""
+    """The actor's three weight endpoints."""
 
     def __init__(
         self, server: VllmClient, state: ServerState, busy: BusyClock, metrics: ActorMetrics
@@ -67,7 +67,7 @@ class WeightControl:
         return Ack()
 
     async def receive(self, request: WeightReceive) -> WeightReceived:
-        """Make the server receive a version while its requests in flight wait.
+        """Make the server receive one version. Its requests in flight are paused meanwhile and keep their KV cache.
 
         Raises:
             ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch`` or ``update-failed``.
@@ -87,14 +87,14 @@ class WeightControl:
         started = time.monotonic()
         try:
             received = await self._server.receive(request)
-        except BaseException as error:  # after a bug or a cancellation too, the update must end
-            whole = isinstance(error, UpdateFailed) and not error.partial
+        except BaseException as error:  # the update must end after any exception, a cancellation included
+            old_weights_whole = isinstance(error, UpdateFailed) and not error.partial
             self._epoch = None
             self._metrics.update_failures.inc()
-            if whole:
+            if old_weights_whole:
                 self._busy.unpause()
             logger.error("version %d not received: %s: %s", request.version, type(error).__name__, error)
-            self._state.fail_update(weights_whole=whole)
+            self._state.fail_update(weights_whole=old_weights_whole)
             if not isinstance(error, VllmError):
                 raise
             raise ControlProblem(502, "update-failed", f"version {request.version}: {error}") from error
@@ -106,7 +106,7 @@ class WeightControl:
         return received
 
     async def probe(self, request: Probe) -> Probed:
-        """Score sequences under the weights held now, at temperature 1.
+        """Score sequences under the server's current weights, at temperature 1.
 
         Raises:
             ControlProblem: ``not-ready``, ``busy``, ``wrong-version``, ``malformed`` or ``probe-failed``.
@@ -139,6 +139,7 @@ class WeightControl:
 
     @contextlib.asynccontextmanager
     async def _exclusive(self, timeout_seconds: float) -> AsyncIterator[None]:
+        """Serialize weight requests. Raises ControlProblem ``busy`` or ``not-ready``."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._lock.acquire()

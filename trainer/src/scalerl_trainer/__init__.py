@@ -19,16 +19,17 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``models``        the policy: loading, from scratch, head
     ``engine``        the update; the only importer of DeepSpeed
     ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
-    ``prepare``       writes the run's model into its directory; ``checks`` for what would end the run later
+    ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
-    ``spec_settings`` settings from the spec
-    ``batch``         a shard of a step, from the wire to tensors
-    ``publish``       weights to the generators
+    ``spec_settings`` derives settings from the spec
+    ``batch``         converts a shard of a step from the wire to tensors
+    ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state
-    ``exporter``      models of evaluations; ``export`` writes them, ``export_targets`` copies them elsewhere
+    ``exporter``      exports models of evaluated versions; ``export`` writes them, ``export_targets`` copies them elsewhere
 
-No choice of prompts, grading or staleness rules (the coordinator), no sampling (the generator), no Kubernetes, no vLLM.
+This package does not choose prompts, grade or decide staleness (the coordinator does), does not sample (the generator
+does), and does not depend on Kubernetes or vLLM.
 
-This module imports nothing, because torch and DeepSpeed take seconds.
+This module imports nothing, because importing torch and DeepSpeed takes seconds.
 """

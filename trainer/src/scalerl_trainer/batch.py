@@ -1,10 +1,10 @@
 """Converts a rank's shard of a step from the wire to a :class:`TrainBatch`.
 
-Advantages and weights depend on the whole step: every rank computes them from the same
-:class:`~scalerl_api.wire.GroupMeta`, without communication and bit-identically, and takes the entries of its own
-sequences. There is no loop over tokens.
+Advantages and weights depend on the whole step. Every rank computes them from the same
+:class:`~scalerl_api.wire.GroupMeta`, bit-identically and without communication, and takes the entries of its own
+sequences. There is no Python loop over tokens.
 
-Rewards are the coordinator's (``scalerl_coordinator.rewards``), of score and length.
+The coordinator computes the rewards, from score and length (``scalerl_coordinator.rewards``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ Float32 = np.dtype("<f4")
 
 @dataclass(frozen=True)
 class Staleness:
-    """Staleness of a rank's tokens: training step minus the version that sampled each.
-
-    tokens: number of tokens.
-    total: sum over the tokens.
-    largest: maximum.
-    """
+    """Staleness of a rank's tokens, in steps: training step minus the weight version that sampled the token."""
 
     tokens: int = 0
+    """Number of tokens."""
     total: int = 0
+    """Sum over the tokens."""
     largest: int = 0
+    """Maximum over the tokens."""
 
     def __add__(self, other: Staleness) -> Staleness:
         return Staleness(
@@ -49,15 +47,18 @@ class Staleness:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """``stats`` are of the whole step and equal on all ranks; the rest is of this rank's shard."""
+    """A rank's batch, with statistics."""
 
     batch: TrainBatch
+    """This rank's shard."""
     staleness: Staleness
+    """Staleness of this rank's tokens."""
     stats: dict[str, float]
+    """Statistics of the whole step, equal on all ranks."""
 
 
 def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
-    """The batch of this rank's shard.
+    """Convert this rank's shard to a batch.
 
     Raises:
         BadBatchError: a sequence is inconsistent with its group, or its lengths are inconsistent.
@@ -98,13 +99,14 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
         logprobs.append(scores[trained])
         if recipe.distillation is not None:
-            theirs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
-            if len(theirs) != len(tokens):
+            teacher_logprobs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
+            if len(teacher_logprobs) != len(tokens):
                 raise BadBatchError(
-                    f"{where}: {len(tokens)} tokens, {len(theirs)} teacher's log-probabilities"
+                    f"{where}: {len(tokens)} tokens, but {len(teacher_logprobs)} log-probabilities of the teacher"
                 )
-            teacher.append(theirs[trained])
-        # Once older weights sampled a token, the KV cache of all later ones contains their states.
+            teacher.append(teacher_logprobs[trained])
+        # A token is fresh only if the current weights sampled all tokens before it too: the KV cache has the states of the
+        # weights that sampled those.
         fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
         places.append(first[sequence.group] + sequence.sample)
     index_s = torch.tensor(places, dtype=torch.long)
@@ -122,9 +124,9 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
 
 
 def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
-    """Up to ``count`` evenly spaced sequences of the shard, for the probe after the next publish."""
-    some = [s for s in shard.sequences if s.token_ids and all(v.version != wire.MASKED for v in s.versions)]
-    chosen = [some[place * len(some) // count] for place in range(count)] if len(some) > count else some
+    """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish."""
+    usable = [s for s in shard.sequences if s.token_ids and all(v.version != wire.MASKED for v in s.versions)]
+    chosen = [usable[i * len(usable) // count] for i in range(count)] if len(usable) > count else usable
     return [
         ProbeSequence(
             np.concatenate([np.frombuffer(b, dtype=Int32) for b in (s.prompt_token_ids, s.token_ids)]),
@@ -137,26 +139,26 @@ def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
 def _whole_step(
     groups: list[wire.GroupMeta], recipe: RecipeSpec
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Advantage and token weight of every completion of the unfiltered groups, and the offset of each group.
+    """Advantage and weight of every completion of the unfiltered groups, and the offset of each group in both.
 
     A completion without a verdict has advantage 0 and is excluded from means and standard deviations. With a distillation
-    that ignores the rewards, every advantage is 0, before the loss adds the teacher's part.
+    that ignores the rewards, all advantages are 0, and the loss adds the teacher's part.
     """
-    kept = [(place, group) for place, group in enumerate(groups) if not group.filtered]
+    kept = [(i, group) for i, group in enumerate(groups) if not group.filtered]
     rewards = [reward for _, group in kept for reward in group.rewards]
     lengths = [tokens for _, group in kept for tokens in group.trained_tokens]
     if len(rewards) != len(lengths):
         raise BadBatchError(f"a step with {len(rewards)} rewards and {len(lengths)} lengths")
-    group_s = torch.tensor([place for place, group in kept for _ in group.rewards], dtype=torch.long)
+    group_s = torch.tensor([i for i, group in kept for _ in group.rewards], dtype=torch.long)
     reward_s = torch.tensor(rewards, dtype=torch.float64)
-    graded_s = torch.tensor([at not in g.ungraded for _, g in kept for at in range(len(g.rewards))]).bool()
+    graded_s = torch.tensor([i not in g.ungraded for _, g in kept for i in range(len(g.rewards))]).bool()
     advantage_s = torch.zeros(len(rewards))
-    chosen = recipe.advantage
-    before = chosen.batch_deviation == "BeforeFilter"
-    dropped = sum(len(g.rewards) - len(g.ungraded) for g in groups if g.filtered) if before else 0
+    settings = recipe.advantage
+    count_filtered = settings.batch_deviation == "BeforeFilter"
+    filtered = sum(len(g.rewards) - len(g.ungraded) for g in groups if g.filtered) if count_filtered else 0
     if recipe.distillation is None or recipe.distillation.rewards == "Added":
         advantage_s[graded_s] = advantages(
-            reward_s[graded_s], group_s[graded_s], chosen.normalization, chosen.baseline, dropped
+            reward_s[graded_s], group_s[graded_s], settings.normalization, settings.baseline, filtered
         )
     weight_s = sequence_weights(
         torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation, recipe.max_completion_tokens
@@ -166,7 +168,7 @@ def _whole_step(
 
 
 def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The version that sampled each token, or :data:`wire.MASKED`."""
+    """The weight version that sampled each token, or :data:`wire.MASKED`; int64 ``[tokens]``."""
     starts = [span.start for span in sequence.versions]
     ends = [*starts[1:], tokens]
     if tokens and (not starts or starts[0] != 0 or any(a > b for a, b in zip(starts, ends, strict=True))):
@@ -177,11 +179,13 @@ def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tu
 
 
 def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:
-    """Statistics of a step. Means are left out if every slot was given up. ``reward_*`` are of the scores, in [0, 1];
-    ``shaped_reward_mean`` is of what is trained with, which looks at the length too.
+    """Statistics of a step; means are left out if every slot was given up.
+
+    ``reward_*`` are statistics of the scores, in [0, 1]; ``shaped_reward_mean`` is that of the rewards, which depend on the
+    length as well.
     """
-    rewards = [r for g in groups for at, r in enumerate(g.rewards) if at not in g.ungraded]
-    graded = [[s for at, s in enumerate(g.scores) if at not in g.ungraded] for g in groups]
+    rewards = [r for g in groups for i, r in enumerate(g.rewards) if i not in g.ungraded]
+    graded = [[s for i, s in enumerate(g.scores) if i not in g.ungraded] for g in groups]
     scores = np.array([score for group in graded for score in group], dtype=np.float64)
     lengths = np.array([n for group in groups for n in group.completion_tokens], dtype=np.int64)
     stats = {

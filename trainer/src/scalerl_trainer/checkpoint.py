@@ -1,14 +1,14 @@
 """Atomic checkpoints on disk.
 
-A checkpoint is a folder ``step-<step>``: the engine state and the random state of each rank, the coordinator's
-snapshot, and ``manifest.json`` with every file's size and SHA-256 and its own digest. It is written to a staging
-folder ``.tmp-…``; every file and folder is flushed, then a rename commits it. A crash between any two system calls
-leaves the earlier checkpoints, and a staging folder that the next start removes.
+A checkpoint is a folder ``step-<step>`` with the engine state and the random state of each rank, the coordinator's
+snapshot, and ``manifest.json``, which has the size and SHA-256 of every file and its own digest. It is written to a staging
+folder ``.tmp-…``; every file and folder is flushed, and a rename commits it. A crash between any two system calls
+leaves the earlier checkpoints intact, and a staging folder that the next start removes.
 
-The newest checkpoint whose files all match the manifest is loaded; one that does not match is quarantined as
-``damaged-…``.
+The newest checkpoint whose files all match its manifest is loaded; one that does not match is quarantined as ``damaged-…``.
 
-SHA-256, because processors have instructions for it (1.7 GB/s a core here, BLAKE2b .9) and ``sha256sum`` can check it.
+The hash is SHA-256 because processors have instructions for it (1.7 GB/s per core, compared with 0.9 GB/s for BLAKE2b), and
+``sha256sum`` can check it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 SNAPSHOT = "coordinator.snapshot"
 STAGE = "stage.json"
-"""State of mid-training; only in its own checkpoints, whose coordinator's snapshot is empty."""
+"""State of mid-training; only in mid-training's checkpoints, in which the coordinator's snapshot is empty."""
 FORMAT = 2
 FIXED_SHAPE = 1
-"""An earlier format, which loads only with the ranks, ZeRO stage and dtype that wrote it."""
+"""An earlier format, which can only be loaded with the number of ranks, ZeRO stage and dtype that wrote it."""
 STAGED = ".tmp-"
 DAMAGED = "damaged-"
 _NAME = re.compile(r"^step-(\d{8,})$")
@@ -59,7 +59,7 @@ def flush(path: Path) -> None:
 
 
 class Disk:
-    """The system calls of a checkpoint; tests make them fail one by one."""
+    """The system calls of a checkpoint, so that tests can make each of them fail."""
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True)
@@ -86,7 +86,7 @@ class Disk:
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a checkpoint; ``path`` is relative to it."""
+    """A file of a checkpoint; ``path`` is relative to the checkpoint's folder."""
 
     path: str
     bytes: int
@@ -94,11 +94,12 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The files of a checkpoint. ``shape``: ranks, ZeRO stage and dtype that wrote it."""
+    """The manifest of a checkpoint."""
 
     format: int
     step: int
     shape: dict[str, str]
+    """Number of ranks, ZeRO stage and dtype that wrote it."""
     files: list[FileRecord]
 
     def encode(self) -> bytes:
@@ -109,7 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises ``CheckpointError`` if it is no manifest, or does not match its digest."""
+        """Decode a manifest. Raises ``CheckpointError`` if it is invalid or does not match its digest."""
         try:
             body: dict[str, Any] = json.loads(data)
             digest = body.pop("digest")
@@ -120,7 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CheckpointError(f"{MANIFEST} does not match its own digest")
         if manifest.format not in (FIXED_SHAPE, FORMAT):
             raise CheckpointError(
-                f"{MANIFEST} has format {manifest.format}, this trainer reads {FIXED_SHAPE} and {FORMAT}"
+                f"{MANIFEST} has format {manifest.format}, but this trainer reads {FIXED_SHAPE} and {FORMAT}"
             )
         return manifest
 
@@ -147,7 +148,7 @@ class CheckpointStore:
         """Create the staging folder of ``step``.
 
         Raises:
-            OSError: read-only, full, …
+            OSError: the volume is read-only, full, or otherwise not writable.
         """
         directory = self._paths.checkpoints / f"{STAGED}{step:08d}-{os.getpid()}"
         if directory.exists():
@@ -156,7 +157,7 @@ class CheckpointStore:
         return StagedCheckpoint(step, directory)
 
     def flush_and_hash(self, staged: StagedCheckpoint, files: Iterable[Path]) -> list[FileRecord]:
-        """Flush and hash ``files`` of ``staged``; slow. Any rank, any thread.
+        """Flush and hash ``files`` of ``staged``, which is slow. Any rank and any thread may call it.
 
         Raises:
             OSError
@@ -181,14 +182,17 @@ class CheckpointStore:
     ) -> list[int]:
         """Commit ``staged``, remove superfluous checkpoints, and return the steps of the newest ``keep``.
 
-        The newest checkpoint up to step ``best`` is kept too, so that the run can be rolled back to it by hand. It is not
-        returned: the coordinator may discard its state of that time (the snapshot in the checkpoint has it).
-
-        ``records``: of all ranks; every file of the folder must have one.
+        Args:
+            snapshot: the coordinator's state.
+            records: records of all ranks; every file of the folder must have one.
+            shape: number of ranks, ZeRO stage and dtype.
+            best: best version so far. The newest checkpoint up to it is kept as well, so that the run can be returned to it by
+                hand. It is not among the returned steps: the coordinator may discard its state of that time, which the
+                checkpoint's snapshot has.
 
         Raises:
-            OSError: not committed; earlier checkpoints are unchanged.
-            CheckpointError: a file has no record.
+            OSError: the checkpoint is not committed; earlier checkpoints are unchanged.
+            CheckpointError: files and records differ.
         """
         path = staged.directory / SNAPSHOT
         self._disk.write(path, snapshot)
@@ -207,8 +211,8 @@ class CheckpointStore:
         self._disk.sync(staged.directory)
         target = self._paths.checkpoint(staged.step)
         if target.exists():
-            # From an abandoned lineage (an earlier checkpoint was loaded since). Older ones remain until the new one is
-            # in place.
+            # It belongs to a lost lineage (an earlier checkpoint has been loaded since). It is renamed, not removed, until
+            # the new one is in place.
             self._disk.rename(target, self._paths.checkpoints / f"{STAGED}old-{target.name}-{os.getpid()}")
         self._disk.rename(staged.directory, target)
         self._disk.sync(self._paths.checkpoints)
@@ -232,14 +236,14 @@ class CheckpointStore:
         for step in others:
             if step == spared:
                 continue
-            # Renamed first: a partially removed folder must not have a checkpoint's name.
+            # Rename it first, because a partially removed folder must not have a checkpoint's name.
             path = self._paths.checkpoint(step)
             staged = path.with_name(f"{STAGED}old-{path.name}-{os.getpid()}")
             try:
                 self._disk.rename(path, staged)
                 self._disk.remove(staged)
             except OSError as error:
-                log.error("superfluous checkpoint %d cannot be removed: %s", step, error)
+                log.error("cannot remove superfluous checkpoint %d: %s", step, error)
         return sorted(kept)
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -250,15 +254,15 @@ class CheckpointStore:
         return self._paths.checkpoints
 
     def steps(self) -> list[int]:
-        """Steps of the folders named as checkpoints, newest first; not verified."""
+        """Steps of all folders with a checkpoint's name, newest first, without verification."""
         found = (_NAME.match(path.name) for path in self._folders("step-"))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def manifest(self, step: int) -> Manifest:
-        """Any rank.
+        """The manifest of ``step``. Any rank may call it.
 
         Raises:
-            CheckpointError: missing or damaged.
+            CheckpointError: it is missing or damaged.
         """
         directory = self._paths.checkpoint(step)
         try:
@@ -266,14 +270,14 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{directory / MANIFEST}: {error.strerror}") from error
         if manifest.step != step:
-            raise CheckpointError(f"{directory} says that it is step {manifest.step}")
+            raise CheckpointError(f"{directory} has the manifest of step {manifest.step}")
         return manifest
 
     def verify(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-        """Check files ``part``, ``part + parts``, … of a checkpoint; ranks share the work.
+        """Verify files ``part``, ``part + parts``, … of a checkpoint, so that ranks can share the work. Any rank may call it.
 
         Raises:
-            CheckpointError: names the file that is missing or damaged.
+            CheckpointError: a file is missing or damaged.
         """
         directory = self._paths.checkpoint(manifest.step)
         for record in manifest.files[part::parts]:
@@ -281,7 +285,7 @@ class CheckpointStore:
             try:
                 size = path.stat().st_size
                 if size != record.bytes:
-                    raise CheckpointError(f"{path} has {size} bytes, the manifest says {record.bytes}")
+                    raise CheckpointError(f"{path} has {size} bytes, but {record.bytes} in the manifest")
                 if self._disk.sha256(path) != record.sha256:
                     raise CheckpointError(f"{path} does not match its hash")
             except OSError as error:
@@ -290,12 +294,12 @@ class CheckpointStore:
     def quarantine(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, and log it."""
         path = self._paths.checkpoint(step)
-        log.error("checkpoint %d is damaged and will not be used: %s", step, reason)
+        log.error("checkpoint %d is damaged and is not used: %s", step, reason)
         target = path.with_name(f"{DAMAGED}{path.name}-{os.getpid()}")
         try:
             self._disk.rename(path, target)
         except OSError as error:
-            log.error("damaged checkpoint %d cannot be renamed: %s", step, error)
+            log.error("cannot rename damaged checkpoint %d: %s", step, error)
 
     def quarantined(self) -> list[str]:
         """Names of the folders renamed by :meth:`quarantine`, sorted."""
@@ -316,5 +320,5 @@ class CheckpointStore:
 
 
 def files_in(directory: Path) -> Iterator[Path]:
-    """All files below ``directory`` but the manifest, sorted."""
+    """All files below ``directory`` except the manifest, sorted."""
     return (f for f in sorted(directory.rglob("*")) if f.is_file() and f != directory / MANIFEST)

@@ -1,8 +1,8 @@
-"""Checkpoints of all ranks; :mod:`.checkpoint` has the files.
+"""Writes and loads the checkpoints of all ranks, in the files of :mod:`.checkpoint`.
 
-``start`` writes the present state to the staging folder, while training waits. A thread flushes and hashes each rank's
-shard of the files while training continues; ``finish`` then commits. A failure on any rank fails the checkpoint on all
-ranks, and training continues with the earlier one.
+``start`` writes the current state to the staging folder while training waits. On each rank, a thread then flushes and
+hashes a part of the files while training continues, and ``finish`` commits the checkpoint. A failure on any rank fails the
+checkpoint on all ranks; training continues, and the previous checkpoint stays the last one.
 """
 
 from __future__ import annotations
@@ -35,27 +35,32 @@ from scalerl_trainer.ranks import Ranks
 log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_SHARE = 0.5
-"""Time-out of flushing and hashing as a share of that of the ranks' collectives: the other ranks wait meanwhile, and a slow
-disk must not look like a lost rank."""
+"""Timeout of flushing and hashing, as a fraction of that of the ranks' collectives. The other ranks wait in a collective
+during that time, and a slow disk must not look like a lost rank."""
 
 
 class NoUsableCheckpoint(TrainerError):
-    """No checkpoint can be loaded, although there were some; a restart does not help."""
+    """Checkpoints exist, but none can be loaded; a restart does not help."""
 
 
 @dataclass
 class _Pending:
+    """A checkpoint that is being flushed."""
+
     staged: StagedCheckpoint
     snapshot: bytes
+    """The coordinator's state."""
     best: int
+    """Best version so far, whose checkpoint is kept."""
     records: list[FileRecord] = field(default_factory=list)
+    """Sizes and hashes of the files that this rank flushed."""
     error: str | None = None
     thread: threading.Thread | None = None
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed checkpoint and the steps kept, or the error."""
+    """A committed checkpoint and the kept steps, or the error."""
 
     step: int
     kept_steps: list[int]
@@ -63,7 +68,11 @@ class SaveResult:
 
 
 class Checkpointer:
-    """Every method is a collective, except where noted."""
+    """Checkpoints of one run. Every method is a collective, except where noted.
+
+    Args:
+        otherwise: what to do without a good copy of a damaged checkpoint, for the error message.
+    """
 
     def __init__(
         self,
@@ -72,7 +81,6 @@ class Checkpointer:
         engine: Engine,
         otherwise: str = "start a new run",
     ) -> None:
-        """``otherwise``: what a user can do who has no good copy of a damaged checkpoint."""
         self._otherwise = otherwise
         self._store, self._ranks, self._engine = store, ranks, engine
         settings = engine.settings
@@ -104,8 +112,12 @@ class Checkpointer:
     def start(
         self, step: int, snapshot: bytes | None, best: int = -1, stage: bytes | None = None
     ) -> str | None:
-        """Write the state of ``step`` to the staging folder; returns None or the error. ``snapshot`` and ``best`` (see
-        :meth:`CheckpointStore.commit`) and ``stage``, the state of mid-training, are used on rank 0."""
+        """Write the state of ``step`` to the staging folder, and start to flush it; returns None or the error.
+
+        Args:
+            snapshot, best: see :meth:`CheckpointStore.commit`; used on rank 0 only.
+            stage: the state of mid-training, if any; used on rank 0 only.
+        """
         begun = time.perf_counter()
         staged, error = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None)
         if staged is None:
@@ -157,7 +169,7 @@ class Checkpointer:
     def _flush(self, pending: _Pending, files: list[Path]) -> None:
         try:
             pending.records = self._store.flush_and_hash(pending.staged, files)
-        except Exception as error:  # after any failure the files may not be on disk
+        except Exception as error:  # after any failure, the files may not be on disk
             pending.error = f"rank {self._ranks.rank}: {error}"
 
     def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str | None]]) -> SaveResult:
@@ -178,11 +190,11 @@ class Checkpointer:
     # --- reading ------------------------------------------------------------------------------------------
 
     def load(self) -> int | None:
-        """Load the newest valid checkpoint; returns its step, or None if there was never one.
+        """Load the newest valid checkpoint; returns its step, or None if the run never had a checkpoint.
 
         Raises:
-            NoUsableCheckpoint: all are damaged, those that an earlier start quarantined included (a run that had
-                checkpoints never restarts from step 0 by itself), or the newest valid one does not fit.
+            NoUsableCheckpoint: all checkpoints are damaged, including those quarantined by an earlier start (a run that had
+                checkpoints never restarts from step 0 by itself), or the newest valid one does not fit this run.
         """
         if self._ranks.is_leader:
             self._store.remove_staged()
@@ -200,8 +212,8 @@ class Checkpointer:
         quarantined = self._ranks.broadcast(self._store.quarantined() if self._ranks.is_leader else None)
         if steps or quarantined:
             raise NoUsableCheckpoint(
-                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (for the reasons "
-                f"see the log of the start that renamed them): put a good copy in place as step-*, or {self._otherwise}"
+                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (the log of the "
+                f"start that renamed them has the reasons). Restore a good copy as step-*, or {self._otherwise}"
             )
         return None
 
@@ -221,9 +233,9 @@ class Checkpointer:
             return str(error)
         if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
             raise NoUsableCheckpoint(
-                f"checkpoint {step} was written by an earlier release with {manifest.shape}, this run has "
-                f"{self._shape}: resume with the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change "
-                "them after the next checkpoint"
+                f"an earlier release wrote checkpoint {step} with {manifest.shape}, but this run has {self._shape}: resume with "
+                "the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change them after the next "
+                "checkpoint"
             )
         return None
 
@@ -243,18 +255,18 @@ def _save_random_state(directory: Path, rank: int) -> None:
 
 
 def _load_random_state(directory: Path, rank: int) -> None:
-    """A rank that did not exist when the checkpoint was written gets a new seed, from rank 0's state."""
-    file, new = _random_file(directory, rank), False
+    """Restore the random states. A rank that did not exist at the checkpoint gets a seed derived from rank 0's state."""
+    file, is_new_rank = _random_file(directory, rank), False
     if not file.is_file():
-        file, new = _random_file(directory, 0), True
-    state = pickle.loads(file.read_bytes())  # noqa: S301  # hash checked, our own file
+        file, is_new_rank = _random_file(directory, 0), True
+    state = pickle.loads(file.read_bytes())  # noqa: S301  # the trainer wrote the file, and its hash is verified
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    if new:
+    if is_new_rank:
         seed = random.getrandbits(31) ^ rank
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)  # of the accelerator too
+        torch.manual_seed(seed)  # also seeds the accelerator

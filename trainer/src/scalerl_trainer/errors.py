@@ -8,22 +8,22 @@ class TrainerError(Exception):
 
 
 class BadBatchError(TrainerError):
-    """A batch that cannot be trained on, whatever the weights are."""
+    """A batch that cannot be trained on, with any weights."""
 
 
 class SequenceTooLongError(BadBatchError):
     """A sequence has more tokens than a micro-batch may hold."""
 
-    def __init__(self, index: int, tokens: int, most: int) -> None:
-        self.index, self.tokens, self.most = index, tokens, most
+    def __init__(self, index: int, tokens: int, limit: int) -> None:
+        self.index, self.tokens, self.limit = index, tokens, limit
         super().__init__(
-            f"sequence {index} has {tokens} tokens, a micro-batch holds {most}: raise trainer.microBatchTokens or lower "
-            "the longest prompt plus completion"
+            f"sequence {index} has {tokens} tokens, but a micro-batch holds {limit}: raise trainer.microBatchTokens, or "
+            "limit the length of prompt plus completion"
         )
 
 
 class NonFiniteLogprobError(BadBatchError):
-    """Log-probabilities from the generator hold NaN or an infinity at trainable tokens."""
+    """The generator's log-probabilities of trainable tokens include NaN or an infinity."""
 
     def __init__(self, count: int, total: int, first: int) -> None:
         self.count, self.total, self.first = count, total, first
@@ -50,13 +50,13 @@ class EngineError(TrainerError):
 
 
 class Stopped(TrainerError):
-    """The process is to end before the training loop; a mid-training has saved its state."""
+    """A stop was requested before the training loop. Mid-training has saved its state."""
 
 
 class MidTrainingError(TrainerError):
-    """The task's own solutions cannot be trained on, whatever the weights are."""
+    """The task's solutions cannot be trained on, with any weights."""
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message, or the error's type without one."""
+    """The first line of a library's error message, or the error's type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

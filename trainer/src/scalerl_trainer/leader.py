@@ -1,12 +1,12 @@
 """Rank 0's loop: polls the coordinator for the next action and sends commands to all ranks (:mod:`.worker`).
 
-Rank 0 waits for other processes for at most :data:`POLL_SECONDS` without a ``SYNC``, so that a signal to any rank, or its
-death, is noticed within that. A rank that raises ends its process; the others lose their connection to it and end too,
-and all restart from the last checkpoint.
+Rank 0 sends a ``SYNC`` at least every :data:`POLL_SECONDS` while it waits for other processes, so that it detects a signal
+to any rank, or a lost rank, within that time. A rank that raises an exception exits; the others lose their connection to it
+and exit too, and all restart from the last checkpoint.
 
-After an update: report the step, publish if the coordinator's answer asks for it, checkpoint if due, export if evaluated.
-Once the run is ending the checkpoint comes first: publishing and evaluating the last weights may take long, and an
-interrupted run must not wait for them.
+After an update, rank 0 reports the step, publishes if the coordinator's reply requests it, writes a checkpoint if one is
+due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
+evaluating the last weights may take long, and an interrupted run must not wait for them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
-"""More consecutive skipped steps are no bad batch: weights or generators are broken."""
+"""This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 
 
 class Leader:
-    """Rank 0: calls the coordinator and the actors, sends commands to the ranks."""
+    """Rank 0's loop: calls the coordinator and the actors, and sends commands to the ranks.
+
+    Args:
+        load_run: reads the present run file.
+    """
 
     def __init__(
         self,
@@ -71,34 +75,40 @@ class Leader:
         self._export_seconds = 0.0
         self._checkpoint_failures = 0
         self._uncommitted: tuple[int, list[int]] | None = None
+        """Step and kept steps of a checkpoint that is on disk and not acknowledged by the coordinator."""
         self._answered = time.monotonic()
+        """When the coordinator last answered."""
         self._points = -1
-        """Number of evaluation points passed to the exporter; -1: pass them again."""
+        """Number of evaluation points passed to the exporter; -1 to pass them again."""
 
     def lead(self, snapshot: bytes | None, saved_first: Callable[[], None] | None) -> None:
-        """Run from registration to the end of the run, or to a stop. ``saved_first``: checkpoint before the first step, and
-        call this once it is on disk.
+        """Run from the hello to the end of the run, or to a stop.
+
+        Args:
+            snapshot: the coordinator's state in the loaded checkpoint; None without a checkpoint.
+            saved_first: if given, write a checkpoint before the first step, and call this once it is on disk.
 
         Raises:
             CheckpointError: the last version is in no checkpoint.
             Unresumable: the coordinator cannot resume from this version; all ranks raise it.
-            CoordinatorError, RankLost, DivergedError: see the modules.
+            CoordinatorError, RankLost: the coordinator or a rank is lost.
+            DivergedError: too many consecutive steps were skipped; all ranks raise it.
         """
-        w = self._worker
+        worker = self._worker
         try:
-            welcome = self._coordinator.hello(w.version, w.ranks.world, snapshot)
+            welcome = self._coordinator.hello(worker.version, worker.ranks.world, snapshot)
         except Unresumable:
             self._command(Command.REJECTED)
             raise
-        if welcome.next_step != w.version:
-            raise RuntimeError(f"the coordinator resumes at step {welcome.next_step}, not {w.version}")
+        if welcome.next_step != worker.version:
+            raise RuntimeError(f"the coordinator resumes at step {welcome.next_step}, not {worker.version}")
         self._published = welcome.published_version
         self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
-        log.info("registered: version %d, published %d", w.version, self._published)
+        log.info("registered: version %d, published %d", worker.version, self._published)
         if saved_first is not None:
             self._save()
             self._finish_checkpoint()
-            if w.checkpointer.last_step == w.version:
+            if worker.checkpointer.last_step == worker.version:
                 saved_first()
         while not self._sync_and_check_stop():
             reply = self._next()
@@ -106,14 +116,14 @@ class Leader:
                 self._evaluated()
             if reply.reason:  # the run is ending
                 self._save()
-            if reply.measured and not w.stop.is_set() and self._exporter.wants(w.version):
+            if reply.measured and not worker.stop.is_set() and self._exporter.wants(worker.version):
                 self._export()
             match reply.action:
                 case wire.NextAction.TRAIN:
                     published_now = self._train(reply.step)
-                    if published_now and w.version > self._published:
+                    if published_now and worker.version > self._published:
                         self._publish()
-                    if w.version % w.spec.checkpoint.every_steps == 0:
+                    if worker.version % worker.spec.checkpoint.every_steps == 0:
                         self._save()
                 case wire.NextAction.PUBLISH:
                     self._publish()
@@ -127,10 +137,10 @@ class Leader:
         self._commit(patient=True)
         self._command(Command.EXIT)
         self._evaluated()
-        self._exporter.close(w.stop.is_set)
-        if w.checkpointer.last_step != w.version:
+        self._exporter.close(worker.stop.is_set)
+        if worker.checkpointer.last_step != worker.version:
             raise CheckpointError(
-                f"version {w.version} could not be saved; all updates since the last checkpoint are lost"
+                f"version {worker.version} could not be saved; all updates since the last checkpoint are lost"
             )
 
     # --- commands -----------------------------------------------------------------------------------------
@@ -139,6 +149,7 @@ class Leader:
         self._worker.ranks.broadcast(command)
 
     def _sync_and_check_stop(self) -> bool:
+        """Sync with all ranks, finish a flushed checkpoint; returns whether any rank is to stop."""
         self._command(Command.SYNC)
         stop, flushed = self._worker.sync()
         if flushed:
@@ -147,7 +158,11 @@ class Leader:
         return stop
 
     def _next(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
-        """The coordinator's next action; WAIT without an answer, for :data:`COORDINATOR_TIMEOUT_SECONDS` at most."""
+        """The coordinator's next action, or WAIT if it does not answer.
+
+        Raises:
+            CoordinatorUnreachable: it has not answered for :data:`COORDINATOR_TIMEOUT_SECONDS`.
+        """
         begin = time.perf_counter()
         try:
             reply = self._coordinator.next(self._worker.version, wait_seconds)
@@ -160,21 +175,23 @@ class Leader:
             self._wait_seconds += time.perf_counter() - begin
 
     def _no_answer(self, error: CoordinatorUnreachable) -> None:
-        silent = time.monotonic() - self._answered
-        if silent > COORDINATOR_TIMEOUT_SECONDS:
+        silent_seconds = time.monotonic() - self._answered
+        if silent_seconds > COORDINATOR_TIMEOUT_SECONDS:
             raise error
-        log.warning("the coordinator has not answered for %.0f s: %s", silent, error)
-        self._worker.stop.wait(min(2.0, 0.2 + silent / 10))
+        log.warning("the coordinator has not answered for %.0f s: %s", silent_seconds, error)
+        self._worker.stop.wait(min(2.0, 0.2 + silent_seconds / 10))
 
-    # --- a step -------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------
 
     def _train(self, step: int) -> bool:
-        """One step; whether the version that it makes is to be published now."""
-        w = self._worker
-        if step != w.version:
-            raise RuntimeError(f"the coordinator requests step {step}, this trainer has version {w.version}")
+        """Train and report one step; returns whether to publish the new version now."""
+        worker = self._worker
+        if step != worker.version:
+            raise RuntimeError(
+                f"the coordinator requests step {step}, this trainer has version {worker.version}"
+            )
         self._command(Command.TRAIN)
-        trained = w.train()
+        trained = worker.train()
         step_stats, staleness, seconds = trained.step_stats, trained.staleness, trained.seconds
         phases = {
             **seconds,
@@ -190,11 +207,11 @@ class Leader:
             return self._skip(trained, step, stats, busy_seconds)
         self._consecutive_skipped_steps = 0
         publish = self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
-        w.metrics.show(stats)
-        w.metrics.tokens.inc(step_stats.trainable_tokens)
-        w.metrics.step_seconds.observe(sum(seconds.values()))
+        worker.metrics.show(stats)
+        worker.metrics.tokens.inc(step_stats.trainable_tokens)
+        worker.metrics.step_seconds.observe(sum(seconds.values()))
         for name, value in phases.items():
-            w.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
+            worker.metrics.seconds.labels(name.removesuffix("_seconds")).inc(value)
         log.info(
             "step %d: reward %.3f loss %.4f grad_norm %.3f ratio_max %.2f staleness %.2f/%d tokens %d busy %.2f s",
             *(
@@ -209,7 +226,7 @@ class Leader:
         return publish
 
     def _skip(self, trained: Trained, step: int, stats: dict[str, float], busy_seconds: float) -> bool:
-        """Report a step without an update: the reason, and the slots with ratio outliers. As :meth:`_train`.
+        """Report a skipped step, with the reason and the slots that have ratio outliers. Returns as :meth:`_train`.
 
         Raises:
             DivergedError: too many consecutive skipped steps; all ranks raise it.
@@ -217,8 +234,8 @@ class Leader:
         reason = trained.step_stats.skipped
         if trained.broken:
             worst = ", ".join(f"{tokens} in slot {slot}" for slot, tokens in trained.broken.most_common(5))
-            reason += f"; tokens beyond a ratio of {BEYOND_RATIO:g} or not a number: {worst}"
-        log.error("step %d is skipped, weights and optimizer are unchanged: %s", step, reason)
+            reason += f"; tokens whose ratio is beyond {BEYOND_RATIO:g} or not a number: {worst}"
+        log.error("skipped step %d, weights and optimizer are unchanged: %s", step, reason)
         finite = {name: value for name, value in stats.items() if math.isfinite(value)}
         publish = self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
         self._worker.metrics.show(finite)
@@ -226,49 +243,55 @@ class Leader:
         if self._consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
             self._command(Command.DIVERGED)
             raise DivergedError(
-                f"{self._consecutive_skipped_steps} steps in a row were skipped; step {step}, the last, because {reason}. The last "
-                "checkpoint is good: check that generators hold the published weights and sample at the recipe's "
-                "temperature, lower the learning rate, or look at the data"
+                f"{self._consecutive_skipped_steps} consecutive steps were skipped, the last one (step {step}) because {reason}. "
+                "The last checkpoint is good. Check that generators hold the published weights and sample at the recipe's "
+                "temperature, lower the learning rate, or inspect the data"
             )
         return publish
 
     # --- weights ------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publish the present version to all members with an older one, once the coordinator permits it."""
-        w = self._worker
+        """Publish the current version to the members that the coordinator lists, once it permits that."""
+        worker = self._worker
         members = self._permit()
         if members is None:
             return
-        outcome = self._publisher.publish(w.version, Weights(self._manifest(), self._stream), members)
+        outcome = self._publisher.publish(worker.version, Weights(self._manifest(), self._stream), members)
         stats = dict(outcome.stats)
         holders = [m for m in members if m.member_id in outcome.updated]
-        if holders and w.probes:
+        if holders and worker.probes:
             begin = time.perf_counter()
-            stats |= probe(self._control, holders[w.version % len(holders)], w.version, w.probes, self._score)
+            stats |= probe(
+                self._control,
+                holders[worker.version % len(holders)],
+                worker.version,
+                worker.probes,
+                self._score,
+            )
             stats["probe_seconds"] = time.perf_counter() - begin
-        self._coordinator.publish_commit(w.version, outcome.updated, outcome.failed, stats)
-        self._published = max(self._published, w.version)
-        w.metrics.show(stats)
-        w.metrics.published_version.set(self._published)
-        w.metrics.publishes.labels("failed" if outcome.failed else "ok").inc()
-        w.metrics.publish_members_failed.inc(len(outcome.failed))
-        w.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
-        w.metrics.publish_seconds.observe(stats["publish_seconds"])
+        self._coordinator.publish_commit(worker.version, outcome.updated, outcome.failed, stats)
+        self._published = max(self._published, worker.version)
+        worker.metrics.show(stats)
+        worker.metrics.published_version.set(self._published)
+        worker.metrics.publishes.labels("failed" if outcome.failed else "ok").inc()
+        worker.metrics.publish_members_failed.inc(len(outcome.failed))
+        worker.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
+        worker.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
             "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) probe %s",
-            *(w.version, len(outcome.updated), len(members), stats["publish_seconds"]),
+            *(worker.version, len(outcome.updated), len(members), stats["publish_seconds"]),
             *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
             f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
 
     def _permit(self) -> list[wire.Member] | None:
-        """The members to publish to; None if a stop or the end of the run comes first."""
-        w = self._worker
+        """Wait for the permission to publish; returns the members, or None if a stop or the run's end comes first."""
+        worker = self._worker
         while True:
             begin = time.perf_counter()
             try:
-                permit = self._coordinator.publish_begin(w.version, POLL_SECONDS)
+                permit = self._coordinator.publish_begin(worker.version, POLL_SECONDS)
                 self._answered = time.monotonic()
                 if permit.ready:
                     return permit.members
@@ -280,14 +303,14 @@ class Leader:
                 return None
 
     def _run_is_ending(self) -> bool:
-        """Whether the run finishes without another publish. Writes a checkpoint if the run is ending."""
+        """Whether the run finishes without another publish. Writes a checkpoint if the run is about to end."""
         reply = self._next(0.0)
         if reply.reason:
             self._save()
         return reply.action is wire.NextAction.FINISH
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._worker.spec.trainer.zero_stage == 3:  # else rank 0 has whole parameters
+        if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
             self._command(Command.GATHER)
         return self._worker.gather()
 
@@ -310,75 +333,82 @@ class Leader:
         return scored.per_sequence()
 
     def _export(self) -> None:
-        """Export the present weights; the exporter handles failures."""
+        """Export the current weights; the exporter handles failures."""
         infos = [TensorInfo(s.name, getattr(torch, s.dtype), tuple(s.shape)) for s in self._manifest()]
         version = self._worker.version
         self._export_seconds += self._exporter.write(
             version, infos, lambda: (tensor for _, tensor in self._stream())
         )
-        self._points = -1  # an earlier trainer's version may have been evaluated already
+        self._points = (
+            -1
+        )  # this version may have been evaluated already, under an earlier incarnation of the trainer
 
     def _evaluated(self) -> None:
+        """Pass the evaluation points to the exporter, which keeps or deletes models by their reward."""
         try:
             points = self._coordinator.points()
             self._exporter.evaluated(points)
             self._points = len(points)
         except CoordinatorUnreachable as error:
-            log.warning("the evaluations could not be fetched: %s", error)
+            log.warning("cannot fetch the evaluation points: %s", error)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Start a checkpoint of the present version, unless there is one. A failure is counted, not raised."""
-        w = self._worker
+        """Start a checkpoint of the current version, unless there is one. A failure is counted, not raised."""
+        worker = self._worker
         self._finish_checkpoint()
-        if w.checkpointer.last_step == w.version:
+        if worker.checkpointer.last_step == worker.version:
             return
         begin = time.perf_counter()
         try:
-            snapshot_reply = self._coordinator.checkpoint_begin(w.version)
+            snapshot_reply = self._coordinator.checkpoint_begin(worker.version)
         except CoordinatorUnreachable as error:
             self._save_failed(str(error))
             return
         self._command(Command.SAVE)
-        # Without autoscaling nobody rolls a run back to its best checkpoint: save the space.
+        # Only autoscaling returns a run to its best checkpoint; without it, do not keep one.
         best = -1 if self._read_scaling_mode() == "Off" else snapshot_reply.best_version
-        problem = w.checkpointer.start(w.version, snapshot_reply.snapshot, best)
+        problem = worker.checkpointer.start(worker.version, snapshot_reply.snapshot, best)
         self._checkpoint_seconds += time.perf_counter() - begin
         if problem is not None:
             self._save_failed(problem)
 
     def _read_scaling_mode(self) -> str:
-        """``spec.autoscaling.mode`` of the present run file: an edit of it restarts no process."""
+        """``spec.autoscaling.mode``, read again from the run file because an edit of it restarts no process."""
         try:
             self._scaling_mode = self._load_run().spec.autoscaling.mode
         except SpecError as error:
-            log.warning("spec.autoscaling.mode is taken as %s, as before: %s", self._scaling_mode, error)
+            log.warning(
+                "cannot read the run file, keeping spec.autoscaling.mode %s: %s", self._scaling_mode, error
+            )
         return self._scaling_mode
 
     def _finish_checkpoint(self) -> None:
         """Finish the pending checkpoint, if there is one."""
-        w = self._worker
-        if not w.checkpointer.pending:
+        worker = self._worker
+        if not worker.checkpointer.pending:
             return
         begin = time.perf_counter()
         self._command(Command.COMMIT_CHECKPOINT)
-        saved = w.checkpointer.finish()
+        saved = worker.checkpointer.finish()
         self._checkpoint_seconds += time.perf_counter() - begin
         if saved.error is not None:
             self._save_failed(saved.error)
             return
-        w.metrics.checkpoints.labels("ok").inc()
-        w.metrics.checkpoint_step.set(saved.step)
+        worker.metrics.checkpoints.labels("ok").inc()
+        worker.metrics.checkpoint_step.set(saved.step)
         log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
         self._uncommitted = (saved.step, saved.kept_steps)
         self._commit()
 
     def _commit(self, *, patient: bool = False) -> None:
-        """Report the newest checkpoint on disk to the coordinator, unless it has acknowledged it.
+        """Report the newest checkpoint on disk to the coordinator, unless the coordinator has acknowledged it.
 
-        The coordinator refuses while it cannot write its own files: training continues, and the next call retries.
-        ``patient``: with retries, for the last call of this process.
+        The coordinator refuses while it cannot write its own files. Training continues then, and the next call retries.
+
+        Args:
+            patient: retry before this returns, and raise ``CoordinatorUnreachable`` after that; for the process's last call.
         """
         if self._uncommitted is None:
             return
@@ -397,7 +427,9 @@ class Leader:
     def _save_failed(self, reason: str) -> None:
         self._checkpoint_failures += 1
         self._worker.metrics.checkpoints.labels("failed").inc()
-        log.error("checkpoint of version %d failed, the last one is kept: %s", self._worker.version, reason)
+        log.error(
+            "the checkpoint of version %d failed, keeping the last one: %s", self._worker.version, reason
+        )
 
 
 def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:

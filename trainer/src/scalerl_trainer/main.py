@@ -3,20 +3,21 @@
 Exit codes:
 
 0
-    The run has finished, or SIGTERM arrived: a checkpoint is written first, except in the rendezvous.
+    The run has finished, or SIGTERM arrived. In both cases a checkpoint is written first, except after a SIGTERM during
+    the rendezvous.
 1
-    Any other failure, also if the last checkpoint could not be written. All ranks restart from the last checkpoint.
+    Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
-    A restart does not help: environment, run file, model, solutions for mid-training, checkpoints of another model, all
-    checkpoints damaged, or lost while the coordinator has a record of some.
+    A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
+    another model, all checkpoints damaged, or all lost although the coordinator has a record of one.
 3
-    Training diverged: three skipped steps in a row, or one of mid-training. No checkpoint is written. One restart
-    repeats the same batches from the last checkpoint; if it diverges again the runtime gives up.
+    Training diverged: three consecutive skipped steps, or one of mid-training. No checkpoint is written. One restart
+    repeats the same batches from the last checkpoint; if training diverges again, the runtime gives up.
 
-A step whose loss or gradient is not finite, or whose ratios explode, is skipped and recorded.
+A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 
-In a pod with several ranks, which :mod:`scalerl_trainer.launch` starts, only ``LOCAL_RANK`` 0 listens on ``--listen``; the
-others listen on a free loopback port.
+If :mod:`scalerl_trainer.launch` starts several ranks in a pod, only ``LOCAL_RANK`` 0 listens on ``--listen``; the others
+listen on a free loopback port.
 """
 
 from __future__ import annotations
@@ -81,15 +82,15 @@ _BAD_INPUT = (
 def set_on_signals(stop: threading.Event) -> None:
     """Set ``stop`` on SIGTERM and SIGINT.
 
-    By another thread: a handler runs in the main thread, which may be inside ``stop.wait`` and hold the event's lock, and would
-    then wait for itself for ever.
+    Another thread sets it. A signal handler runs in the main thread, which may be inside ``stop.wait`` and hold the event's
+    lock; setting the event there would deadlock.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
 
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
-    """Run one rank, from the rendezvous to the end."""
+    """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors."""
     spec = environment.load_run().spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
@@ -124,7 +125,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
             if spec.recipe.kl.penalty is not None:
                 raise
             log.warning(
-                "recipe.kl cannot be added to this run: the warm-started weights are not kept: %s", error
+                "recipe.kl cannot be added to this run later, because its warm-started weights could not be written: %s",
+                error,
             )
     if spec.recipe.kl.penalty is not None:
         engine.set_reference(load_reference(environment.paths, spec))
@@ -150,14 +152,14 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     copy_run_file(environment.paths)
     exporter = Exporter(environment.paths, spec, metrics)
     leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
-    drop = partial(remove_checkpoints, environment.paths)
+    remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:
-        drop()
-    leader.lead(snapshot, drop if trained_supervised else None)
+        remove_mid_training()
+    leader.lead(snapshot, remove_mid_training if trained_supervised else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; see the module."""
+    """Entry point; returns the exit code that the module documents."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -186,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("%s", problem)
         return 1
     except Exception:
-        log.exception("crashed")
+        log.exception("unexpected exception")
         return 1
     return 0
 
@@ -199,7 +201,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def exit_now(code: int) -> None:
-    """End the process at once: an ordinary exit waits for threads, which may be stuck in a collective."""
+    """End the process at once. An ordinary exit would wait for threads, which may be blocked in a collective."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

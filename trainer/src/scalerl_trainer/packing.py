@@ -1,12 +1,12 @@
 """Packs sequences into rows and rows into micro-batches, and maps tokens to a flat order.
 
-A row can have several sequences; positions restart at 0 with each, by which transformers separates them without an
-attention mask (block-diagonal masks with ``sdpa``, for any number of rows; variable-length kernels with
-``flash_attention_2``, for one row at a time). So the packed log-probabilities equal those of each sequence alone.
+A row can have several sequences. Positions restart at 0 with each, from which transformers infers their boundaries without
+an attention mask (``sdpa``: block-diagonal masks, for any number of rows; ``flash_attention_2``: variable-length kernels, for
+one row at a time). The packed log-probabilities therefore equal those of each sequence alone.
 
-The layout depends on the kernel. Variable-length kernels skip pairs of different sequences: rows are shared and filled.
-With ``sdpa`` a row of T tokens costs T², and a mask, so each sequence has a row of its own, and rows of similar length
-form a micro-batch: little padding, no mask.
+The layout depends on the kernel. Variable-length kernels skip pairs of different sequences, so sequences share rows. With
+``sdpa`` a shared row of T tokens costs T² and a mask, so each sequence gets a separate row, and rows of similar length form a
+micro-batch, with little padding and without a mask.
 
 Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch.
@@ -25,14 +25,12 @@ from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A prompt and one completion, as token ids.
-
-    ``trainable``: for each completion token, whether it was sampled from the policy (None: all were).
-    """
+    """A prompt and one completion, as token ids."""
 
     prompt: Items[int]
     completion: Items[int]
     trainable: Items[bool] | None = None
+    """For each completion token, whether the policy sampled it; None if it sampled all."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -46,11 +44,11 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion together."""
+        """Number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
     def trainable_places(self) -> list[int]:
-        """Places of the trainable tokens in the completion."""
+        """Indices of the trainable tokens in the completion."""
         if self.trainable is None:
             return list(range(len(self.completion)))
         return [place for place, keep in enumerate(self.trainable) if keep]
@@ -58,51 +56,46 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The inputs of one forward pass.
-
-    ``input_ids_bt``, ``position_ids_bt``  int64 ``[B, T]``
-    ``predict_at_m``  int64, index into the flattened ``[B * T]`` hidden states that predict each trainable token
-    ``target_m``      int64, the trainable token's id
-    ``flat_m``        int64, its place in the batch's flat order
-    ``sequence_m``    int64, its sequence in the batch
-    """
+    """The inputs of one forward pass, all int64."""
 
     input_ids_bt: torch.Tensor
     position_ids_bt: torch.Tensor
     predict_at_m: torch.Tensor
+    """Index, in the flattened ``[B * T]`` hidden states, of the one that predicts each trainable token."""
     target_m: torch.Tensor
+    """Id of each trainable token."""
     flat_m: torch.Tensor
+    """Its index in the batch's flat order."""
     sequence_m: torch.Tensor
+    """Index of its sequence in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The micro-batches of a shard.
-
-    ``trainable_s``  int64, trainable tokens of each sequence
-    ``tokens``       computed tokens of prompts and completions
-    ``padding``      computed positions without a token
-    """
+    """The micro-batches of a shard."""
 
     micro_batches: tuple[MicroBatch, ...]
     trainable_s: torch.Tensor
+    """Number of trainable tokens of each sequence, int64."""
     tokens: int
+    """Computed tokens of prompts and completions."""
     padding: int
+    """Computed positions without a token."""
 
     @property
     def trainable(self) -> int:
-        """Trainable tokens of the batch, N."""
+        """Number of trainable tokens of the batch, N."""
         return int(self.trainable_s.sum())
 
 
 def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bool) -> PackedBatch:
-    """Pack sequences into micro-batches of at most ``micro_batch_tokens`` positions; a sequence is never split.
+    """Pack sequences into micro-batches of at most ``micro_batch_tokens`` positions. Deterministic; sequences are not split.
 
-    With ``shared_rows`` a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row has one
-    sequence, and a micro-batch as many rows as fit when padded to its longest, longest first. Positions after the last
-    prediction are left out: the last token of a sequence, and sequences without trainable tokens. Deterministic.
+    With ``shared_rows``, a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row has one
+    sequence, and a micro-batch has as many rows as fit when padded to its longest, longest first. Positions after the last
+    prediction are left out: the last token of a sequence, and whole sequences without trainable tokens.
 
-    Raises ``SequenceTooLongError``; ``ValueError`` when the limit is not positive.
+    Raises ``SequenceTooLongError``, and ``ValueError`` if the limit is not positive.
 
     >>> batch = pack([Sequence([1, 2], [3, 4]), Sequence([5], [6])], 8, shared_rows=True)
     >>> batch.micro_batches[0].input_ids_bt.tolist(), batch.micro_batches[0].position_ids_bt.tolist()
@@ -116,7 +109,7 @@ def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bo
     for index, sequence in enumerate(sequences):
         if sequence.tokens > micro_batch_tokens:
             raise SequenceTooLongError(index, sequence.tokens, micro_batch_tokens)
-    # What comes after the last trainable token predicts nothing.
+    # Tokens from the last trainable one on predict no trainable token.
     lengths = [len(s.prompt) + p[-1] if p else 0 for s, p in zip(sequences, places, strict=True)]
     if shared_rows:
         groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
@@ -196,8 +189,8 @@ def _micro_batch(
             target.extend(sequence.completion[place] for place in places[index])
             flat.extend(range(offsets[index], offsets[index + 1]))
             owner.extend([index] * len(places[index]))
-        # Only rows of one sequence are padded. Attention is causal, so no token attends to the padding; its positions
-        # continue the sequence, so that transformers detects no packing and the kernel needs no mask.
+        # Only rows with one sequence are padded. Attention is causal, so no token attends to the padding. The positions of
+        # the padding continue the sequence, so that transformers does not detect packing and the kernel needs no mask.
         padding = range(len(row_ids), width)
         row_ids.extend([0] * len(padding))
         row_positions.extend(padding)

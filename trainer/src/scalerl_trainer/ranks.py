@@ -1,7 +1,7 @@
 """Collectives of Python objects between ranks.
 
-On a process group over gloo, which needs no accelerator and has its own time-out. If a rank dies, the others' calls raise
-at once, because its connections close; if a rank hangs, at the time-out.
+They use a separate gloo process group, which needs no accelerator and has its own timeout. If a rank dies, the calls of the
+others raise at once, because its connections close; if a rank hangs, they raise after the timeout.
 """
 
 from __future__ import annotations
@@ -65,4 +65,4 @@ class Ranks:
 
 def _lost(error: RuntimeError) -> RankLost:
     reason = (str(error).strip().splitlines() or ["unknown"])[0]
-    return RankLost(f"a rank of the trainer is lost: {reason}")
+    return RankLost(f"lost a rank of the trainer: {reason}")

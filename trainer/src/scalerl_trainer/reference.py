@@ -1,8 +1,8 @@
-"""The reference policy of ``recipe.kl``: the run's starting model, the same after every restart.
+"""The reference policy of ``recipe.kl``: the run's initial model, which is the same after every restart.
 
-It is the prepared model, or, of a run with a warm start, the weights after it. Those are written to the run's directory
-before the first checkpoint: a trainer that finds a checkpoint finds them too, and one that finds none repeats the warm
-start and writes them again. They are written without a penalty too, because an edit may add it later.
+It is the prepared model or, in a run with a warm start, the weights after that. The trainer writes those weights to the run's
+directory before its first checkpoint, so a trainer that finds a checkpoint finds them as well, and one that finds none repeats
+the warm start and writes them again. It also writes them without a penalty, because an edit of the spec may add one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _BUCKET_BYTES = 256 << 20
 
 
 def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
-    """Write the engine's weights, in the model's dtype, to ``path``; atomic. A collective: no rank returns before the file
-    is there.
+    """Write the engine's weights, in the model's dtype, to ``path``. Atomic.
+
+    A collective: no rank returns before the file is complete.
 
     Raises:
         OSError: on all ranks.
@@ -45,14 +46,14 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
             flush(path.parent)
         except OSError as error:
             problem = str(error)
-    for _ in tensors:  # rank 0 has them; after a failure it takes part to the end
+    for _ in tensors:  # all ranks take part to the end, rank 0 also after a failure
         pass
     if problem := ranks.broadcast(problem if ranks.is_leader else None):
         raise OSError(problem)
 
 
 def load_reference(paths: RunPaths, spec: RunSpec) -> Any:
-    """The starting model, on the CPU.
+    """The run's initial model, on the CPU.
 
     Raises:
         ModelError: it cannot be loaded, or the weights after the warm start are missing or of another model.

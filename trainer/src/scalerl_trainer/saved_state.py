@@ -1,12 +1,12 @@
-"""The engine's state on disk, independent of the number of ranks and the ZeRO stage.
+"""The engine's state on disk, in a format that is independent of the number of ranks and the ZeRO stage.
 
-A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW, each piece named by its
-parameter and its start in the flattened parameter. A rank that loads finds the pieces that it needs in the files of all
-ranks. So ranks and ZeRO stage may change between save and load, no rank reads more than its part, and each file is a
-plain safetensors file.
+A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW. The name of a piece has its
+parameter and its start in the flattened parameter. A rank that loads reads the pieces that it needs from the files of all
+ranks. The number of ranks and the ZeRO stage may therefore change between save and load, no rank reads more than its part,
+and each file is a plain safetensors file.
 
 ======================= =============================================================================
-``engine.json``         steps, the optimizer's own count of them, names and shapes of all parameters
+``engine.json``         number of updates, the optimizer's step count, names and shapes of all parameters
 ``rank-<r>.safetensors`` ``<parameter>@<start>/weight``, ``…/exp_avg``, ``…/exp_avg_sq``, flat float32
 ======================= =============================================================================
 """
@@ -33,28 +33,28 @@ _READ_ELEMENTS = 16 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of a flattened parameter that this rank owns; ``values`` are flat float32 views by key."""
+    """A contiguous part of a flattened parameter."""
 
     name: str
     start: int
+    """Index of its first element in the flattened parameter."""
     values: dict[str, torch.Tensor]
+    """Flat float32 views, by ``KEYS``."""
 
 
 class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Metadata of a saved engine.
-
-    ``steps_done``       number of updates
-    ``optimizer_steps``  AdamW's count of steps, for its bias correction
-    ``parameters``       whole shapes by name
-    """
+    """Metadata of a saved engine."""
 
     steps_done: int
+    """Number of updates."""
     optimizer_steps: float
+    """AdamW's step count, which its bias correction uses."""
     parameters: dict[str, list[int]]
+    """Full shapes by name."""
 
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
-    """This rank's file. Raises ``OSError``."""
+    """Write this rank's file. Raises ``OSError``."""
     parts = [(f"{p.name}@{p.start}/{key}", p.values[key]) for p in pieces for key in KEYS]
     infos = [TensorInfo(name, torch.float32, (values.numel(),)) for name, values in parts]
     path = directory / f"rank-{rank:05d}.safetensors"
@@ -62,7 +62,7 @@ def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
 
 
 def write_header(directory: Path, header: EngineHeader) -> None:
-    """Rank 0's. Raises ``OSError``."""
+    """Write the header, on rank 0. Raises ``OSError``."""
     (directory / HEADER).write_bytes(msgspec.json.format(msgspec.json.encode(header), indent=1))
 
 
@@ -90,10 +90,10 @@ class SavedState:
             raise EngineError(f"{directory} cannot be read: {error}") from error
 
     def read(self, name: str, key: str, start: int, target: torch.Tensor) -> None:
-        """Fill ``target``, flat, with elements ``start``, ``start + 1``, … of a parameter's weights or moments.
+        """Fill the flat ``target`` with the elements from ``start`` on of a parameter's weights or moments (``key``).
 
         Raises:
-            EngineError: some of them were not saved.
+            EngineError: some of these elements were not saved.
         """
         missing = target.numel()
         for begin, size, file in self._places.get(name, []):
@@ -101,27 +101,27 @@ class SavedState:
             if low >= high:
                 continue
             source = file.get_slice(f"{name}@{begin}/{key}")
-            for at in range(low, high, _READ_ELEMENTS):
-                to = min(high, at + _READ_ELEMENTS)
-                target[at - start : to - start].copy_(source[at - begin : to - begin])
+            for chunk in range(low, high, _READ_ELEMENTS):
+                end = min(high, chunk + _READ_ELEMENTS)
+                target[chunk - start : end - start].copy_(source[chunk - begin : end - begin])
             missing -= high - low
         if missing:
             raise EngineError(f"{self._directory}: {missing} elements of {name} are in no file")
 
     def whole(self, name: str) -> torch.Tensor:
-        """A parameter's float32 weights, in its shape, on the CPU."""
+        """The float32 weights of a whole parameter, in its shape, on the CPU."""
         shape = self.header.parameters[name]
         flat = torch.empty(math.prod(shape))
         self.read(name, "weight", 0, flat)
         return flat.view(shape)
 
     def check(self, parameters: dict[str, list[int]]) -> None:
-        """Raise ``EngineError`` unless the saved model has these parameters."""
+        """Raise ``EngineError`` unless the saved model has exactly these parameters and shapes."""
         saved = self.header.parameters
         for name in sorted(saved.keys() | parameters.keys()):
             if saved.get(name) != parameters.get(name):
                 raise EngineError(
-                    f"{self._directory} is of another model: {name} has the shape {saved.get(name, 'nothing')} there, "
+                    f"{self._directory} is of another model: {name} has the shape {saved.get(name, 'nothing')}, but "
                     f"{parameters.get(name, 'nothing')} in model.*: restore model.*, or start a new run"
                 )
 

@@ -3,15 +3,15 @@
 ===================== ===========================================================================
 command               what every rank does
 ===================== ===========================================================================
-``SYNC``              gathers whether a rank is to stop and whether the checkpoint is flushed
-``TRAIN``             fetches its shard of the step, updates
-``GATHER``            gathers whole parameters (ZeRO-3; rank 0 publishes them)
-``SCORE``             takes part in scoring (rank 0 has the sequences)
-``SAVE``              writes its state to the staging folder, starts to flush it
-``COMMIT_CHECKPOINT`` commits that checkpoint
+``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
+``TRAIN``             fetches its shard of the step and updates the weights
+``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
+``SCORE``             takes part in scoring rank 0's sequences
+``SAVE``              writes its state to the staging folder and starts to flush it
+``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
-``REJECTED``          raises: the coordinator refuses this trainer
-``DIVERGED``          raises: too many consecutive steps were skipped
+``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
+``DIVERGED``          raises ``DivergedError``: too many consecutive steps were skipped
 ===================== ===========================================================================
 """
 
@@ -51,25 +51,23 @@ class Command(Enum):
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished step, applied or skipped.
-
-    stats: of the whole step, from the coordinator's groups.
-    staleness: of all ranks' tokens.
-    step_stats: the engine's.
-    seconds: by phase, means over ranks.
-    broken: of a skipped step, number of ratio outliers by slot.
-    """
+    """A finished step, applied or skipped."""
 
     stats: dict[str, float]
+    """Statistics of the whole step, from the coordinator's groups."""
     staleness: Staleness
+    """Staleness of all ranks' tokens."""
     step_stats: StepStats
+    """Statistics of the engine."""
     seconds: dict[str, float]
+    """Duration of each phase, as a mean over ranks."""
     broken: Counter[int]
+    """Number of ratio outliers by slot, if the step was skipped."""
 
 
 @dataclass
 class Worker:
-    """One rank, leader or not."""
+    """One rank, rank 0 included."""
 
     spec: RunSpec
     ranks: Ranks
@@ -112,15 +110,15 @@ class Worker:
                         "the coordinator refuses to resume from this checkpoint; see rank 0's log"
                     )
                 case Command.DIVERGED:
-                    raise DivergedError("too many steps in a row were skipped; see rank 0's log")
+                    raise DivergedError("too many consecutive steps were skipped; see rank 0's log")
 
     def sync(self) -> tuple[bool, bool]:
-        """Whether any rank is to stop, and whether the pending checkpoint is flushed on all."""
+        """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective."""
         states = self.ranks.all_gather((self.stop.is_set(), self.checkpointer.flushed))
         return any(stop for stop, _ in states), all(flushed for _, flushed in states)
 
     def train(self) -> Trained:
-        """Train the next step."""
+        """Train the next step. A collective."""
         begin = time.perf_counter()
         shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
         shard_batch = rank_batch(shard, self.spec.recipe)
@@ -146,7 +144,7 @@ class Worker:
         )
 
     def gather(self) -> NamedTensors:
-        """Whole parameters, one by one, on rank 0; nothing on other ranks. A collective."""
+        """Yield whole parameters, one by one, on rank 0, and nothing on other ranks. A collective under ZeRO-3."""
         for bucket in self.engine.gather_parameters(self.bucket_bytes):
             yield from zip(bucket.names, bucket.tensors, strict=False)
 

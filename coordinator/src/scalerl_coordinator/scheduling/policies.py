@@ -1,10 +1,10 @@
-"""The policies.
+"""The scheduling policies.
 
 ======================  ==========================================  ==================================================
-policy                  order                                       generator
+policy                  order of the places                         generator of each place
 ======================  ==========================================  ==================================================
-:class:`LeastLoaded`    slots                                       each place to the generator with the fewest groups
-:class:`ByLength`       latest start: step less expected duration   each place to the generator with the fewest tokens
+:class:`LeastLoaded`    by slot                                     the one with the fewest groups
+:class:`ByLength`       by latest start: step - expected duration   the one with the fewest expected tokens
 ======================  ==========================================  ==================================================
 """
 
@@ -17,24 +17,25 @@ from scalerl_coordinator.scheduling.view import Assignment, Generator, Place, Vi
 
 
 class LeastLoaded:
-    """The default. A decoding step takes longer the more sequences run, so groups are spread over all that ask."""
+    """The default. Groups are spread over all generators that ask, because a decoding step takes longer with more sequences."""
 
     def assign(self, view: View) -> Assignment:
         return spread(view.places, view, lambda generator: generator.groups, lambda place: 1.0)
 
 
 class ByLength:
-    """By when a group has to start for its step, and long groups where little else runs.
+    """Starts groups in the order of their latest start, and long groups on generators with little load.
 
-    The longest group of a step is first; a long group is before short ones of earlier steps by as many steps as it takes.
+    Within a step, the longest group comes first. A long group comes before short groups of earlier steps by as many steps as
+    its generation takes.
 
-    After RhymeRL's HistoPipe (arXiv 2508.18588 [S]), which ranks prompts by historic length and gives long ones more workers. A
-    decoding step takes longer the more sequences run, so a generator that holds few others finishes a long group sooner.
+    This follows RhymeRL's HistoPipe (arXiv 2508.18588 [S]), which ranks prompts by historical length and gives long ones more
+    workers. A decoding step takes longer with more sequences, so a generator with few others finishes a long group sooner.
     """
 
     def assign(self, view: View) -> Assignment:
         def due(place: Place) -> tuple[float, float]:
-            """When it has to start at the latest, in steps; then the longer one."""
+            """Its latest start, in steps; of equal ones, the longer group comes first."""
             return place.step - place.tokens / view.tokens_per_step, -place.tokens
 
         ordered = sorted(view.places, key=due)
@@ -47,18 +48,18 @@ def spread(
     load: Callable[[Generator], float],
     weight: Callable[[Place], float],
 ) -> Assignment:
-    """Each of ``places`` in turn to the generator with the least load that has room; of equal ones, to the one that asked first."""
-    assigned: Assignment = {one.name: [] for one in view.generators}
-    heap = [(load(one), at) for at, one in enumerate(view.generators) if one.room > 0]
+    """Assign each of ``places`` in turn to the generator with the least load that has room; of equal ones, to the first."""
+    assigned: Assignment = {generator.name: [] for generator in view.generators}
+    heap = [(load(generator), i) for i, generator in enumerate(view.generators) if generator.room > 0]
     heapq.heapify(heap)
     for place in places:
         if not heap:
             break
-        loaded, at = heap[0]
-        generator = view.generators[at]
+        least_load, i = heap[0]
+        generator = view.generators[i]
         assigned[generator.name].append(place)
         if len(assigned[generator.name]) < generator.room:
-            heapq.heapreplace(heap, (loaded + weight(place), at))
+            heapq.heapreplace(heap, (least_load + weight(place), i))
         else:
             heapq.heappop(heap)
     return assigned

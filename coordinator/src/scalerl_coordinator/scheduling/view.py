@@ -1,4 +1,4 @@
-"""What a policy sees, and the interface of policies."""
+"""The inputs of a policy, and the interface of policies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _TAIL_FACTOR = 2.0
-"""A group that has run as long as one of x tokens takes is expected to have twice x: exact for a Pareto tail of exponent 2."""
+"""A group that has run for the time of x tokens is expected to reach twice x: exact for a Pareto tail with exponent 2."""
 
 _OF_GROUPS, _OF_STEPS = 0.05, 0.2
-"""Weights of the newest in running means."""
+"""Weights of the newest measurement in the running means of groups and of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Place:
     slot: int
     step: int
     tokens: float = 1.0
-    """Expected tokens of a completion; of a prompt without history, the mean of its task."""
+    """Expected tokens of a completion of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +29,38 @@ class Generator:
     """A generator whose lease request is open."""
 
     name: str
+    """Its member id."""
     room: int
-    """Groups that it asks for."""
+    """Number of groups that it requests."""
     groups: int = 0
-    """Groups that it holds."""
+    """Number of groups that it samples now."""
     tokens: float = 0.0
-    """Tokens that they are expected to need: :func:`expected_load`."""
+    """Expected tokens of these groups (:func:`expected_load`)."""
 
 
 Assignment = dict[str, list[Place]]
-"""The places of each generator, by its name, in the order in which they are to start."""
+"""The places of each generator, by :attr:`Generator.name`, in the order in which to start them."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What an assignment rests on."""
+    """The inputs of an assignment."""
 
     places: Sequence[Place]
     """In slot order."""
     generators: Sequence[Generator]
-    """In the order in which they asked."""
+    """In the order of their requests."""
     tokens_per_step: float = math.inf
-    """Expected tokens (:attr:`Place.tokens`) of a group that takes as long to generate as the run takes for a step; infinite until
-    both were measured."""
+    """Expected tokens (:attr:`Place.tokens`) of a group whose generation takes as long as a step of the run; infinite until both
+    durations have been measured."""
 
 
 _JUMP = 16
-"""So many steps from one tick to the next were not trained, but restored from a checkpoint."""
+"""An increase by this many steps between two ticks is a restored checkpoint, not training."""
 
 
 class Pace:
-    """Measures :attr:`View.tokens_per_step`, and how long groups take: running means, in seconds."""
+    """Measures the durations of groups and steps, as running means in seconds, from which :attr:`View.tokens_per_step` follows."""
 
     def __init__(self) -> None:
         self._seconds_per_token: float | None = None
@@ -67,13 +68,13 @@ class Pace:
         self._step: tuple[int, float] | None = None
 
     def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
-        """A group of completions with these tokens took so many seconds."""
+        """Record the duration of a group's generation, and the tokens of its completions."""
         tokens = sum(lengths) / len(lengths)
         if tokens and 0 < seconds < math.inf:
             self._seconds_per_token = _mean(self._seconds_per_token, seconds / tokens, _OF_GROUPS)
 
     def observe_step(self, step: int, now: float) -> None:
-        """``step`` is the next to be trained."""
+        """Record that ``step`` is the next to be trained at ``now``."""
         if self._step is None or not 0 <= step - self._step[0] < _JUMP:
             self._step = step, now
         elif step > self._step[0]:
@@ -82,7 +83,7 @@ class Pace:
             self._step = step, now
 
     def tokens(self, seconds: float) -> float:
-        """Mean tokens of a group that takes so long; 0 until a group was measured."""
+        """Mean tokens of a group whose generation takes ``seconds``; 0 until a group was measured."""
         return seconds / self._seconds_per_token if self._seconds_per_token else 0.0
 
     @property
@@ -98,16 +99,18 @@ class Policy(Protocol):
     """Assigns places to generators."""
 
     def assign(self, view: View) -> Assignment:
-        """Places for all generators of ``view``, for each at most as many as it has room for.
+        """Assign places to the generators of ``view``, to each at most as many as it has room for.
 
-        All places are assigned, or no generator has room left: no place waits for a generator that does not ask.
+        Afterwards all places are assigned, or no generator has room left: no place is kept for a generator without a request.
         """
         ...
 
 
 def expected_load(groups: Iterable[tuple[float, float]]) -> float:
-    """Load of a generator, from the expected tokens of each group that it holds and those that it had time for since it was
-    leased (:meth:`Pace.tokens`).
+    """Load of a generator, in expected tokens per completion, summed over its groups.
+
+    ``groups`` has, for each, its expected tokens and the tokens for which it has had time since its lease
+    (:meth:`Pace.tokens`).
 
     >>> expected_load([(500.0, 100.0), (500.0, 4000.0)])
     8500.0

@@ -1,7 +1,8 @@
 """The training engine: updates the weights from batches, on any number of ranks.
 
-``Engine`` combines packing, policy and loss; ``deepspeed_engine`` has the only imports of DeepSpeed, ``distributed`` the
-process group, ``stats`` the report of a step. No losses or advantages (``algo``), HTTP, coordinator or publishing.
+``Engine`` combines packing, policy and loss; ``deepspeed_engine`` is the only importer of DeepSpeed, ``distributed`` has the
+process group, ``stats`` the inputs and results. Losses and advantages are in ``algo``; the engine knows nothing of HTTP,
+the coordinator or publishing.
 
 Importing this package takes seconds (torch, DeepSpeed).
 """

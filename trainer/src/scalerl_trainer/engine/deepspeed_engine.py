@@ -1,12 +1,12 @@
 """DeepSpeed's engine and optimizer. No other module imports DeepSpeed.
 
-Needs no compiler. DeepSpeed would compile two things at its first start:
+This needs no compiler, although DeepSpeed would compile two extensions at its first start:
 
-- on CPUs a shared-memory helper for inference collectives: avoided by an accelerator object (DeepSpeed's extension
-  point, ``set_accelerator``) without compiled operations;
-- fused Adam: replaced by ``torch.optim.AdamW``, whose fused kernels are part of torch.
+- a shared-memory helper for inference collectives on CPUs, which an accelerator object without compiled operations
+  avoids (DeepSpeed's extension point, ``set_accelerator``);
+- fused Adam, which ``torch.optim.AdamW`` replaces: its fused kernels are part of torch.
 
-With ``managed_gradient_accumulation`` off, every ``step`` ends an accumulation of any number of micro-batches. DeepSpeed
+``managed_gradient_accumulation`` is off, so every ``step`` ends an accumulation of any number of micro-batches. DeepSpeed
 averages gradients over ranks, so the caller multiplies losses by the number of ranks.
 """
 
@@ -26,7 +26,7 @@ from scalerl_trainer.engine.distributed import limit_as_default
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.saved_state import Piece
 
-# Otherwise DeepSpeed warns, on a machine without GPUs, that it guesses the accelerator.
+# Without this, DeepSpeed warns on a machine without GPUs that it guesses the accelerator.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -35,8 +35,9 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 _CHECKPOINT_TAG = "state"
-"""Folder of a checkpoint that DeepSpeed wrote itself."""
+"""Folder of a checkpoint in DeepSpeed's own format, which earlier releases wrote."""
 _MAX_BUCKET_ELEMENTS = 50_000_000
+"""Maximum size of DeepSpeed's communication buckets."""
 
 
 class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
@@ -47,11 +48,11 @@ class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
         self._communication_backend_name = "gloo"
 
     def create_op_builder(self, op_name: str) -> None:
-        """None: DeepSpeed continues without the operation."""
+        """Return None, so that DeepSpeed continues without the operation."""
         del op_name
 
     def device_count(self) -> int:
-        """One: a rank is a process."""
+        """1, because each process is one rank."""
         return 1
 
 
@@ -64,7 +65,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update; none, with ``refused``, if the gradient norm is not finite."""
+        """Update the weights. If the gradient norm is not finite, set ``refused`` and change nothing."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
@@ -78,7 +79,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedEngine:
-    """The operations that ``Engine`` needs."""
+    """The operations on DeepSpeed that ``Engine`` needs."""
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -107,7 +108,8 @@ class DeepSpeedEngine:
             config=_config(settings, self._world, sum(p.numel() for p in parameters)),
             dist_init_required=False,
         )
-        # Its collectives, those of a publish under ZeRO-3 among them, would have torch's default: ten minutes over NCCL.
+        # Otherwise its collectives, such as those of a publish under ZeRO-3, would have torch's default timeout: ten minutes
+        # over NCCL.
         limit_as_default(self.engine.seq_data_parallel_group, device)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -118,9 +120,9 @@ class DeepSpeedEngine:
         self.engine.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """Apply the update and return the global gradient norm before clipping.
+        """Apply the update; returns the global gradient norm before clipping.
 
-        If the norm is NaN or infinite no weight changes.
+        If the norm is NaN or infinite, no weight changes.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -140,20 +142,22 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Whole parameters in the context, on every rank; a collective under ZeRO-3, else a no-op."""
+        """Gather whole parameters on every rank for the duration of the context. A collective under ZeRO-3, else a no-op."""
         with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
             yield
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-        """The whole parameter's shape, also while ZeRO-3 partitions it."""
+        """The full shape of a parameter, also while ZeRO-3 partitions it."""
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     # --- state --------------------------------------------------------------------------------------------
 
     def pieces(self, *, owned: bool) -> Iterator[Piece]:
-        """The pieces of parameters whose float32 weights and moments this rank holds, as views.
+        """Yield the pieces of parameters whose float32 weights and moments this rank holds, as views.
 
-        ``owned``: a partition over ranks (under ZeRO 0 every rank holds everything, and owns an equal part).
+        Args:
+            owned: only pieces that this rank owns, which partition the state over ranks. Under ZeRO 0 every rank holds all
+                state and owns an equal part of it.
         """
         for name, parameter in self._module.named_parameters():
             if not parameter.requires_grad:
@@ -172,14 +176,14 @@ class DeepSpeedEngine:
 
     @property
     def optimizer_steps(self) -> float:
-        """AdamW's count of steps, the same for all parameters."""
+        """AdamW's step count, which is equal for all parameters."""
         return max(
             (float(state["step"]) for state in self._base_optimizer.state.values() if state), default=0.0
         )
 
     @contextmanager
     def restoring(self, optimizer_steps: float) -> Iterator[None]:
-        """In the context the caller writes the views of ``pieces``; on exit the model's weights are updated from them."""
+        """A context in which the caller writes to the views of ``pieces``; its exit updates the model's weights from them."""
         optimizer = self.engine.optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
@@ -196,14 +200,17 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _held(self, parameter: torch.nn.Parameter) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """``(optimizer tensor, offset in it, start in the flattened parameter, count)``; at most one."""
+        """The part of ``parameter`` that this rank's optimizer holds, at most one, in elements.
+
+        Yields ``(optimizer tensor, offset in it, start in the flattened parameter, count)``.
+        """
         optimizer: Any = self.engine.optimizer
         if self._stage == 0:
             yield parameter, 0, 0, parameter.numel()
         elif self._stage == 3:
             group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start = self._rank * size
-            # The last ranks' parts are padded, or only padding.
+            # The parts of the last ranks are padded, or padding only.
             count = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
             if count > 0:
                 yield optimizer.fp32_partitioned_groups_flat[group], offset, start, count
@@ -218,7 +225,7 @@ class DeepSpeedEngine:
                 yield flats[mapping.param_group_index], part.start, whole.start, whole.numel
 
     def _moments(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's state of one of its tensors; zeros before the first step."""
+        """AdamW's state of one of its tensors, which this creates with zeros before the first step."""
         state: dict[str, torch.Tensor] = self._base_optimizer.state[flat]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -226,23 +233,20 @@ class DeepSpeedEngine:
         return state
 
     def load_native(self, directory: Path) -> dict[str, Any]:
-        """Load a checkpoint of an earlier release in DeepSpeed's format, at the same ranks and stage. A collective.
+        """Load a checkpoint of an earlier release in DeepSpeed's format, with the same number of ranks and ZeRO stage.
 
-        Returns its ``client_state``.
+        A collective. Returns the checkpoint's ``client_state``.
         """
         _, client_state = self.engine.load_checkpoint(str(directory), tag=_CHECKPOINT_TAG)
         return dict(client_state or {})
 
     def close(self) -> None:
-        """Drop hooks and references."""
+        """Remove DeepSpeed's hooks and references."""
         self.engine.destroy()
 
 
 class FrozenModule:
-    """A module without gradients or optimizer; under ZeRO-3 partitioned over the ranks, as the policy is.
-
-    Calls are collectives under ZeRO-3.
-    """
+    """A module without gradients and optimizer. Under ZeRO-3 it is partitioned over the ranks, and calls are collectives."""
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
         module.requires_grad_(False)
@@ -250,7 +254,7 @@ class FrozenModule:
         if settings.zero_stage == 3:
             parameters = sum(p.numel() for p in module.parameters())
             config = _config(settings, torch.distributed.get_world_size(), parameters)
-            # Parameter by parameter: the policy's state leaves no room for the whole module on the device.
+            # Partitions one parameter at a time, because the whole module does not fit on the device next to the policy.
             deepspeed.zero.Init(module=module, config_dict_or_path=config)
             self._engine, *_ = deepspeed.initialize(
                 model=module.to(device), config=config, dist_init_required=False
@@ -262,25 +266,25 @@ class FrozenModule:
         return self._module(*arguments)
 
     def close(self) -> None:
-        """Drop hooks and references."""
+        """Remove DeepSpeed's hooks and references."""
         if self._engine is not None:
             self._engine.destroy()
 
 
 def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
-    # Buckets are allocated whole, so no larger than the model; DeepSpeed wants an even number.
+    # DeepSpeed allocates whole buckets, so they should not exceed the model, and needs an even number of elements.
     bucket = min(_MAX_BUCKET_ELEMENTS, parameters + parameters % 2)
     return {
         "train_batch_size": world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        # At stage 0 ClippingAdamW clips.
+        # At stage 0, ClippingAdamW clips instead.
         "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
         "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
-        # By default the model's: in bfloat16 a rank's addend would be rounded away.
+        # The default is the model's dtype; in bfloat16 a rank's addend would be rounded away.
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": settings.zero_stage,

@@ -17,7 +17,7 @@ from scalerl_trainer.errors import EngineError, Stopped
 
 POLL_SECONDS = 0.05
 STORE_GRACE_SECONDS = 1.0
-"""Rank 0 keeps the store open this long after a stop, so that the others can read the decision."""
+"""After a stop, rank 0 keeps the store open for this time, so that the others can read the decision."""
 _DECISION, _PROCEED, _STOPPED = "decision", "proceed", "stopped"
 
 
@@ -27,13 +27,15 @@ class Rank:
 
     rank: int
     world: int
+    """Number of ranks."""
     local_rank: int
+    """Rank within the pod, and index of the GPU."""
     address: str
     port: int
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Rank:
-        """From torchrun's variables. Raises ``EngineError``, which names those that are missing or no number."""
+        """Read torchrun's environment variables. Raises ``EngineError`` if one is missing or not a number."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not environment.get(name)]
         if missing:
@@ -66,12 +68,12 @@ def init_process_group(
         EngineError: this rank's device is missing.
         OSError: not all ranks joined in time.
     """
-    # DeepSpeed reads this one from the environment.
+    # DeepSpeed reads LOCAL_RANK from the environment.
     os.environ["LOCAL_RANK"] = str(rank.local_rank)
     if device == "cuda":
         if rank.local_rank >= torch.cuda.device_count():
             raise EngineError(
-                f"local rank {rank.local_rank} needs a GPU of its own, this machine shows "
+                f"local rank {rank.local_rank} needs a GPU of its own, but this process sees "
                 f"{torch.cuda.device_count()}"
             )
         torch.cuda.set_device(rank.local_rank)
@@ -88,9 +90,9 @@ def init_process_group(
 
 
 def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool]) -> Any:
-    """A store that all ranks have joined.
+    """Connect to a store, and return it once all ranks have joined.
 
-    Torch's wait for the others runs no signal handler, so the blocking call is on another thread.
+    Signal handlers do not run during torch's blocking call, so another thread makes it.
     """
     stores: list[Any] = []
     failed: list[Exception] = []
@@ -121,22 +123,22 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool])
         raise ConnectionError(f"no rendezvous at {rank.address}:{rank.port}: {failed[0]}") from failed[0]
     store = stores[0]
     store.set(f"here/{rank.rank}", "")
-    everyone = [f"here/{other}" for other in range(rank.world)]
+    all_ranks = [f"here/{other}" for other in range(rank.world)]
     while True:
-        # The first decision holds for all ranks: either all proceed or all stop.
+        # The first decision is valid for all ranks: either all proceed or all stop.
         if stopped():
             store.compare_set(_DECISION, "", _STOPPED)
-        elif store.check(everyone):
+        elif store.check(all_ranks):
             store.compare_set(_DECISION, "", _PROCEED)
         if store.check([_DECISION]):
             if store.get(_DECISION).decode() == _PROCEED:
                 return store
             if rank.rank == 0:
                 time.sleep(STORE_GRACE_SECONDS)
-            raise Stopped("this rank or another was stopped while the ranks were gathering")
+            raise Stopped("this rank or another was stopped during the rendezvous")
         if time.monotonic() > deadline:
             missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
-            raise TimeoutError(f"ranks {missing} of {rank.world} did not come within {timeout_seconds:g} s")
+            raise TimeoutError(f"ranks {missing} of {rank.world} did not join within {timeout_seconds:g} s")
         time.sleep(POLL_SECONDS)
 
 
@@ -147,14 +149,14 @@ def destroy_process_group() -> None:
 
 
 def limit_as_default(group: Any, device: torch.device) -> None:
-    """Give ``group``, of which ``device`` is this rank's, the time-out of the default group."""
+    """Give ``group`` the timeout of the default group. ``device`` is this rank's in both."""
     c10d: Any = dist.distributed_c10d
     default = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     c10d._set_pg_timeout(default.options._timeout, group)
 
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
-    """Every rank's copy of ``vector`` ``[K]``, on every rank, ``[world, K]`` on the CPU. One collective."""
+    """Gather every rank's ``vector`` of shape ``[K]``; returns ``[world, K]`` on the CPU of every rank. One collective."""
     world = dist.get_world_size()
     gathered = [torch.empty_like(vector) for _ in range(world)]
     dist.all_gather(gathered, vector.contiguous())

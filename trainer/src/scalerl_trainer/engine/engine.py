@@ -1,11 +1,11 @@
-"""The engine: an update (pack, forward, loss, backward, optimizer), scoring, gathering of whole parameters, state.
+"""The engine: updates (pack, forward, loss, backward, optimizer), scoring, gathering of whole parameters, saved state.
 
 The gradient does not depend on the split over ranks and micro-batches. The weights of ``algo.aggregation`` include the
-normalisation of the whole batch, so the batch's loss is the sum of the losses of all micro-batches on all ranks.
-DeepSpeed averages gradients over ranks; multiplying each loss by the number of ranks makes that the sum. Ranks with fewer
-micro-batches run empty ones of weight zero, because under ZeRO-2 and 3 every forward and backward is a collective.
+normalization of the whole batch, so the batch's loss is the sum of the losses of all micro-batches on all ranks.
+DeepSpeed averages gradients over ranks; each loss is multiplied by the number of ranks to obtain the sum. Ranks with fewer
+micro-batches run empty ones of weight zero, because under ZeRO-2 and ZeRO-3 every forward and backward is a collective.
 
-All ranks agree on errors before anything is applied, and raise together.
+All ranks exchange their errors before anything is applied, and raise together.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
 from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
 
 _TABLES = 2 * len(POSITIONS) * FIELDS
-"""Elements of the tables of all tokens and of fresh ones, by position."""
+"""Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
 
 
 class Engine:
     """Trains a transformers causal language model. Every method is a collective, except where noted.
 
-    Needs an initialised process group. ``causal_lm`` is the same on all ranks (rank 0's is broadcast), and the engine
-    takes it over.
+    Needs an initialized process group.
+
+    Args:
+        causal_lm: the model; rank 0's weights are broadcast to the other ranks. The engine owns it from now on.
+        device: of this rank.
     """
 
     def __init__(self, causal_lm: Any, settings: EngineSettings, device: torch.device) -> None:
@@ -73,9 +76,9 @@ class Engine:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     def set_reference(self, causal_lm: Any) -> None:
-        """Compute the log-probabilities of ``causal_lm`` for each token of every later step; frozen, in the policy's dtype.
+        """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
 
-        Its activations are freed before the policy's exist, so it costs its parameters' memory.
+        Its activations are freed before those of the policy exist, so it costs only the memory of its parameters.
         """
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
@@ -88,16 +91,18 @@ class Engine:
     # --- reading ------------------------------------------------------------------------------------------
 
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and whole shapes in the order of ``gather_parameters``. Not a collective."""
+        """Names and full shapes of the parameters, in the order of ``gather_parameters``. Not a collective."""
         return [
             (name.removeprefix(PREFIX), self._deepspeed.shape(parameter))
             for name, parameter in self._policy.named_parameters()
         ]
 
     def logprobs(self, sequences: Items[Sequence], *, temperature: float | None = None) -> FlatLogprobs:
-        """Log-probabilities of the trainable tokens of this rank's sequences under the present weights.
+        """Log-probabilities of the trainable tokens of this rank's sequences under the current weights.
 
-        ``temperature``: None for that of the settings. Each rank passes its own sequences, or none.
+        Args:
+            sequences: this rank's; may be empty, and may differ in number between ranks.
+            temperature: None for that of the settings.
 
         Raises ``SequenceTooLongError`` on every rank.
         """
@@ -116,10 +121,13 @@ class Engine:
     def gather_parameters(
         self, bucket_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[ParameterBucket]:
-        """Whole parameters in buckets of about ``bucket_bytes`` (a larger parameter is a bucket of its own).
+        """Yield whole parameters in buckets of at most ``bucket_bytes`` (a larger parameter is alone in its bucket).
 
-        Names are those of the transformers model, tied parameters once. ``dtype`` None keeps the model's. All ranks must
-        exhaust the iterator together; no collective is open while a bucket is yielded.
+        Names are those of the transformers model; tied parameters occur once. All ranks must exhaust the iterator together;
+        no collective is in progress while a bucket is yielded.
+
+        Args:
+            dtype: of the yielded tensors; None for the model's.
         """
         dtype = dtype or getattr(torch, self.settings.dtype)
         for names, parameters in self._buckets(bucket_bytes, dtype):
@@ -135,10 +143,13 @@ class Engine:
     # --- training -----------------------------------------------------------------------------------------
 
     def step(self, batch: TrainBatch, loss: Loss, *, learning_rate: float | None = None) -> StepStats:
-        """One update from this rank's shard of a batch. ``learning_rate`` overrides the settings' schedule.
+        """Update the weights from this rank's shard of a batch.
 
         A batch without trainable tokens on any rank changes nothing (``applied=False``). All ranks skip a step whose loss
-        or gradient is not finite or whose ratios exceed the guard, with the reason in ``skipped``.
+        or gradient is not finite or whose ratios exceed the guard; ``skipped`` has the reason.
+
+        Args:
+            learning_rate: overrides the settings' schedule.
 
         Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
         ``SequenceTooLongError``).
@@ -202,14 +213,14 @@ class Engine:
         )
 
     def reset_optimizer(self) -> None:
-        """Reset moments and step count, keep the weights; after a warm start."""
+        """Reset the optimizer's moments and the step count, and keep the weights; for use after mid-training."""
         self._deepspeed.reset_optimizer()
         self.steps_done = 0
 
     # --- state --------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the state for ``load`` into an existing, empty ``directory``; not atomic.
+        """Write the state for ``load`` into the existing, empty ``directory``. Not atomic.
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
@@ -219,9 +230,11 @@ class Engine:
             write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
 
     def load(self, directory: Path) -> None:
-        """Load the state of ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
+        """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
 
-        Raises ``EngineError``: it is missing, of another model, or of an earlier release with other ranks, stage or dtype.
+        Raises:
+            EngineError: the state is missing, is another model's, or was written by an earlier release with another number of
+                ranks, ZeRO stage or dtype.
         """
         if not directory.is_dir():
             raise EngineError(f"{directory} is not a folder: there is no engine state to load")
@@ -235,12 +248,12 @@ class Engine:
         self.steps_done = saved.header.steps_done
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks; the process group stays open."""
+        """Remove DeepSpeed's hooks. The process group stays open."""
         self._deepspeed.close()
         if self._reference is not None:
             self._reference.close()
 
-    # --- inside -------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------
 
     def _pieces(self, *, owned: bool) -> Iterator[Piece]:
         for piece in self._deepspeed.pieces(owned=owned):
@@ -259,8 +272,8 @@ class Engine:
         found = {key: state.get(key) for key in own}
         if found != own:
             raise EngineError(
-                f"{directory} was saved by an earlier release with {found}, this run has {own}: resume with the same "
-                "number of ranks, zeroStage and dtype until the next checkpoint"
+                f"an earlier release saved {directory} with {found}, but this run has {own}: resume with the same number of "
+                "ranks, zeroStage and dtype until the next checkpoint"
             )
         self.steps_done = int(state["steps_done"])
 
@@ -275,7 +288,8 @@ class Engine:
         )
 
     def _micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """``count`` micro-batches: the real ones, then empty ones, so that all ranks run the same collectives."""
+        """Yield ``count`` micro-batches, each with whether it is real: empty ones follow the real ones, so that all ranks run
+        the same collectives."""
         for micro in packed.micro_batches:
             yield micro, True
         for _ in range(count - len(packed.micro_batches)):
@@ -295,7 +309,10 @@ class Engine:
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in inputs)
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
-        """Of each token, ``[M]``; None without a reference. A collective under ZeRO-3, so also of empty micro-batches."""
+        """The reference policy's log-probability of each token, ``[M]``; None without a reference policy.
+
+        A collective under ZeRO-3, so it is called for empty micro-batches as well.
+        """
         if self._reference is None:
             return None
         logprobs_m: torch.Tensor
@@ -305,11 +322,13 @@ class Engine:
     def _accumulate(
         self, packed: PackedBatch, batch: TrainBatch, loss: Loss, count: int
     ) -> tuple[torch.Tensor, list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Forward and backward of every micro-batch.
+        """Run forward and backward of every micro-batch.
 
-        Returns: sums ``[2 + 2 * 5 * 8 + L]`` float64 on the device (loss, entropy, ratios and fresh ratios by position,
-        the loss's own sums); the names of the latter; for each micro-batch, which tokens are ratio outliers, and the
-        sequence of each token.
+        Returns:
+            Sums ``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of
+            fresh tokens, and the L own sums of the loss.
+            The names of these L sums.
+            For each micro-batch, which tokens are ratio outliers, and each token's sequence.
         """
         self._policy.train()
         sums: torch.Tensor | None = None
@@ -334,7 +353,7 @@ class Engine:
                 part = torch.zeros_like(part)
             sums = part if sums is None else _add_sums(sums, part)
         if sums is None:
-            raise EngineError("a batch with trainable tokens gave no micro-batch")
+            raise EngineError("a batch with trainable tokens has no micro-batch")
         return sums, names, beyond
 
     def _token_batch(
@@ -385,15 +404,15 @@ class Engine:
         return torch.stack([every, fresh])
 
     def _skip_reason(self, loss: float, ratios: RatioStatistics) -> str | None:
-        """Why a step with these values, equal on all ranks, is skipped; None if it is not."""
+        """Why a step with these values, which are equal on all ranks, is skipped; None if it is applied."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         return None if self.settings.ratio_guard is None else self.settings.ratio_guard.problem(ratios)
 
     def _discard_gradients(self, rate: float) -> None:
-        """Forget what was accumulated, in every ZeRO stage.
+        """Discard the accumulated gradients, at every ZeRO stage.
 
-        DeepSpeed does so only where it refuses a step itself, at a gradient that is not finite: so it gets one.
+        DeepSpeed discards them only if it skips a step itself, because of a gradient that is not finite. So this adds one.
         """
         zero = torch.zeros(1, dtype=torch.long)
         logprobs_m, _ = self._forward(MicroBatch(zero[None], zero[None], zero, zero, zero, zero))
@@ -421,7 +440,7 @@ class Engine:
 
 
 def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add two vectors of ``_accumulate``."""
+    """Add two vectors of sums of ``_accumulate``."""
     total = left + right
     tables = slice(2, 2 + _TABLES)
     total[tables] = add_tables(left[tables].view(-1, FIELDS), right[tables].view(-1, FIELDS)).flatten()
@@ -429,7 +448,7 @@ def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[RatioStatistics, ...]]:
-    """Statistics by position from all ranks' ``rows`` of ``_accumulate``: of all tokens, and of the fresh ones."""
+    """Ratio statistics by position, of all tokens and of fresh ones, from all ranks' sums of ``_accumulate``."""
     total = rows[0]
     for row in rows[1:]:
         total = _add_sums(total, row)

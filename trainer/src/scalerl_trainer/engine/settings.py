@@ -1,4 +1,4 @@
-"""Settings of an engine."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ Dtype = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Defaults of the optimizer are ScaleRL's (arXiv 2510.13786 [P]): AdamW, constant 5e-7 after a linear warm-up
-    of 100 steps, ε 1e-15, weight decay 0.01. Betas are AdamW's own; the paper's are not known [?].
-
-    ``micro_batch_tokens``    limit of one forward pass, and so of the longest prompt plus completion
-    ``temperature``           the generator's: log-probabilities are of logits / temperature
-    ``max_gradient_norm``     of the global gradient; 0: no clipping
-    ``ratio_guard``           None: no step is skipped for its ratios
+    """The optimizer's defaults are ScaleRL's (arXiv 2510.13786 [P]): AdamW with a constant learning rate of 5e-7 after a
+    linear warm-up of 100 steps, ε 1e-15, weight decay 0.01. The betas are PyTorch's defaults; the paper does not give its
+    own [?].
     """
 
     zero_stage: int = 1
@@ -31,12 +27,18 @@ class EngineSettings:
     weight_decay: float = 0.01
     warmup_steps: int = 100
     max_gradient_norm: float = 1.0
+    """Clipping threshold of the global gradient norm; 0 for no clipping."""
     micro_batch_tokens: int = 16384
+    """Maximum of tokens in one forward pass, and therefore of prompt plus completion."""
     temperature: float = 1.0
+    """The generator's sampling temperature: log-probabilities are those of logits / temperature."""
     activation_checkpointing: bool = False
     fp32_head: bool = True
+    """Compute the LM head in float32."""
     logit_chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Memory of the logits that are computed at a time."""
     ratio_guard: RatioGuard | None = field(default_factory=RatioGuard)
+    """Skips steps whose importance ratios explode; None for no guard."""
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):

@@ -1,7 +1,7 @@
-"""Packs and checks a rank's shard of a batch, with agreement of all ranks before anything is computed.
+"""Packs and checks a rank's shard of a batch; all ranks exchange sizes and errors before anything is computed.
 
-A shard that is bad on one rank only would leave the others in their collectives until the time-out, so the ranks
-exchange sizes and errors first and raise together.
+If only one rank raised for a bad shard, the others would wait in their collectives until the timeout. Therefore all ranks
+raise together.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def pack_shard(
 ) -> tuple[PackedBatch, torch.Tensor]:
     """Pack this rank's shard, and gather the sizes and errors of all ranks. A collective.
 
-    ``batch`` None: the sequences are only scored.
+    Args:
+        batch: the batch of the sequences; None if they are only scored.
 
-    Returns the packed shard, and per rank ``[world, 7]``: micro-batches, trainable tokens, tokens, padding, sequences,
-    bad, fresh known.
+    Returns:
+        The packed shard, and ``counts`` of shape ``[world, 7]``. Its columns are the numbers of micro-batches, trainable
+        tokens, tokens, padding and sequences, whether the shard is bad, and whether its fresh tokens are known.
 
     Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
     """
@@ -68,13 +70,13 @@ def pack_shard(
 
 
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
-    """An unknown token would fail on one rank only, while the others are in a collective."""
+    """Check that all token ids are in the vocabulary: otherwise this rank would fail while the others are in a collective."""
     for micro in packed.micro_batches:
         for ids in (micro.input_ids_bt, micro.target_m):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocabulary:
                 raise BadBatchError(
-                    f"token id {low if low < 0 else high} is outside of the model's vocabulary of {vocabulary}: "
+                    f"token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary} tokens: "
                     "generator and trainer must use the same tokenizer"
                 )
 

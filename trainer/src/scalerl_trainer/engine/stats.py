@@ -13,87 +13,82 @@ from scalerl_trainer.packing import Sequence
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """One rank's shard of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences.
-
-    ``weights_s``             of ``algo.aggregation.sequence_weights`` over the whole batch
-    ``advantages_s``          of ``algo.advantages.advantages`` over the whole batch
-    ``generator_logprobs_n``  None: sampled from the present weights, ratio 1
-    ``teacher_logprobs_n``    None: no teacher
-    ``fresh_n``               bool, True where the present weights sampled the token and all earlier ones of its
-                              completion; None: unknown
-    """
+    """One rank's shard of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences."""
 
     sequences: Items[Sequence]
     weights_s: torch.Tensor
+    """Weights of ``algo.aggregation.sequence_weights`` over the whole batch."""
     advantages_s: torch.Tensor
+    """Advantages of ``algo.advantages.advantages`` over the whole batch."""
     generator_logprobs_n: torch.Tensor | None = None
+    """The generator's log-probabilities; None if the current weights sampled all tokens, so that ratios are 1."""
     fresh_n: torch.Tensor | None = None
+    """Bool: whether the current weights sampled the token and all earlier ones of its completion; None if unknown."""
     teacher_logprobs_n: torch.Tensor | None = None
+    """The teacher's log-probabilities; None without a teacher."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLogprobs:
-    """``logprobs_n`` and ``entropies_n``: float32 on the CPU in flat order; ``trainable_s``: tokens per sequence."""
+    """Log-probabilities and entropies of trainable tokens in flat order, float32 on the CPU."""
 
     logprobs_n: torch.Tensor
     entropies_n: torch.Tensor
+    """In nats."""
     trainable_s: torch.Tensor
+    """Number of trainable tokens of each sequence."""
 
     def per_sequence(self) -> list[torch.Tensor]:
-        """Log-probabilities of each sequence."""
+        """Log-probabilities of each sequence's trainable tokens."""
         return list(torch.split(self.logprobs_n, self.trainable_s.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBucket:
-    """Whole parameters with their names in the transformers model.
-
-    ``tensors`` is empty on ranks other than 0. A tensor may be the live parameter: read it before the next step, and do
-    not write to it.
-    """
+    """Some whole parameters, with their names in the transformers model."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
+    """Empty on ranks other than 0. A tensor may be the live parameter: read it before the next step, and do not write to
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Result of a step. All but ``seconds`` and ``broken`` are over the whole batch and equal on all ranks.
-
-    ``step``           number of updates before it
-    ``applied``        False if the weights did not change: no trainable token in the whole batch (loss 0), or skipped
-    ``skipped``        reason why the step was skipped, else empty; weights, optimizer and ``step`` are unchanged
-    ``broken``         of a skipped step: number of tokens that are ratio outliers or not a number, by index into this
-                       rank's sequences
-    ``gradient_norm``  of the global gradient, before clipping; NaN if not computed
-    ``entropy``        mean over trainable tokens, nats
-    ``ratios``         trainer against generator over all trainable tokens; None without generator log-probabilities
-    ``ratios_by_position``        the same by ``scalerl_api.mismatch.POSITIONS``; empty without
-    ``fresh_ratios_by_position``  over tokens of ``TrainBatch.fresh_n``; empty when that is unknown
-    ``loss_means``     the loss's own sums, per trainable token
-    ``tokens``         computed tokens of prompts and completions
-    ``padding``        computed positions without a token
-    ``seconds``        of this rank: ``pack``, ``compute`` (forward and backward), ``update`` (rest of the reduction,
-                       optimizer), ``total``
-    """
+    """Result of a step. All but ``seconds`` and ``broken`` are over the whole batch and equal on all ranks."""
 
     step: int
+    """Number of updates before this step."""
     applied: bool
+    """False if the weights did not change: the batch had no trainable token (loss 0), or the step was skipped."""
     loss: float
     gradient_norm: float
+    """Norm of the global gradient before clipping; NaN if it was not computed."""
     learning_rate: float
     entropy: float
+    """Mean over trainable tokens, in nats."""
     trainable_tokens: int
     tokens: int
+    """Computed tokens of prompts and completions."""
     padding: int
+    """Computed positions without a token."""
     sequences: int
     micro_batches: int
     ratios: RatioStatistics | None
+    """Ratios of trainer to generator over all trainable tokens; None without generator log-probabilities."""
     skipped: str = ""
+    """Why the step was skipped, else empty. A skipped step leaves weights, optimizer and the number of updates unchanged."""
     broken: dict[int, int] = field(default_factory=dict)
+    """If the step was skipped: number of tokens whose ratio is an outlier or not a number, by index into this rank's
+    sequences."""
     ratios_by_position: tuple[RatioStatistics, ...] = ()
+    """``ratios`` by ``scalerl_api.mismatch.POSITIONS``; empty without generator log-probabilities."""
     fresh_ratios_by_position: tuple[RatioStatistics, ...] = ()
+    """The same over the tokens of ``TrainBatch.fresh_n``; empty if that is unknown."""
     loss_means: dict[str, float] = field(default_factory=dict)
+    """The loss's own statistics, as means over trainable tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """This rank's durations: ``pack``, ``compute`` (forward and backward), ``update`` (the rest of the gradient reduction and
+    the optimizer), ``total``."""

@@ -16,21 +16,19 @@ from scalerl_trainer.coordinator_client import decode_problem, wire_headers
 
 CONNECT_SECONDS = 5.0
 LATE_ANSWER_SECONDS = 30.0
-"""A request stays open this long past its deadline, because the deadline may be extended."""
+"""A request stays open for this time after its deadline, because :func:`.publisher._after_failure` may extend the deadline."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One member's answer.
-
-    body: of a 2xx answer.
-    error: else a message.
-    cleared: the member answered with an error that another member may have caused.
-    """
+    """One member's answer."""
 
     body: bytes | None = None
+    """Body of a 2xx response; None after an error."""
     error: str = ""
+    """Error message without a ``body``."""
     cleared: bool = False
+    """Whether the member answered with an error that another member may have caused."""
 
     @property
     def ok(self) -> bool:
@@ -39,7 +37,7 @@ class Answer:
 
 @dataclass
 class Calls:
-    """The answers of several members to one message."""
+    """Requests in progress to several members. ``deadline`` is in the time of ``time.monotonic()``."""
 
     asked: frozenset[str]
     deadline: float
@@ -53,12 +51,12 @@ class Calls:
             self.answers.setdefault(member_id, answer)
 
     def first_failure(self) -> str | None:
-        """The first error received so far, as a message; None without one."""
+        """The message of the first error received so far; None without one."""
         self.collect()
         return next((f"{m}: {a.error}" for m, a in self.answers.items() if not a.ok), None)
 
     def wait(self) -> dict[str, Answer]:
-        """All answers; a member without one by the deadline gets an error."""
+        """Wait for all answers. A member that has not answered by the deadline gets an error."""
         self.collect()
         while len(self.answers) < len(self.asked):
             try:
@@ -74,12 +72,12 @@ class Calls:
 class ActorControl:
     """Client of actors' weight control, with the run's token.
 
-    Each request runs on a daemon thread, which is abandoned at the deadline: a peer that accepts a connection and then
+    Each request runs on a daemon thread, which is abandoned at the deadline, so that a peer that accepts a connection and then
     hangs blocks only its thread.
     """
 
     def __init__(self, token: str) -> None:
-        # No keep-alive: a connection that the actor has closed meanwhile would look like a dead actor.
+        # No keep-alive: a pooled connection that the actor has closed would look like a dead actor.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(headers=wire_headers(token), trust_env=False, limits=limits)
 
@@ -124,6 +122,6 @@ class ActorControl:
                 problem = decode_problem(response)
                 answer = Answer(
                     error=f"POST {url}: {response.status_code} {problem.error}: {problem.message}",
-                    cleared=problem.error != "not-ready",  # its own server is gone
+                    cleared=problem.error != "not-ready",  # not-ready: the member's own server is gone
                 )
         calls._arriving.put((member.member_id, answer))

@@ -11,7 +11,7 @@ from scalerl_api.wire import TensorSpec
 from scalerl_trainer.publish.errors import SourceError
 
 _COLUMNS = 1 << 14
-"""Words of a row when a buffer is summed as a matrix: 128 KiB."""
+"""Words per row (128 KiB) when a buffer is summed as a matrix."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -22,33 +22,34 @@ def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def checksum_u8(payload_u8: torch.Tensor) -> int:
-    """:func:`scalerl_api.weight_layout.checksum` of a flat uint8 tensor, on its own device.
+    """:func:`scalerl_api.weight_layout.checksum` of a flat uint8 tensor, computed on the tensor's device.
 
-    ``Σ (2i + 1) x_i mod 2^64`` (torch's int64 arithmetic wraps). With the words as rows of C, i = rC + c, that is
-    ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc`` plus the rest of the last row: sums, which read the buffer twice and write
-    almost nothing, and products of short vectors. No dot product: torch has none for integers on CUDA.
+    The checksum is ``Σ (2i + 1) x_i mod 2^64`` over 64-bit words (torch's int64 arithmetic wraps). With the words as a matrix
+    of C columns, i = rC + c, it equals ``Σ_c (2c + 1) Σ_r x_rc + Σ_r 2rC Σ_c x_rc``, plus the words after the last whole row.
+    These sums read the buffer twice and write almost nothing. A dot product would be simpler, but torch has none for integers
+    on CUDA.
     """
     words = payload_u8.view(torch.int64)
     whole = words.numel() // _COLUMNS * _COLUMNS
     rows, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
     total = (
-        _weighted(rows.sum(0), 1, 2)
-        + _weighted(rows.sum(1), 0, 2 * _COLUMNS)
-        + _weighted(rest, 2 * whole + 1, 2)
+        _weighted_sum(rows.sum(0), 1, 2)
+        + _weighted_sum(rows.sum(1), 0, 2 * _COLUMNS)
+        + _weighted_sum(rest, 2 * whole + 1, 2)
     )
     return int(total.item())
 
 
-def _weighted(values: torch.Tensor, first: int, step: int) -> torch.Tensor:
+def _weighted_sum(values: torch.Tensor, first: int, step: int) -> torch.Tensor:
     """``Σ (first + step·i) values_i``."""
     stop = first + step * values.numel()
     return (values * torch.arange(first, stop, step, device=values.device)).sum()
 
 
 def fill(bucket: Bucket, version: int, tensors: NamedTensors, buffer_u8: torch.Tensor) -> torch.Tensor:
-    """Write the next tensors of the stream into ``buffer_u8`` as ``bucket``; returns the bytes to broadcast.
+    """Write the next tensors of the stream into ``buffer_u8``, in the layout of ``bucket``; returns the part to broadcast.
 
-    ``tensors`` is in the manifest's order; exactly the bucket's tensors are consumed. Padding is zero.
+    ``tensors`` is in the manifest's order, and exactly the bucket's tensors are consumed. Padding is filled with zeros.
 
     Raises:
         SourceError: the stream ends early, or its next tensor differs from the manifest.
@@ -58,10 +59,10 @@ def fill(bucket: Bucket, version: int, tensors: NamedTensors, buffer_u8: torch.T
     for slot in bucket.slots:
         name, tensor = next(tensors, (None, None))
         if name is None or tensor is None:
-            raise SourceError(f"the weights ended before {slot.tensor.name!r}")
+            raise SourceError(f"the stream of weights ended before {slot.tensor.name!r}")
         found = tensor_spec(name, tensor)
         if found != slot.tensor:
-            raise SourceError(f"the manifest says {slot.tensor}, the weights have {found}")
+            raise SourceError(f"the manifest has {slot.tensor}, but the stream of weights has {found}")
         filled[end : slot.offset].zero_()
         end = slot.offset + tensor_bytes(slot.tensor)
         filled[slot.offset : end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

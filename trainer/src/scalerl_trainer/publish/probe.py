@@ -1,6 +1,6 @@
-"""Measures the mismatch between trainer and generator at one version, on sequences of the last batch.
+"""Measures the log-probability mismatch between trainer and generator at one version, on sequences of the last batch.
 
-Both score at temperature 1. Estimators: :mod:`scalerl_trainer.algo.mismatch`.
+Both score the sequences at temperature 1. :mod:`scalerl_trainer.algo.mismatch` has the estimators.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class ProbeSequence:
-    """int32 token ids of prompt and completion; the first ``prompt_tokens`` are not scored."""
+    """A sequence to score."""
 
     token_ids: np.ndarray[tuple[int], np.dtype[np.int32]]
+    """Token ids of prompt and completion."""
     prompt_tokens: int
+    """Number of prompt tokens, which are not scored."""
 
 
 Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
@@ -38,10 +40,11 @@ Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
 def probe(
     control: ActorControl, member: wire.Member, version: int, sequences: Sequence[ProbeSequence], score: Score
 ) -> dict[str, float]:
-    """``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``.
+    """Score ``sequences`` by the trainer and by ``member``, concurrently.
 
-    ``probe_failed`` instead if the member cannot answer: a failed measurement must not stop the training. Trainer and
-    member score concurrently.
+    Returns:
+        ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``. If the
+        member cannot answer, only ``probe_failed``, because a failed measurement must not stop the training.
     """
     message = wire.Probe(
         version=version,
@@ -49,20 +52,24 @@ def probe(
         prompt_tokens=[s.prompt_tokens for s in sequences],
     )
     calls = control.start([member], endpoints.WEIGHTS_PROBE, {member.member_id: message}, PROBE_SECONDS)
-    own = score(sequences)
+    of_trainer = score(sequences)
     answer = calls.wait()[member.member_id]
     if answer.body is None:
-        log.warning("probe of version %d: %s", version, answer.error)
+        log.warning("the probe of version %d failed: %s", version, answer.error)
         return {"probe_failed": 1.0}
     probed = msgspec.msgpack.decode(answer.body, type=wire.Probed)
-    theirs = [torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs]
-    if probed.version != version or [t.numel() for t in theirs] != [o.numel() for o in own]:
-        log.warning("probe of version %d: the answer is of another version or of other sequences", version)
+    of_generator = [
+        torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs
+    ]
+    if probed.version != version or [g.numel() for g in of_generator] != [t.numel() for t in of_trainer]:
+        log.warning(
+            "the probe of version %d failed: the generator scored another version or other sequences", version
+        )
         return {"probe_failed": 1.0}
-    ours_n, theirs_n = torch.cat(own), torch.cat(theirs)
+    trainer_n, generator_n = torch.cat(of_trainer), torch.cat(of_generator)
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
-    table = ratio_table(ours_n, theirs_n, position_buckets(position_n), len(POSITIONS))
+    table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
     return {
         **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
-        "probe_max_difference": float((ours_n - theirs_n).abs().max()),
+        "probe_max_difference": float((trainer_n - generator_n).abs().max()),
     }

@@ -1,10 +1,11 @@
 """Publishes one version of the weights to a set of members.
 
-A round: open a group over the members (or keep that of the last publish if the set is the same), then send each a
-``receive`` request and broadcast the buckets; bucket n+1 is gathered, packed and summed while bucket n is sent.
+In a round, the publisher opens a process group over the members (or keeps that of the last publish if the members are the
+same), sends each member a ``receive`` request, and broadcasts the buckets. Bucket n+1 is gathered, packed and checksummed
+while bucket n is sent.
 
 A member is the cause of a failed round if it does not answer, reports that its server is gone, or is the first to refuse
-to join. :mod:`.rounds` decides by the answers.
+to join. :mod:`.rounds` decides by the answers what the next round does.
 
 A publish takes at most :attr:`Publisher.max_seconds`.
 """
@@ -30,46 +31,49 @@ from scalerl_trainer.publish.sender_group import Backend, SenderGroup, Store, op
 log = logging.getLogger(__name__)
 
 MAX_TIMEOUTS = 3.0
-"""Limit of a publish with all its attempts, in time-outs."""
+"""Limit of a publish with all its attempts, in multiples of the timeout."""
 
 
 @dataclass(frozen=True)
 class PublishSettings:
-    """``workers_per_member``: tensor-parallel workers of one server, each a rank of the group."""
-
     host: str
+    """Address of the group's rendezvous, which members can reach."""
     backend: Backend
     bucket_bytes: int
     timeout_seconds: float
+    """Of one join, and of one transfer."""
     workers_per_member: int = 1
+    """Tensor-parallel workers of a server, each of which is a rank of the group."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights to publish: the manifest, and the stream of tensors for each attempt.
-
-    ``stream`` is called once the group of an attempt is open and always exhausted, because under ZeRO-3 it is a collective
-    of the trainer's ranks.
-    """
+    """The weights to publish."""
 
     manifest: list[wire.TensorSpec]
+    """Names, dtypes and shapes of all tensors, in the order of the stream."""
     stream: Callable[[], NamedTensors]
+    """Called for each attempt, once its group is open. The stream is always exhausted, because under ZeRO-3 it is a
+    collective of the trainer's ranks."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a publish. ``updated``, ``failed``: member ids. ``stats``: for the coordinator and metrics.jsonl."""
+    """Result of a publish."""
 
     version: int
     updated: list[str]
+    """Ids of the members that received the version."""
     failed: list[str]
+    """Ids of the members that did not."""
     stats: dict[str, float]
+    """Statistics for the coordinator and metrics.jsonl."""
 
 
 @dataclass
 class _PhaseSeconds:
-    """Seconds of one attempt at the sender, by phase."""
+    """Duration of the sender's phases in one attempt, in seconds."""
 
     open: float = 0.0
     gather: float = 0.0
@@ -77,7 +81,7 @@ class _PhaseSeconds:
 
 
 class Publisher:
-    """Rank 0's side of all publishes of a run; keeps the group from one publish to the next."""
+    """Executes the publishes of a run on rank 0. Keeps the group from one publish to the next."""
 
     def __init__(self, settings: PublishSettings, control: ActorControl) -> None:
         self._settings = settings
@@ -89,7 +93,7 @@ class Publisher:
 
     @property
     def max_seconds(self) -> float:
-        """Limit of a publish."""
+        """Limit of a publish, in seconds."""
         return MAX_TIMEOUTS * self._settings.timeout_seconds
 
     def close(self) -> None:
@@ -113,19 +117,19 @@ class Publisher:
             for group in groups:
                 clock = _PhaseSeconds()
                 if time.monotonic() < deadline:
-                    of = [by_id[member] for member in group]
-                    answers |= self._attempt(version, weights, buckets, of, deadline, clock)
+                    group_members = [by_id[member] for member in group]
+                    answers |= self._attempt(version, weights, buckets, group_members, deadline, clock)
                 else:
-                    answers |= {member: Answer(error="the publish is out of time") for member in group}
+                    answers |= {member: Answer(error="the publish timed out") for member in group}
             rounds = rounds.after(answers)
             for member_id, answer in answers.items():
                 name = by_id[member_id].name
                 if answer.body is not None:
                     updated[member_id] = _received(answer.body)
                 elif member_id in rounds.waiting:
-                    log.warning("version %d, %s, trying again: %s", version, name, answer.error)
+                    log.warning("cannot publish version %d to %s, retrying: %s", version, name, answer.error)
                 else:
-                    log.error("version %d, %s did not take it: %s", version, name, answer.error)
+                    log.error("gave up publishing version %d to %s: %s", version, name, answer.error)
         stats = _stats(list(updated.values()), clock, time.perf_counter() - started)
         stats |= {
             "publish_rounds": float(rounds.count),
@@ -144,21 +148,21 @@ class Publisher:
         deadline: float,
         clock: _PhaseSeconds,
     ) -> dict[str, Answer]:
-        """The members' answers to one attempt. Raises only :class:`SourceError`."""
-        joined = self._join(members, deadline, clock)
-        if joined is not None:
-            return joined
+        """Make one attempt; returns the members' answers. Raises only :class:`SourceError`."""
+        failed_join = self._join(members, deadline, clock)
+        if failed_join is not None:
+            return failed_join
         stream = weights.stream()
         try:
             return self._send(version, weights, buckets, stream, members, deadline, clock)
         finally:
-            for _ in stream:  # a collective: the other ranks iterate to its end
+            for _ in stream:  # exhaust it: the other ranks take part in the collective to its end
                 pass
 
     def _join(
         self, members: list[wire.Member], deadline: float, clock: _PhaseSeconds
     ) -> dict[str, Answer] | None:
-        """Open the group of ``members``, unless it is open; returns None, or the answers if it failed."""
+        """Open the group of ``members`` unless it is open. Returns None, or the members' answers if that failed."""
         member_ids = [m.member_id for m in members]
         if self._group is not None and member_ids == self._member_ids:
             return None
@@ -174,12 +178,12 @@ class Publisher:
                 epoch=self._epoch,
                 store_host=store.address.host,
                 store_port=store.address.port,
-                rank=1 + place * s.workers_per_member,
+                rank=1 + i * s.workers_per_member,
                 world_size=world_size,
                 backend=s.backend,
                 timeout_seconds=timeout_seconds,
             )
-            for place, member in enumerate(members)
+            for i, member in enumerate(members)
         }
         calls = self._control.start(members, endpoints.WEIGHTS_JOIN, joins, timeout_seconds)
         try:
@@ -194,20 +198,23 @@ class Publisher:
             )
         except GroupError as error:
             log.warning("%s", error)
-            # A member that refused before the store was closed is a cause. Closing the store ends the wait of members
-            # that have connected; the grace time lets the others connect first.
+            # Members that failed before the store was closed are possible causes. Closing the store ends the wait of members
+            # that have connected to it; the grace period lets the others connect first.
             causes = {m for m, answer in calls.answers.items() if not answer.ok}
             time.sleep(JOIN_GRACE_SECONDS)
             store.close()
             answers = _after_failure(calls)
-            # If a member is gone, the others' errors are lost connections to it.
+            # If a member is gone, it is the cause: the errors of the others are lost connections to it.
             causes = {m for m, a in answers.items() if not (a.ok or a.cleared)} or causes
             return {m: _failed_join(a, str(error), m in causes) for m, a in answers.items()}
         answers = calls.wait()
         clock.open += time.perf_counter() - started
         if not all(answer.ok for answer in answers.values()):
             group.close()
-            return {m: _failed_join(a, "the group is not whole", not a.ok) for m, a in answers.items()}
+            return {
+                m: _failed_join(a, "another member did not join the group", not a.ok)
+                for m, a in answers.items()
+            }
         self._group, self._member_ids = group, member_ids
         return None
 
@@ -221,6 +228,7 @@ class Publisher:
         deadline: float,
         clock: _PhaseSeconds,
     ) -> dict[str, Answer]:
+        """Request the members to receive, and broadcast all buckets; returns the members' answers."""
         group = self._group
         assert group is not None
         s = self._settings
@@ -241,8 +249,8 @@ class Publisher:
         problem = self._broadcast_all(version, buckets, ready, stream, group, calls, clock)
         if problem is not None:
             log.warning("%s", problem)
-            # Closing the group ends the broadcast for the peers, over gloo at its time-out; a buffer that is still being
-            # sent is not reused.
+            # Closing the group ends the broadcast at the peers, over gloo only at its timeout. The buffers may still be sent
+            # until then, so they must not be reused.
             self._close_group()
             self._buffers = []
             return _after_failure(calls, group.busy_until)
@@ -261,7 +269,10 @@ class Publisher:
         calls: Calls,
         clock: _PhaseSeconds,
     ) -> str | None:
-        """None or an error message: an exception's traceback would keep the group's connections open."""
+        """Broadcast all buckets; returns None or an error message.
+
+        It does not raise, because an exception's traceback would keep the group's connections open.
+        """
         try:
             for bucket in buckets:
                 work = group.start_broadcast(ready, self._settings.timeout_seconds)
@@ -281,7 +292,7 @@ class Publisher:
         return filled
 
     def _reserve(self, buckets: tuple[Bucket, ...]) -> None:
-        """Two buffers: one is filled while the other is sent."""
+        """Allocate the buffers: two, so that one is filled while the other is sent."""
         largest = max(bucket.total_bytes for bucket in buckets)
         count = min(2, len(buckets))
         if len(self._buffers) != count or self._buffers[0].numel() != largest:
@@ -303,17 +314,17 @@ def _raise_first_failure(calls: Calls) -> None:
 
 JOIN_GRACE_SECONDS = 0.5
 ANSWER_GRACE_SECONDS = 5.0
-"""Healthy members answer at the latest this long after their own time-out."""
+"""Healthy members answer within this time after their timeout."""
 
 
 def _after_failure(calls: Calls, busy_until: float = 0.0) -> dict[str, Answer]:
-    """The members' answers once the group has failed; its operation ends by ``busy_until`` (monotonic)."""
+    """The members' answers after the group failed. The group's operation ends by ``busy_until`` (monotonic)."""
     calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + ANSWER_GRACE_SECONDS)
     return calls.wait()
 
 
 def _failed_join(answer: Answer, reason: str, is_cause: bool) -> Answer:
-    """A member's answer to a join that failed."""
+    """A member's answer to a failed join. Members that are not its cause are ``cleared``."""
     if is_cause:
         return Answer(error=answer.error or reason)
     return Answer(error=reason, cleared=True) if answer.ok else answer
@@ -326,8 +337,9 @@ def _received(body: bytes) -> wire.WeightReceived:
 def _stats(
     received: list[wire.WeightReceived], clock: _PhaseSeconds, total_seconds: float
 ) -> dict[str, float]:
-    """Phases of the last attempt: those of the slowest member as it measured them; gather and send are the sender's.
+    """Durations of the last attempt's phases, in seconds, for metrics.jsonl.
 
+    ``open``, ``gather`` and ``send`` are measured by the sender, the others by each member, of which the slowest counts.
     ``gather`` overlaps with ``transfer`` except for the first bucket.
     """
 

@@ -1,17 +1,17 @@
-"""The state machine of one publish: which members the next round addresses, and what its answers decide. Pure.
+"""The state machine of one publish: the members of the next round, and the effect of its answers. Pure.
 
 ========================  =========================  ========================================================
-answer of a member        rounds without a cause     then
+answer of a member        rounds without a cause     effect
 ========================  =========================  ========================================================
 weights received          any                        updated
-an error, it is a cause   any                        failed; the others try again together
-an error, it is cleared   0 or 1                     tries again, with the others
-an error, it is cleared   2 or more                  failed: it was in a group of its own
+an error, it is a cause   any                        failed; the others retry together
+an error, it is cleared   0 or 1                     retries with the others
+an error, it is cleared   2 or more                  failed: it was alone in its group
 ========================  =========================  ========================================================
 
-When a peer dies in a broadcast, all members get an error, and possibly none of them is the cause. So a round without a
-cause is repeated once; after a second one each member gets a group of its own, so that a member that breaks every group
-fails alone.
+When a peer dies in a broadcast, all members get an error, and possibly none of their answers shows the cause. Therefore a
+round without a cause is repeated once. After a second one, each member gets a separate group, so that a member that breaks
+every group fails alone.
 """
 
 from __future__ import annotations
@@ -22,38 +22,37 @@ from dataclasses import dataclass, replace
 from scalerl_trainer.publish.actor_control import Answer
 
 TOGETHER = 2
-"""Rounds without a cause before each member is tried in a group of its own."""
+"""Consecutive rounds without a cause before each member gets a separate group."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """State of a publish.
-
-    waiting, updated, failed: member ids; each member is in one of them.
-    count: rounds so far.
-    without_cause: consecutive failed rounds without a member that was the cause.
-    """
+    """State of a publish. Each member is in one of ``waiting``, ``updated`` and ``failed``, by its id."""
 
     waiting: tuple[str, ...]
     updated: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     count: int = 0
+    """Number of rounds so far."""
     without_cause: int = 0
+    """Number of consecutive failed rounds in which no member was the cause."""
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The groups of the next round, one after the other; none when the publish is over."""
+        """The groups of the next round, which run one after the other; empty when the publish is over."""
         if not self.waiting:
             return []
         return [(member,) for member in self.waiting] if self._alone else [self.waiting]
 
     def after(self, answers: Mapping[str, Answer]) -> Rounds:
-        """The state after a round; ``answers`` has one of each waiting member."""
+        """The state after a round; ``answers`` has the answer of each waiting member."""
         updated = tuple(m for m in self.waiting if answers[m].ok)
-        again = tuple(m for m in self.waiting if answers[m].cleared and not answers[m].ok and not self._alone)
-        failed = tuple(m for m in self.waiting if m not in updated and m not in again)
+        retried = tuple(
+            m for m in self.waiting if answers[m].cleared and not answers[m].ok and not self._alone
+        )
+        failed = tuple(m for m in self.waiting if m not in updated and m not in retried)
         return replace(
             self,
-            waiting=again,
+            waiting=retried,
             updated=self.updated + updated,
             failed=self.failed + failed,
             count=self.count + 1,
@@ -62,4 +61,5 @@ class Rounds:
 
     @property
     def _alone(self) -> bool:
+        """Whether each member has a separate group."""
         return self.without_cause >= TOGETHER

@@ -1,7 +1,7 @@
-"""The sender's side of a weight group: a process group with a store of its own, besides the default group.
+"""The sender's side of a weight group: a process group with a separate store, besides the default group.
 
-A change of membership opens a new group. The store's server is separate from the group's store client, so that closing it
-ends the wait of all members that are joining at once.
+When the membership changes, a new group is opened. The store's server is separate from the group's store client, so that
+closing the server ends the wait of all joining members immediately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ c10d: Any = torch.distributed  # untyped: torch's typed exports lack these class
 POLL_SECONDS = 0.001
 Backend = Literal["gloo", "nccl"]
 Check = Callable[[], None]
-"""Called while waiting; raises to end the wait."""
+"""A function that is called while waiting, and raises to end the wait."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Address:
 
 
 class Store:
-    """The server of a group's rendezvous, bound to one address."""
+    """The TCP store server of a group's rendezvous, bound to one address."""
 
     def __init__(self, host: str, timeout_seconds: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -55,14 +55,15 @@ class Store:
         )
 
     def close(self) -> None:
-        """End the server; members that wait for it get an error now instead of at the time-out."""
+        """Stop the server. Members that wait for it get an error now instead of at their timeout."""
         self._server = None
 
 
 class SenderGroup:
-    """Rank 0 of a group; ``world_size - 1`` receivers. Made by :func:`open_group`.
+    """Rank 0 of a group with ``world_size - 1`` receivers. :func:`open_group` constructs it.
 
-    ``opened`` has the process group, and the only reference to it: see :func:`_release_in_thread`.
+    Args:
+        process_groups: a list with the process group, which must be the only reference to it (:func:`_release_in_thread`).
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class SenderGroup:
         self._store = store
         self._opened = process_groups
         self.busy_until = 0.0
-        """Latest end of the last operation (monotonic), also for peers in it."""
+        """Time (monotonic) by which the last operation has ended, for its peers too."""
 
     def start_broadcast(self, buffer_u8: torch.Tensor, timeout_seconds: float) -> Any:
         """Start a broadcast; pass the result to :meth:`wait` before writing to the buffer again."""
@@ -95,17 +96,17 @@ class SenderGroup:
             GroupError: a peer is lost, or ``deadline`` (monotonic) has passed.
         """
         try:
-            while not work.is_completed():  # `wait` of NCCL only orders streams, it has no time-out
+            while not work.is_completed():  # NCCL's `wait` only synchronizes streams and has no timeout
                 check()
                 if time.monotonic() > deadline:
-                    raise GroupError(f"group epoch {self.epoch}: a broadcast did not end in time")
+                    raise GroupError(f"group epoch {self.epoch}: a broadcast timed out")
                 time.sleep(POLL_SECONDS)
             work.wait(timedelta(seconds=1))
         except RuntimeError as error:
             raise GroupError(f"group epoch {self.epoch}: {first_line(error)}") from error
 
     def close(self) -> None:
-        """Close without blocking. Peers in an operation get an error: over NCCL at once, over gloo at its time-out."""
+        """Close without blocking. Peers in an operation get an error: over NCCL at once, over gloo at its timeout."""
         process_groups, self._opened = self._opened, []
         self._store.close()
         _release_in_thread(process_groups, self._on_gpu)
@@ -122,13 +123,14 @@ def open_group(
 ) -> SenderGroup:
     """Join as rank 0; returns when all ``world_size`` ranks have completed the first operation.
 
-    The first operation opens the connections, before generation is paused: NCCL creates its communicator in it, without a
-    time-out of its own.
+    The first operation opens the connections before generation is paused. NCCL creates its communicator in it, and has no
+    timeout for that.
 
-    ``check`` is called while waiting; its exception ends the wait. The caller closes the store, which ends the peers' wait.
+    Args:
+        check: called while waiting; its exception ends the wait.
 
     Raises:
-        GroupError: not all ranks joined within ``timeout_seconds``.
+        GroupError: not all ranks joined within ``timeout_seconds``. The caller closes the store, which ends the peers' wait.
     """
     process_groups: list[Any] = []
     failed: list[Exception] = []
@@ -142,7 +144,7 @@ def open_group(
         except Exception as error:
             failed.append(error)
 
-    # The constructor blocks; only closing the store interrupts it.
+    # In a thread, because the constructor blocks and only closing the store interrupts it.
     thread = threading.Thread(target=construct, name=f"open-group-{epoch}", daemon=True)
     thread.start()
     deadline = time.monotonic() + timeout_seconds
@@ -177,10 +179,10 @@ def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_sec
 
 
 def _release_in_thread(process_groups: list[Any], on_gpu: bool) -> None:
-    """Release the process group, if there is one, on a thread of its own.
+    """Release the process group, if there is one, on a new thread.
 
-    Gloo's destructor waits for the operation in progress until its time-out. It runs where the last reference is dropped,
-    so the thread takes the group out of the list.
+    Gloo's destructor waits for the operation in progress until its timeout. It runs where the last reference is dropped, so
+    the thread takes the group out of the list.
     """
 
     def release() -> None:
@@ -205,10 +207,10 @@ def _new_process_group(
         gloo._timeout = timeout
         gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname=address.host)]
         return c10d.ProcessGroupGloo(store, 0, world_size, gloo)
-    # By default PyTorch ends the process when a peer is lost in an operation. 2: it only aborts the group, and the operation
-    # raises. Each group reads this once, when it is constructed; those of the ranks exist by now.
+    # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
+    # operation raises. A group reads this variable when it is constructed; the trainer's own groups exist already.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     nccl = c10d.ProcessGroupNCCL.Options()
-    # A last resort; our time-out (in `wait`) comes first.
+    # Only a fallback: the deadline of `wait` is earlier.
     nccl._timeout = 4 * timeout + timedelta(minutes=1)
     return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
