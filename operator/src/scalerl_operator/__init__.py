@@ -5,12 +5,12 @@ A reconcile, on a cluster::
     watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
     timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step fills in a RunContext
                                         │
-                                        ├ accept()            the spec that is carried out            controller/accept
+                                        ├ accept()            the accepted spec                       controller/accept
                                         ├ observe()           Jobs, pods → RunObservation             controller/observe
        coordinator's status ──────────▶ ├ ask_coordinator()                                           controller/coordinator_poller
-       forecast, by the autoscaler ───▶ ├ lifecycle.decide()  what is to exist, phase                 policy/lifecycle
-                                        ├ check_volume(), Preflight.check()   what keeps it from being carried out
-                                        ├ RunObject.write()   what was decided, before it is done     controller/status
+       forecast, by the autoscaler ───▶ ├ lifecycle.decide()  which objects exist, phase              policy/lifecycle
+                                        ├ check_volume(), Applier.preflight()   why it cannot be executed
+                                        ├ RunObject.write()   the decision, before its execution      controller/status
                                         ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build
                                         └ report()            conditions(), events                    controller/status
 

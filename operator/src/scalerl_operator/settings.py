@@ -85,8 +85,8 @@ class Settings:
             namespaces=tuple(
                 dict.fromkeys(n.strip() for n in of("SCALERL_WATCH_NAMESPACES").split(",") if n.strip())
             ),
-            sidecar_url=_url("SCALERL_SIDECAR_URL", of("SCALERL_SIDECAR_URL")),
-            workers=_count("SCALERL_WORKERS", of("SCALERL_WORKERS", "16")),
+            sidecar_url=_sidecar_url(of("SCALERL_SIDECAR_URL")),
+            workers=_workers(of("SCALERL_WORKERS", "16")),
             host=host,
             port=port,
             lease=of("SCALERL_LEASE", LEASE_NAME),
@@ -104,16 +104,16 @@ def _listen(value: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _url(name: str, value: str) -> str | None:
-    if not value:
-        return None
+def _sidecar_url(value: str) -> str | None:
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(f"{name} is {value!r}; it is a URL as http://127.0.0.1:8090, or empty")
-    return value.rstrip("/")
+    if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise SettingsError(
+            f"SCALERL_SIDECAR_URL is {value!r}; it is a URL as http://127.0.0.1:8090, or empty"
+        )
+    return value.rstrip("/") or None
 
 
-def _count(name: str, value: str) -> int:
+def _workers(value: str) -> int:
     if not value.isdecimal() or not 1 <= int(value) <= 1024:
-        raise SettingsError(f"{name} is {value!r}; it is a number from 1 to 1024")
+        raise SettingsError(f"SCALERL_WORKERS is {value!r}; it is a number from 1 to 1024")
     return int(value)

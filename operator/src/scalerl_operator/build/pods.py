@@ -71,7 +71,14 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     role = settings.role
     given = pod_template_of(scope.spec, role)
     containers = scope.workload(role).containers
-    annotations = settings.annotations | _scraping(settings.metrics_port) | given.annotations
+    scraping: dict[str, str] = {}
+    if settings.metrics_port is not None:
+        scraping = {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(PORTS[settings.metrics_port]),
+            "prometheus.io/path": endpoints.METRICS,
+        }
+    annotations = settings.annotations | scraping | given.annotations
     spec: Object = {
         "containers": [_container(scope, settings, given, container) for container in containers],
         "volumes": [*_volumes(scope, given, scope.workload(role)), *given.volumes],
@@ -99,16 +106,6 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     }
 
 
-def _scraping(port: str | None) -> dict[str, str]:
-    if port is None:
-        return {}
-    return {
-        "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(PORTS[port]),
-        "prometheus.io/path": endpoints.METRICS,
-    }
-
-
 def _placement(given: PodTemplate) -> Object:
     wanted = {
         "nodeSelector": given.node_selector,
@@ -128,16 +125,16 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
     workload = scope.workload(settings.role)
     main = container is workload.containers[0]
     shared = workload.per_node > 1
-    policy = scope.spec.images.pull_policy or scope.images.pull_policy
+    given_resources = given.resources if main else PodResources()
     rendered: Object = {
         "name": container.name,
         "image": scope.image(settings.role),
-        "imagePullPolicy": policy,
+        "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
         "command": [*(LAUNCHER if shared else ()), *container.argv],
         "env": _environment(scope, settings, given, container),
         "resources": resources(
             container,
-            _resources(settings.role, given, main),
+            native(given_resources) if settings.role is Role.PREPARE else given_resources,
             scope.spec.device_resource,
             processes=workload.per_node,
             shm=quantity_bytes(_shm_size(given, workload)) if shared else 0,
@@ -158,12 +155,6 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             {"name": port, "containerPort": PORTS[port], "protocol": "TCP"} for port in open_ports
         ]
     return rendered
-
-
-def _resources(role: Role, given: PodTemplate, main: bool) -> PodResources:
-    if not main:
-        return PodResources()
-    return native(given.resources) if role is Role.PREPARE else given.resources
 
 
 def variable(name: str, value: str) -> Object:

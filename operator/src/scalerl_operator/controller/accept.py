@@ -31,7 +31,9 @@ _ROLES: Final = (Role.PREPARE, Role.TRAINER)
 def accept(context: RunContext) -> None:
     """Sets the run's accepted spec in ``context``; pure."""
     try:
-        context.accepted, context.spec_text = run_from_object(context.obj), _text(context.obj)
+        context.accepted = run_from_object(context.obj)
+        text = json.dumps(context.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        context.spec_text = text if len(text) <= MAX_ACCEPTED_SPEC else None
     except SpecError as error:
         message = "; ".join(str(problem) for problem in error.problems)
         context.spec_text = context.before.accepted_spec
@@ -39,12 +41,6 @@ def accept(context: RunContext) -> None:
             message += "; the run continues with the spec accepted before"
             context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
         context.invalid = Problem(Reason.SPEC_INVALID, message)
-
-
-def _text(run: Object) -> str | None:
-    """The spec for the status; None if it is too large."""
-    text = json.dumps(run["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return text if len(text) <= MAX_ACCEPTED_SPEC else None
 
 
 def with_spec(run: Object, text: str) -> Object:

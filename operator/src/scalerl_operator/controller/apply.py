@@ -19,7 +19,7 @@ from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
-from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, Settled, is_deleted
+from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -159,13 +159,14 @@ class Applier:
             wanted = never_smaller(wanted, live)
             if was_refused(context, wanted, live):
                 return None
-        state, now = context.state, Settled(rendered_hash(wanted), content_hash(live))
-        if key not in state.settled and rendered_hash(live) == now.rendered and is_untouched(wanted, live):
-            state.settled[key] = now  # applied by an earlier process of the operator
-        if state.settled.get(key) == now:
+        state, hashes = context.state, (rendered_hash(wanted), content_hash(live))
+        rendering_changed = rendered_hash(live) != rendered_hash(wanted)
+        if key not in state.settled and not rendering_changed and is_untouched(wanted, live):
+            state.settled[key] = hashes  # applied by an earlier process of the operator
+        if state.settled.get(key) == hashes:
             state.refused.pop(key, None)
             return None
-        if rendered_hash(live) != now.rendered:
+        if rendering_changed:
             return (await self._change(wanted, live, context))[1]
         repairs = dict(state.repairs)
         if not state.may_repair(key, context.unix_seconds):
@@ -313,7 +314,7 @@ class Applier:
 
     def _settle(self, wanted: Object, written: Object, context: RunContext) -> None:
         context.state.refused.pop(_key(written), None)
-        context.state.settled[_key(written)] = Settled(rendered_hash(wanted), content_hash(written))
+        context.state.settled[_key(written)] = (rendered_hash(wanted), content_hash(written))
         self._remember(written, context)
 
     def _remember(self, obj: Object, context: RunContext) -> None:

@@ -43,8 +43,14 @@ def conditions(context: RunContext) -> list[Condition]:
     not_startable = context.accepted is None or (
         context.not_started is not None and context.before.start_time is None
     )
+    phase = context.decision.phase
+    no_pods = phase in _SUSPENDED_OR_ENDED or phase is Phase.PREPARING
     return [
-        _condition(context, ConditionType(type_), *row.check(context))
+        _condition(
+            context,
+            ConditionType(type_),
+            *((False, _phase(context)) if row.of_pods and no_pods else row.check(context)),
+        )
         for type_, row in CONDITIONS.items()
         if row.always or not not_startable
     ]
@@ -119,22 +125,16 @@ def _prepared(context: RunContext) -> Value:
 
 
 def _coordinator_ready(context: RunContext) -> Value:
-    if _has_no_pods(context):
-        return False, _phase(context)
     if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
         return False, _coordinator_problem(context)
     return _role_ready(context, Role.COORDINATOR, 1, _journal_problem(context))
 
 
 def _generators_ready(context: RunContext) -> Value:
-    if _has_no_pods(context):
-        return False, _phase(context)
     return _role_ready(context, Role.GENERATOR, context.run.spec.generator.replicas)
 
 
 def _trainer_ready(context: RunContext) -> Value:
-    if _has_no_pods(context):
-        return False, _phase(context)
     memory, problem = context.decision.memory, None
     if context.observed.trainer.held:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
@@ -217,21 +217,23 @@ class Row:
     problem: the status that is a problem, for alerts; None: neither.
     events: statuses that get an Event when the condition changes to them, with its type.
     always: also for a run that cannot be started.
+    of_pods: False in phases without pods, with the phase as the reason.
     """
 
     check: Callable[[RunContext], Value]
     problem: Literal["True", "False"] | None = "False"
     events: Mapping[str, EventType] = field(default_factory=dict)
     always: bool = False
+    of_pods: bool = False
 
 
 CONDITIONS: Final[Mapping[str, Row]] = {
     ConditionType.ACCEPTED: Row(_accepted, events={"True": "Normal", "False": "Warning"}, always=True),
     ConditionType.ADMITTED: Row(_admitted, events={"False": "Normal"}),
     ConditionType.PREPARED: Row(_prepared, events={"True": "Normal"}),
-    ConditionType.COORDINATOR_READY: Row(_coordinator_ready),
-    ConditionType.GENERATORS_READY: Row(_generators_ready),
-    ConditionType.TRAINER_READY: Row(_trainer_ready),
+    ConditionType.COORDINATOR_READY: Row(_coordinator_ready, of_pods=True),
+    ConditionType.GENERATORS_READY: Row(_generators_ready, of_pods=True),
+    ConditionType.TRAINER_READY: Row(_trainer_ready, of_pods=True),
     ConditionType.PROGRESSING: Row(_progressing),
     ConditionType.FORECAST_READY: Row(_forecast_ready),
     ConditionType.DEGRADED: Row(_degraded, problem="True", events={"True": "Warning"}),
@@ -279,10 +281,6 @@ def is_problem(condition: Condition) -> bool:
 def _was_true(context: RunContext, type_: ConditionType) -> bool:
     old = context.before.condition(type_)
     return old is not None and old.status == "True"
-
-
-def _has_no_pods(context: RunContext) -> bool:
-    return context.decision.phase in _SUSPENDED_OR_ENDED or context.decision.phase is Phase.PREPARING
 
 
 def _phase(context: RunContext) -> Problem:

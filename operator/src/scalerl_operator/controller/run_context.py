@@ -49,14 +49,6 @@ class Repair:
     due: float = 0.0
 
 
-@dataclass(frozen=True)
-class Settled:
-    """Hashes of an object as rendered, and of its content after it was applied."""
-
-    rendered: str
-    content: int
-
-
 @dataclass
 class RunState:
     """The state of one run between reconciles; dropped when the run is gone or this process no longer leads. Times are Unix
@@ -79,7 +71,8 @@ class RunState:
     pod_searched: float = 0.0
     """When the coordinator's pod was last searched by name."""
 
-    settled: dict[ObjectName, Settled] = field(default_factory=dict)
+    settled: dict[ObjectName, tuple[str, int]] = field(default_factory=dict)
+    """Hashes of each object as rendered, and of its content after it was applied."""
     applied: set[str] = field(default_factory=set)
     """uids of objects whose fields the operator owns by apply, not by creation."""
     repairs: dict[ObjectName, Repair] = field(default_factory=dict)
@@ -172,7 +165,7 @@ class RunContext:
     accepted: ScaleRLRun | None = None
     """The run with its accepted spec: the current one or, while that is invalid, the one accepted before; None: neither."""
     spec_text: str | None = None
-    """The accepted spec for the status."""
+    """The accepted spec for the status; None if it is too large."""
     invalid: Problem | None = None
     """Why the current spec is invalid."""
 

@@ -144,7 +144,6 @@ def _time(unix_seconds: float | None) -> str | None:
 
 
 def _trainer(memory: Memory) -> TrainerStatus:
-    # Times have whole seconds: rounded up, so that a wait is never cut short by the rounding.
     awaited = memory.last_recorded_attempt == memory.attempt and memory.next_at
     return TrainerStatus(
         attempt=memory.attempt,
@@ -157,7 +156,9 @@ def _trainer(memory: Memory) -> TrainerStatus:
         has_been_ready=memory.record.has_been_ready,
         ready_time=_time(memory.ready_since),
         held_time=_time(memory.held_since),
-        next_attempt_time=rfc3339(memory.next_at + 0.999) if awaited else None,
+        next_attempt_time=rfc3339(memory.next_at + 0.999)
+        if awaited
+        else None,  # in whole seconds, rounded up
         judged=memory.last_recorded_attempt,
         in_a_row=memory.record.consecutive_failures,
         worked=memory.record.has_been_ready,
@@ -165,7 +166,7 @@ def _trainer(memory: Memory) -> TrainerStatus:
 
 
 def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any]:
-    """What the coordinator says of the run."""
+    """Fields from the coordinator's status."""
     return {
         "step": coordinator.step,
         "last_step_time": now if coordinator.step > (before.step or 0) else before.last_step_time,

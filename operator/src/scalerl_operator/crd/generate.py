@@ -95,7 +95,11 @@ def definition() -> dict[str, Any]:
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "additionalPrinterColumns": [_column(*column) for column in _COLUMNS],
+                    "additionalPrinterColumns": [
+                        {"name": name, "type": kind, "jsonPath": path}
+                        | ({"priority": priority} if priority else {})
+                        for name, kind, path, priority in _COLUMNS
+                    ],
                     "subresources": {
                         "status": {},
                         "scale": {
@@ -114,11 +118,6 @@ def definition() -> dict[str, Any]:
 def text() -> str:
     """The content of the file in ``crds/``."""
     return _HEADER + to_yaml(definition())
-
-
-def _column(name: str, kind: str, path: str, priority: int) -> dict[str, Any]:
-    column: dict[str, Any] = {"name": name, "type": kind, "jsonPath": path}
-    return column | ({"priority": priority} if priority else {})
 
 
 def _of_presets() -> frozenset[tuple[type[BaseModel], str]]:
