@@ -272,16 +272,14 @@ class _PageReader:
         content = self._partial + page
         end = content.rfind(b"\n") + 1
         for number, line in read(content[:end], self._next_line):
-            if isinstance(line, Line) and (line.sequence, line.before) == (
-                self.summary.sequence,
-                self.summary.history,
-            ):
-                self.summary.add(line)
-                self._next_line = number + 1
-                continue
-            problem = line if isinstance(line, str) else "does not follow from the line before"
-            repair = "repair it, or move it away on the run's volume to start an empty one"
-            raise RecordError(f"{FILE}: line {number}: {problem}; {repair}")
+            expected = (self.summary.sequence, self.summary.history)
+            if isinstance(line, Line) and (line.sequence, line.before) != expected:
+                line = "does not follow from the line before"
+            if isinstance(line, str):
+                repair = "repair it, or move it away on the run's volume to start an empty one"
+                raise RecordError(f"{FILE}: line {number}: {line}; {repair}")
+            self.summary.add(line)
+            self._next_line = number + 1
         self.size += end
         self._partial = content[end:]
 

@@ -16,7 +16,7 @@ from scalerl_operator.autoscaling.balance import balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import Line, LogSummary, read
 from scalerl_operator.autoscaling.forecast_request import build_request
-from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
+from scalerl_operator.autoscaling.models import Decision, History, Observation
 from scalerl_operator.autoscaling.observation import point_set
 from scalerl_operator.autoscaling.vote import prior_runs
 
@@ -53,7 +53,7 @@ def verify(content: bytes) -> tuple[list[Line], list[Difference]]:
 
 def _differences(number: int, line: Line, before: LogSummary) -> Iterator[Difference]:
     def differ(name: str, recorded: object, found: object) -> Iterator[Difference]:
-        for path, a, b in _parts(recorded, found, name):
+        for path, a, b in _parts(msgspec.to_builtins(recorded), msgspec.to_builtins(found), name):
             yield Difference(number, path, f"recorded {_short(a)}, {_short(b)} follows")
 
     yield from differ("sequence", line.sequence, before.sequence)
@@ -118,10 +118,6 @@ def replay_under(
 
 def _parts(a: object, b: object, path: str) -> Iterator[tuple[str, Any, Any]]:
     """The leaves in which two values differ."""
-    if isinstance(a, Recorded):
-        a = msgspec.to_builtins(a)
-    if isinstance(b, Recorded):
-        b = msgspec.to_builtins(b)
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(key for key in b if key not in a)]:
             yield from _parts(a.get(key), b.get(key), f"{path}.{key}")

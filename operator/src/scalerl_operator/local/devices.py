@@ -40,27 +40,20 @@ def machine_devices(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 def check(plan: Plan, available: Sequence[str]) -> None:
     """Raises NotEnoughDevices unless each process can have its own devices."""
-    if plan.devices() <= len(available):
-        trains = any(
-            c.resources.devices for w in plan.workloads if w.role is Role.TRAINER for c in w.containers
+    containers = [(w, c) for w in plan.workloads for c in w.containers if c.resources.devices]
+    if plan.devices() > len(available):
+        wanted = "; ".join(f"spec.{w.role}: {w.replicas} × {c.resources.devices}" for w, c in containers)
+        raise NotEnoughDevices(
+            f"{plan.devices()} devices asked for ({wanted}), {len(available)} found on this machine; "
+            "lower replicas or devices, set devices: 0 to run on CPU, or see that nvidia-smi -L and "
+            f"{VISIBLE} show the devices"
         )
-        if trains and (named := [name for name in available if not name.isdecimal()]):
-            # DeepSpeed (0.19) ends with a ValueError.
-            raise NotEnoughDevices(
-                f"{VISIBLE} names {named[0]}, but the trainer's DeepSpeed reads only numbers: give those of nvidia-smi -L"
-            )
-        return
-    asked = "; ".join(
-        f"spec.{w.role}: {w.replicas} × {c.resources.devices}"
-        for w in plan.workloads
-        for c in w.containers
-        if c.resources.devices
-    )
-    raise NotEnoughDevices(
-        f"{plan.devices()} devices asked for ({asked}), {len(available)} found on this machine; "
-        "lower replicas or devices, set devices: 0 to run on CPU, or see that nvidia-smi -L and "
-        f"{VISIBLE} show the devices"
-    )
+    named = next((name for name in available if not name.isdecimal()), None)
+    if named is not None and any(w.role is Role.TRAINER for w, _ in containers):
+        # DeepSpeed (0.19) ends with a ValueError.
+        raise NotEnoughDevices(
+            f"{VISIBLE} names {named}, but the trainer's DeepSpeed reads only numbers: give those of nvidia-smi -L"
+        )
 
 
 class Pool:

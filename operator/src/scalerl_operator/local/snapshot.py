@@ -78,18 +78,17 @@ class RateMeter:
 def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | None:
     """Seconds until the first limit of the budget is reached, at the present rates."""
     times: list[float] = []
-    if budget.max_steps is not None and rates.seconds_per_step is not None:
+    if budget.max_steps is not None:
+        if rates.seconds_per_step is None:
+            return None  # this limit may be the first
         times.append((budget.max_steps - status.step) * rates.seconds_per_step)
     if budget.max_seconds is not None:
         times.append(budget.max_seconds - status.wall_seconds)
     if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
         devices = status.device_seconds / status.wall_seconds
         times.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
-    if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is not None:
+    if budget.max_compute_tokens is not None:
+        if rates.compute_tokens_per_second is None:
+            return None
         times.append((budget.max_compute_tokens - status.compute_tokens) / rates.compute_tokens_per_second)
-    # A limit whose rate is unknown may be the first.
-    if budget.max_steps is not None and rates.seconds_per_step is None:
-        return None
-    if budget.max_compute_tokens is not None and rates.compute_tokens_per_second is None:
-        return None
     return max(0.0, min(times)) if times else None

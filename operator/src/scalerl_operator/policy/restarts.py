@@ -73,8 +73,8 @@ class ProcessEnd:
 class Record:
     """Counts of a unit's failures between restarts.
 
-    diverged: the training diverged since the last reset. A crash does not clear it: the trainer trains the same batches from
-        the same checkpoint again.
+    diverged: the training diverged, and no start was ready for ``reset_after_seconds`` since. A crash does not clear it: the
+        trainer trains the same batches from the same checkpoint again.
     has_been_ready: at least once with this spec.
     disruptions: consecutive ones; they only lengthen the next delay.
     """
