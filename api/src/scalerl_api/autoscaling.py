@@ -1,7 +1,7 @@
-"""``spec.autoscaling``: who acts on the forecast of the curve, and by what rules.
+"""``spec.autoscaling``: whether the operator acts on the forecast of the curve, and within which limits.
 
-The rules themselves, with their sources, are in ``docs/autoscaling.md``; every default is ours unless
-a field says otherwise.
+``docs/autoscaling.md`` has the decision rules with their sources. The defaults are this project's own, except where a field
+cites a paper.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scalerl_api.fields import HorizonDecimal, Matches, Model, OpenUnitDecimal, 
 
 
 def timestamp_input(value: Any) -> Any:
-    """YAML reads an unquoted time by itself; here it is text again."""
+    """Convert a date or time, which YAML parses from unquoted text, back to text."""
     return value.isoformat() if isinstance(value, date) else value
 
 
@@ -24,11 +24,11 @@ MOMENT = Matches(
     r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])$",
     "must be a time with its time zone: end it with Z (UTC) or an offset, like 2026-08-01T12:00:00Z",
 )
-"""RFC 3339."""
+"""Pattern of an RFC 3339 time."""
 
 
 def on_the_calendar(value: str) -> str:
-    """Not the 30th of February."""
+    """Reject days that the calendar does not have, like 30 February."""
     try:
         datetime.fromisoformat(value)
     except ValueError:
@@ -43,7 +43,7 @@ Timestamp = Annotated[
     AfterValidator(MOMENT),
     AfterValidator(on_the_calendar),
 ]
-"""A moment with its time zone, as RFC 3339 writes it."""
+"""A time with its time zone, in RFC 3339 format."""
 
 
 class GeneratorRange(Model):

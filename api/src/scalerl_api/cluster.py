@@ -1,4 +1,4 @@
-"""What only a cluster uses of a run: its volume and its images. The local runtime ignores both."""
+"""Sections of the spec that only a cluster uses: the run's volume and images. The local runtime ignores both."""
 
 from __future__ import annotations
 

@@ -21,16 +21,17 @@ MAY_DIFFER: Final = frozenset(
         "task.mix.verifier.workers",
     }
 )
-"""Fields of model and task that may differ: how the weights are held and scored. contextTokens only bounds
-recipe.maxCompletionTokens, which is in the digest of the evaluation set. All other fields of both must agree."""
+"""Fields of model and task that may differ, because they only determine how weights are stored and completions are scored.
+contextTokens only bounds recipe.maxCompletionTokens, which is in the digest of the evaluation set. All other fields of
+model and task must agree."""
 
 
 def comparable(earlier: RunSpec, run: RunSpec) -> str:
-    """Why a finished run of spec ``earlier`` is no prior for ``run``, naming the field; empty if it may be one.
+    """The reason why a finished run of spec ``earlier`` is no prior for ``run``, with the field; empty if it may be one.
 
-    Model, task, warm start and, with ``budget.split``, the compute that it gives mid-training must agree. Recipe,
-    seed, budget and sizes may differ: how much runs differ by those is what a prior says. Evaluations are compared by
-    the digest that each point carries, not here.
+    Model, task, warm start and, with ``budget.split``, the compute of mid-training must agree. Recipe, seed, budget and
+    sizes may differ: the prior measures how much runs differ because of them. The digest in each point compares
+    evaluations; this function does not.
     """
     one, other = (dict(_fields(spec)) for spec in (earlier, run))
     for path in [*one, *(path for path in other if path not in one)]:
@@ -42,7 +43,7 @@ def comparable(earlier: RunSpec, run: RunSpec) -> str:
 def _fields(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     dumped = spec.model_dump(mode="json", by_alias=True)
     compared = {name: dumped[name] for name in ("model", "task", "warmStart")}
-    if spec.budget.split is not None:  # it ends mid-training
+    if spec.budget.split is not None:  # the split determines where mid-training ends
         compared["budget"] = {name: dumped["budget"][name] for name in ("maxComputeTokens", "split")}
     for path, value in flat(compared):
         if without_indices(path) not in MAY_DIFFER and value is not None:

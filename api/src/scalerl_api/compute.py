@@ -1,10 +1,12 @@
-"""A run's compute, in tokens of supervised training, so that both stages are on one meter.
+"""A run's compute in tokens of supervised training, one unit for mid-training and RL.
 
-Interplay (arXiv 2512.07783 [P]): training costs 6 P FLOP a token, with P parameters. A token of RL is sampled too, and scored
-by the reference policy where there is one, each at 2 P: T_RL = (4/3 + γ/3) · N · r · L, with γ = 1 with a reference, N
-prompts, r completions of each and L tokens of a completion. The budget T is split into T_mid = (1 − β) T and T_RL = β T.
+Interplay (arXiv 2512.07783 [P]): with P parameters, training costs 6 P FLOP per token. RL also samples each token and, with a
+reference policy, scores it, each at 2 P FLOP: T_RL = (4/3 + γ/3) · N · r · L, with γ = 1 with a reference policy and 0
+without, N prompts, r completions per prompt and L tokens per completion. The budget T is split into T_mid = (1 − β) T and
+T_RL = β T.
 
-Prompts are left out on both sides: a sequence of either stage has one, so they change the unit more than the shares.
+Prompt tokens count in neither stage: every sequence of either stage has a prompt, so counting them would change the unit
+more than the shares.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import BudgetSpec
 
 TOKEN_COST = Fraction(4, 3)
-"""Of a completion token of RL without a reference policy."""
+"""Cost of a completion token of RL without a reference policy, in tokens of supervised training."""
 REFERENCE_COST = Fraction(1, 3)
-"""Of scoring a completion token by the reference policy, added to :data:`TOKEN_COST`."""
+"""Cost of scoring a completion token by the reference policy, added to :data:`TOKEN_COST`."""
 
 
 def rl_token_cost(recipe: RecipeSpec) -> Fraction:
@@ -30,7 +32,7 @@ def rl_token_cost(recipe: RecipeSpec) -> Fraction:
 
 
 def supervised_tokens(budget: BudgetSpec) -> int | None:
-    """Solution tokens at which mid-training ends; None without a split.
+    """Solution tokens after which mid-training ends; None without a split.
 
     >>> supervised_tokens(BudgetSpec.model_validate({"maxComputeTokens": 1000, "split": {"beta": "0.2"}}))
     800

@@ -1,7 +1,7 @@
-"""Condition types of a run on a cluster, and the reasons they carry, each with what a person can do about it.
+"""Condition types of a run on a cluster, and their reasons, each with the recommended action.
 
-``docs/operations.md`` lists exactly these. Where a condition is False only because of the phase of the run, the phase is its
-reason. The message beside a reason has the particulars (which field, which pod, which object).
+``docs/operations.md`` lists exactly these. If a condition is False only because of the phase of the run, its reason is the
+phase. The message of a condition has the details (which field, which pod, which object).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ NOTHING_TO_DO: Final = "Nothing to do."
 
 
 class _Explained(StrEnum):
-    """A constant and one line about it, ``.text``; of some also what to do, ``.todo``."""
+    """A constant with a description."""
 
     text: str
+    """Description; of a reason, the recommended action."""
     todo: str
+    """Recommended action of a condition type; else empty."""
 
     def __new__(cls, value: str, text: str = "", todo: str = "") -> Self:
         member = str.__new__(cls, value)
@@ -26,7 +28,7 @@ class _Explained(StrEnum):
 
 
 class Phase(_Explained):
-    """Where a run stands."""
+    """Summary of the run's state."""
 
     PENDING = "Pending", "The run waits for its queue, a valid spec or its claim; nothing is started."
     PREPARING = "Preparing", "The preparation writes model, tokenizer and task to the volume."
@@ -39,8 +41,8 @@ class Phase(_Explained):
 
 
 class ConditionType(_Explained):
-    """What is said about a run. ``text`` says what ``True`` means, ``todo`` what to do where it is not as one would have
-    it: ``False``, and ``True`` of the last five but ``Completed``."""
+    """Condition types. ``text`` is the meaning of ``True``; ``todo`` is the action to take on ``False``, or, for Degraded,
+    Suspended and Failed, on ``True``."""
 
     ACCEPTED = (
         "Accepted",
@@ -136,21 +138,23 @@ RENAMED: Final = {
     "TooFewPoints": "NoForecast",
     "TrainerNotReady": "Stalled",
 }
-"""Reasons of the release before in a status, and what they are called now: an upgrade writes no Event for them again."""
+"""Present names of the reasons of the previous release, by their earlier names in a status, so that an upgrade writes no
+Event again only because a reason was renamed."""
 
 
 class Reason(_Explained):
-    """Why a condition is as it is, where the run's phase does not say it. ``text`` says what to do."""
+    """Reasons of conditions and Events. ``text`` is the recommended action."""
 
     @classmethod
     def read(cls, name: str) -> Reason:
-        """The reason that a status has, also by its name of the release before; one of a later release is ``OtherRelease``."""
+        """The reason with this name in a status, which may be a name of the previous release. An unknown name, from a later
+        release, is ``OtherRelease``."""
         name = RENAMED.get(name, name)
         return cls(name) if name in cls._value2member_map_ else cls.OTHER_RELEASE
 
     @classmethod
     def understood(cls, name: str, message: str) -> tuple[Reason, str]:
-        """Reason and message of a condition that may be from a later release: the message keeps its name."""
+        """Reason and message of a condition that may be from a later release, whose reason then becomes a prefix of the message."""
         reason = cls.read(name)
         unknown = reason is cls.OTHER_RELEASE and name != reason
         return reason, f"{name}: {message}" if unknown else message
@@ -383,7 +387,7 @@ class Reason(_Explained):
         "The role never became ready: check its log. Usual causes: memory, devices, the image.",
     )
 
-    # events alone
+    # only in Events
     STOPPING = (
         "Stopping",
         "Nothing to do: the operator asked the coordinator to stop; the event has the reason.",

@@ -1,4 +1,5 @@
-"""``curve.csv``: the points of a run's curve as a table, one row an evaluation, in its directory and in a ConfigMap alike."""
+"""``curve.csv``: the points of a run's curve as a table, one row per evaluation; the same in its directory and in a
+ConfigMap."""
 
 from __future__ import annotations
 
@@ -25,21 +26,22 @@ CURVE_COLUMNS: Final = (
     "prompts",
     "given_up_prompts",
 )
-"""``compute`` is in completion tokens of trained steps; ``docs/local-run.md`` has the rest."""
+"""Columns of every curve. ``compute`` is in completion tokens of trained steps; ``docs/local-run.md`` explains the others."""
 
 PART_COLUMN: Final = "reward_part_"
-"""Before the name of a part of the verdicts: columns after the others, empty for points without it."""
+"""Prefix of the columns for the parts of verdicts, after the others; empty for points without the part."""
 _PASS_AT: Final = re.compile(r"pass_at_(\d+)")
-"""Columns after those: pass@k for each k, then the limits of its interval with ``_low`` and ``_high``."""
+"""Columns after the parts: pass@k for each k, and the limits of its interval with the suffixes ``_low`` and ``_high``."""
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 MAX_LABEL_VALUES: Final = 16
-"""Values of a label in an evaluation set that the breakdown names: ranges of numbers, of others the most frequent ones."""
+"""Maximum number of values of a label that the breakdown of an evaluation set lists: ranges of numbers, or the most frequent
+of other values."""
 OTHER_VALUES: Final = "other"
-"""Stands for the rest of those."""
+"""Value in place of those that the breakdown does not list."""
 
 
 def curve_csv(points: Iterable[EvaluationPoint]) -> str:
-    """The table, its header first; rewards with all their digits."""
+    """The table with a header; rewards have all their digits."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     points = list(points)
@@ -73,8 +75,8 @@ LABEL_COLUMNS: Final = ("set", "version", "compute", "label", "value", "reward",
 
 
 def labels_csv(points: Iterable[EvaluationPoint]) -> str:
-    """The breakdown of ``points`` by label, a table of its own: the values come from the data, and would change the header of
-    a wider one. pass@k has columns as in :func:`curve_csv`."""
+    """The breakdown of ``points`` by label, with a header. It is a separate table, because label values come from the data
+    and would change the header of ``curve.csv``. pass@k has the same columns as in :func:`curve_csv`."""
     text = io.StringIO()
     points = list(points)
     further = _pass_columns(at for p in points for one in p.by_label for at in one.pass_at)
@@ -105,7 +107,7 @@ def is_number(value: str) -> bool:
 
 
 def label_order(label: str, value: str) -> tuple[str, bool, bool, float, str]:
-    """Sorts values of labels: numbers and ranges by their (lower) bound, then other text, :data:`OTHER_VALUES` last.
+    """Sort key of label values: numbers and ranges by their (lower) bound, then other text, :data:`OTHER_VALUES` last.
 
     >>> sorted([("operations", v) for v in ("10", "other", "9", "zoo")], key=lambda pair: label_order(*pair))
     [('operations', '9'), ('operations', '10'), ('operations', 'zoo'), ('operations', 'other')]
@@ -116,10 +118,10 @@ def label_order(label: str, value: str) -> tuple[str, bool, bool, float, str]:
 
 
 def curve_points(text: str) -> list[EvaluationPoint]:
-    """The evaluations of such a table. Columns that an earlier release did not write are 0.
+    """The evaluations in the text of a ``curve.csv``. Values of columns that an earlier release did not write are 0.
 
     Raises:
-        ValueError: it is no such table, or a row of it is none.
+        ValueError: the text is no such table, or a row is no evaluation.
     """
     points = []
     for row in _rows(text):
@@ -181,12 +183,12 @@ def _pass_cells(pass_at: Iterable[PassAt]) -> dict[str, str]:
 
 
 def curve_figures(text: str) -> list[dict[str, int | float]]:
-    """The numbers of each row of such a table, by column; ``mixed_versions`` as 0 or 1, ``eval_version`` is none.
+    """The numbers of each row of a ``curve.csv``, by column: ``mixed_versions`` as 0 or 1, without ``eval_version``.
 
-    Columns that an earlier release did not write are left out, and empty cells.
+    Empty cells and columns that an earlier release did not write are omitted.
 
     Raises:
-        ValueError: it is no such table.
+        ValueError: the text is no such table.
 
     >>> curve_figures("reward,version,mixed_versions,eval_version\\n0.25,40,true,12\\n")
     [{'reward': 0.25, 'version': 40, 'mixed_versions': 1}]
@@ -205,7 +207,7 @@ def _rows(text: str) -> list[dict[str, str]]:
 
 
 def _figure(value: str | None) -> int | float:
-    # csv gives None for a missing field, and a list of those beyond the header.
+    # csv returns None for a missing field, and a list of the fields beyond the header.
     if not isinstance(value, str):
         raise ValueError("a row of the curve is shorter or longer than its header")
     if value in ("true", "false"):

@@ -1,7 +1,8 @@
 """The effect of editing a field of an active run's spec: one entry per field.
 
-The source of the API server's immutability rules, of what the operator restarts, of what ``scalerl run --resume`` accepts,
-and of the table in ``docs/operations.md``. :func:`edit_of` raises for a field without an entry; a test covers every field.
+The entries determine the API server's immutability rules, the roles that the operator restarts, the edits that
+``scalerl run --resume`` accepts, and the table in ``docs/operations.md``. :func:`edit_of` raises for a field without an
+entry; a test covers every field.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from scalerl_api.spec import RunSpec
 
 
 class Effect(StrEnum):
-    """The effect of an edit; ``roles`` are the processes that restart."""
+    """The effect of an edit."""
 
     text: str
+    """The effect as a sentence, for the table of the documentation."""
     roles: frozenset[str]
+    """Processes that restart."""
 
     def __new__(cls, value: str, text: str, *roles: str) -> Effect:
         member = str.__new__(cls, value)
@@ -57,10 +60,12 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True)
 class Edit:
-    """effect: of an edit during the run. note: when it applies, or why it is rejected."""
+    """The entry of a field."""
 
     effect: Effect
+    """Effect of an edit during the run."""
     note: str = ""
+    """When the edit applies, or why it is rejected."""
 
 
 def _of_the_run(what: str) -> Edit:
@@ -230,15 +235,15 @@ EDITS: Final[Mapping[str, Edit]] = {
     "deviceResource": Edit(Effect.ALL),
     "ttlSecondsAfterFinished": Edit(Effect.AT_ONCE),
 }
-"""By path in a manifest's ``spec``. The entry of a section covers all its fields without a longer one; a field of a list's
-entries has the same effect in each of them."""
+"""Entries by path in a manifest's ``spec``. The entry of a section applies to each of its fields that has no entry with a
+longer path. A field of the objects in a list has the same effect in each of them."""
 
 
 def edit_of(path: str) -> Edit:
-    """The entry of a field, or of the section that it is in.
+    """The entry of a field, or of the section that contains it.
 
     Raises:
-        KeyError: it has none.
+        KeyError: neither has an entry.
 
     >>> edit_of("model.scratch.layers").effect, edit_of("task.mix.0.verifier.memory").effect
     (<Effect.REFUSED: 'Refused'>, <Effect.GENERATOR: 'Generator'>)
@@ -252,12 +257,12 @@ def edit_of(path: str) -> Edit:
 
 
 def without_indices(path: str) -> str:
-    """The path that the fields of a list's entries have in common."""
+    """The path without list indices: the same for a field of every object in a list."""
     return ".".join(part for part in path.split(".") if not part.isdecimal())
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of a manifest with its path; of a list, that of each entry if these are objects.
+    """Each value of a manifest with its path. A list of objects is expanded; any other list is one value.
 
     >>> list(flat({"a": {"b": [{"c": 1}], "d": [2]}}))
     [('a.b.0.c', 1), ('a.d', [2])]
@@ -273,17 +278,18 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A field of the spec that holds no further ones."""
+    """A field of the spec without nested fields."""
 
     path: str
-    """As in a manifest, without ``spec``."""
+    """Path in a manifest, without ``spec``."""
     names: tuple[str, ...]
-    """The same in Python."""
+    """The same path as attribute names in Python."""
     field: FieldInfo
+    """The pydantic field."""
 
 
 def leaves(model: type[BaseModel] = RunSpec) -> Iterator[Leaf]:
-    """All fields of the spec, in its order."""
+    """All fields without nested fields, in the order of the spec."""
     for name, field in model.model_fields.items():
         alias, nested = field.alias or name, nested_model(field.annotation)
         if nested is None or not nested.model_fields:
@@ -294,14 +300,14 @@ def leaves(model: type[BaseModel] = RunSpec) -> Iterator[Leaf]:
 
 
 def entry_model(annotation: Any) -> type[BaseModel] | None:
-    """The model of the entries of a field that holds a list of them."""
+    """The model of the items of a list field; None if the annotation has no list of models."""
     if annotation is None or get_origin(annotation) is list:
         return nested_model(get_args(annotation)[0]) if annotation is not None else None
     return next((found for item in get_args(annotation) if (found := entry_model(item)) is not None), None)
 
 
 def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, given or not."""
+    """The model of a field, optional or not; None if the annotation is no model."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):

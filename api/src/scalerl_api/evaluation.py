@@ -24,7 +24,7 @@ class EvaluationSetSpec(Model):
     task: EvaluationTaskSpec | None = None
     """The problems; default: the held-out prompts of the run's task."""
     held_out_of: Annotated[str, Field(max_length=63)] | None = None
-    """Of a run with ``task.mix``, in place of task: the name of the task whose held-out prompts the set has."""
+    """With ``task.mix``, in place of task: name of the task of the mix whose held-out prompts form the set."""
     every_steps: _EVALUATION_STEPS | None = None
     """Steps between evaluations; default: ``evaluation.everySteps``."""
     samples_per_prompt: _EVALUATION_SAMPLES | None = None
@@ -55,11 +55,11 @@ class EvaluationSpec(Model):
         ]
         | None
     ) = None
-    """All evaluation sets; default: one, ``held-out``, of the held-out prompts of the task; of a mix, one for each task, with
-    its name. A publish waits for ``forecastSet`` only; generators evaluate the others beside training."""
+    """All evaluation sets; default: one set, ``held-out``, with the held-out prompts of the task; for a mix, one set for each
+    task, with its name. A publish waits for ``forecastSet`` only; generators evaluate the others beside training."""
     forecast_set: Annotated[str, Field(max_length=63)] | None = None
-    """Name of the set that forecast, autoscaler, status and ``curve.csv`` follow, or ``weighted-mean`` of the tasks of a mix;
-    default: the first of sets, and of a mix without sets the weighted mean."""
+    """Name of the set that forecast, autoscaler, status and ``curve.csv`` use, or ``weighted-mean`` of the tasks of a mix;
+    default: the first of sets; for a mix without sets, the weighted mean."""
 
     rules = (
         Rule(

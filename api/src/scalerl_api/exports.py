@@ -1,4 +1,4 @@
-"""What a run has exported: ``checkpoints/hf/exports.json``, written by the trainer, read by the coordinator."""
+"""Exported models of a run: ``checkpoints/hf/exports.json``, written by the trainer, read by the coordinator."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ EXPORTS_FILE = "exports.json"
 
 
 class ExportedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model folder that transformers and vLLM load."""
+    """A model folder that transformers and vLLM can load."""
 
     version: int
     """Weight version: updates applied."""
     reward: float
-    """Of its evaluation."""
+    """Reward of its evaluation."""
     path: str
-    """On the run's volume, relative to the run's directory."""
+    """Path on the run's volume, relative to the run's directory."""
     uri: str = ""
-    """Where ``trainer.export.to`` has a copy; empty: nowhere (yet)."""
+    """Location of the copy under ``trainer.export.to``; empty if there is none (yet)."""
     time: str
-    """When it was written, RFC 3339, UTC."""
+    """Time of writing, RFC 3339, UTC."""
 
 
 class Exports(msgspec.Struct, frozen=True, kw_only=True):
-    """The models of the best and of the last evaluation; often the same."""
+    """The models of the best and of the last evaluation; often the same model."""
 
     best: ExportedModel | None = None
     last: ExportedModel | None = None
     failures: int = 0
-    """Exports and copies that failed, over this start of the trainer."""
+    """Failed exports and copies since this start of the trainer."""
     problem: str = ""
-    """Why the last attempt failed; empty once one has succeeded."""
+    """Why the last attempt failed; empty after a success."""
 
 
 def read_exports(directory: Path) -> Exports | None:
-    """Those of ``RunPaths.exports``; None when there is no file that can be read."""
+    """Read the exports file of ``directory`` (``RunPaths.exports``); None if there is no readable file."""
     try:
         return msgspec.json.decode((directory / EXPORTS_FILE).read_bytes(), type=Exports)
     except (OSError, msgspec.MsgspecError):

@@ -1,11 +1,10 @@
 """Field types of the resource: decimals as strings, quantities, camelCase models.
 
-Kubernetes API conventions forbid floats in a spec, because they do not survive every
-JSON round trip; a decimal is a string here (``"3e-4"``) and becomes a float at the one
-place that computes with it.
+Kubernetes API conventions forbid floats in a spec, because they can change in a JSON round trip. A decimal is a string
+here (``"3e-4"``); the code that computes with it converts it to a float.
 
-Checks that a regular expression cannot make are small callable values (:class:`InRange`, :class:`AtLeast`), so
-that the custom resource definition, which is written from these types, can say the same in its own language.
+Checks that a regular expression cannot express are small callable objects (:class:`InRange`, :class:`AtLeast`), so that the
+custom resource definition, which is generated from these types, can express them in CEL.
 """
 
 from __future__ import annotations
@@ -39,24 +38,26 @@ _QUANTITY_FACTORS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What has to hold of a model: in Python for pydantic, in CEL for an API server."""
+    """A constraint on a model: a predicate in Python for pydantic, and CEL for the API server."""
 
     cel: str
+    """The constraint in CEL, with ``self`` as the model."""
     message: str
-    """``%(path)s`` names a field; a model's refusal adds its value. A literal per cent sign is ``%%``."""
+    """Error message. ``%(path)s`` is replaced by the path of a field, in Python followed by its value. A literal per cent sign
+    is ``%%``."""
     field: str = ""
-    """The field to mend, from where the rule stands."""
+    """Path of the field to fix, relative to the model of the rule."""
     holds: Callable[[Any], bool] | None = None
-    """None: only an API server checks it."""
+    """The constraint in Python; None: only the API server checks it."""
     changes: bool = False
-    """The rule compares with the value before, so only a change can break it."""
+    """The rule compares with the previous value, so only a change can violate it."""
     kept: bool = False
-    """An object that broke the rule before it was introduced may keep doing so: else it could not be suspended."""
+    """An object that violated the rule before its introduction may continue to do so; otherwise it could not be suspended."""
     one_of: tuple[str, ...] = ()
-    """The fields of which one is to be given; a model's refusal says which are."""
+    """Alternative fields; the error message in Python lists those that are given."""
 
     def refusal(self, model: BaseModel) -> str:
-        """What is said of a model that breaks the rule, with its values as YAML has them."""
+        """The error message for a model that violates the rule, with the values in JSON."""
         given = [name for name in self.one_of if _at(model, name) is not None]
         return self.message % _Paths(model) + (f"; given are {', '.join(given)}" if given else "")
 
@@ -75,7 +76,7 @@ class Rule:
 
 
 class _Paths(dict[str, str]):
-    """Each path as itself; with a model, followed by its value there."""
+    """Maps each path to itself; with a model, followed by the model's value there."""
 
     def __init__(self, model: BaseModel | None = None) -> None:
         self.model = model
@@ -92,7 +93,7 @@ def _at(model: BaseModel, path: str) -> Any:
 
 
 class Model(BaseModel):
-    """Base of every spec object: camelCase in YAML, snake_case in Python, unknown fields refused."""
+    """Base of all spec objects: camelCase in YAML, snake_case in Python, unknown fields rejected."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -103,9 +104,9 @@ class Model(BaseModel):
         strict=True,
     )
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """Checks across fields. A rule may rely on the defaults of fields of nested models, which an API server applies
-    first, but not on those of the model's own: ``{}``, a model's default, is checked as it stands when the definition
-    is installed."""
+    """Checks across fields. The CEL of a rule may rely on the defaults of fields of nested models, which the API server applies
+    first, but not on the defaults of the model's own fields: when the definition is installed, the API server checks ``{}``,
+    the default of a model, without applying them."""
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
@@ -116,7 +117,7 @@ class Model(BaseModel):
 
 
 def exactly_one(*names: str) -> Rule:
-    """Of those fields, one and no more is given."""
+    """Rule: exactly one of the fields is given."""
     given = ", ".join(f"has(self.{name})" for name in names)
     return Rule(
         f"[{given}].exists_one(given, given)",
@@ -127,7 +128,7 @@ def exactly_one(*names: str) -> Rule:
 
 
 def at_most_one(*names: str) -> Rule:
-    """Of those fields, no more than one is given."""
+    """Rule: at most one of the fields is given."""
     given = ", ".join(f"has(self.{name})" for name in names)
     return Rule(
         f"[{given}].filter(given, given).size() <= 1",
@@ -138,7 +139,7 @@ def at_most_one(*names: str) -> Rule:
 
 
 def decimal_input(value: Any) -> Any:
-    """An integer passes for a decimal string; a float never does."""
+    """Accept an integer as a decimal string; reject a float."""
     if isinstance(value, bool):
         raise ValueError("expected a decimal number written as a string")
     if isinstance(value, float):
@@ -150,10 +151,12 @@ def decimal_input(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Matches:
-    """A pattern, in what Python and RE2 have in common, and the message about a value that does not match."""
+    """A regular expression that text must match entirely."""
 
     pattern: str
+    """The expression, in the common syntax of Python and RE2."""
     message: str
+    """Error message."""
 
     def __call__(self, value: str) -> str:
         if re.fullmatch(self.pattern, value) is None:
@@ -163,12 +166,16 @@ class Matches:
 
 @dataclass(frozen=True)
 class InRange:
-    """Bounds of a decimal; ``above`` and ``below`` are open."""
+    """Bounds of a decimal."""
 
     above: float = -math.inf
+    """Exclusive lower bound."""
     least: float = -math.inf
+    """Inclusive lower bound."""
     most: float = math.inf
+    """Inclusive upper bound."""
     below: float = math.inf
+    """Exclusive upper bound."""
 
     def __call__(self, value: str) -> str:
         number = float(value)
@@ -186,10 +193,10 @@ class InRange:
 A_DECIMAL = Matches(
     _DECIMAL, 'must be a decimal number in quotes, like "0.1" or "3e-4", its exponent of two digits at most'
 )
-"""So short that a float holds every one."""
+"""Syntax of a decimal. The short exponent keeps every value within the range of a float."""
 DECIMAL_FORM = 'A fraction or an exponent is written in quotes: "0.5", "3e-4".'
-"""For descriptions. A schema with ``x-kubernetes-int-or-string`` cannot take a JSON number with a fraction, and the API
-server's refusal ("must be of type integer,string") does not say what to write instead."""
+"""Sentence for descriptions. A schema with ``x-kubernetes-int-or-string`` rejects a JSON number with a fraction, and the API
+server's error ("must be of type integer,string") does not explain what to write instead."""
 DecimalString = Annotated[
     str, Field(max_length=32), BeforeValidator(decimal_input), AfterValidator(A_DECIMAL)
 ]
@@ -197,23 +204,23 @@ DecimalString = Annotated[
 
 PositiveDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0))]
 LearningRateDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
-"""A step of AdamW moves each weight by about as much: beyond 1, whatever the model knew is gone after it."""
+"""A learning rate. A step of AdamW changes each weight by about the learning rate, so one step above 1 destroys the model."""
 TemperatureDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=100.0))]
-"""Beyond 100 every token is as likely as any other."""
+"""A sampling temperature. Above 100, all tokens are practically equally likely."""
 SmallDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
 WeightDecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=100.0))]
 NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))]
 UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
 OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
 HorizonDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0, most=16.0))]
-"""A multiple of the compute so far: no forecast is credible beyond a few doublings."""
+"""A multiple of the compute so far; the bound is four doublings, because forecasts further ahead are not credible."""
 PositiveUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
 DecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, below=1.0))]
-"""A factor of a running mean: at 1 it would never forget its first value."""
+"""Decay rate of a running mean; at 1 the mean would never change."""
 
 
 def quantity_input(value: Any) -> Any:
-    """An integer passes for a quantity."""
+    """Accept an integer as a quantity."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -223,7 +230,7 @@ Quantity = Annotated[
     BeforeValidator(quantity_input),
     AfterValidator(Matches(_QUANTITY, "must be an amount of bytes, like 512Mi or 2Gi")),
 ]
-"""An amount of bytes as Kubernetes writes it: ``"512Mi"``, ``"2Gi"``, ``"1G"``."""
+"""A number of bytes in Kubernetes notation: ``"512Mi"``, ``"2Gi"``, ``"1G"``."""
 
 
 def quantity_bytes(quantity: str) -> int:
@@ -240,7 +247,7 @@ def quantity_bytes(quantity: str) -> int:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The least that a quantity may be, itself a quantity."""
+    """Minimum of a quantity; ``least`` is a quantity too."""
 
     least: str
 
@@ -252,7 +259,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The most that a quantity may be, itself a quantity."""
+    """Maximum of a quantity; ``most`` is a quantity too."""
 
     most: str
 
@@ -264,8 +271,8 @@ class AtMost:
 
 PositiveQuantity = Annotated[Quantity, AfterValidator(AtLeast("1"))]
 ClaimQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("1024Ti"))]
-"""Of a run's volume: less holds no model and no journal, and more is no disk's."""
+"""Size of a run's volume: the minimum for a small model and a journal, up to more than any disk has."""
 MemoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("1Mi")), AfterValidator(AtMost("64Ti"))]
-"""Of a part of a machine's memory that a run uses."""
+"""Part of a machine's memory."""
 GraderQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi"))]
-"""Memory of a process that grades: less than this and it cannot even import what it needs."""
+"""Memory of a grading process; with less, its imports fail."""

@@ -1,14 +1,14 @@
-"""What the operator and the curve-fit sidecar say to each other: msgspec structs, sent as JSON.
+"""Requests and responses of the curve-fit sidecar, whose client is the operator: msgspec structs, sent as JSON.
 
-``POST /v1/fit`` takes a :class:`FitRequest` and answers a :class:`FitAnswer`; ``POST /v1/forecast``
-takes a :class:`ForecastRequest` and answers a :class:`ForecastAnswer`. Anything refused is answered
-with an :class:`ErrorAnswer`: 400 for what is no request, 401 for a wrong token, 413 for too much of
-it, 422 for points that cannot be fitted (``code`` says why), 503 with ``retry-after`` when busy or
-out of time. The same request gets the same answer, bit for bit: its draws are seeded by its content.
+``POST /v1/fit`` takes a :class:`FitRequest` and returns a :class:`FitAnswer`; ``POST /v1/forecast``
+takes a :class:`ForecastRequest` and returns a :class:`ForecastAnswer`. A rejected request gets an
+:class:`ErrorAnswer`: 400 for an invalid request, 401 for a wrong token, 413 for a body that is too
+large, 422 for points that cannot be fitted (``code`` has the reason), 503 with ``retry-after`` when
+the sidecar is busy or out of time. Equal requests get bit-identical responses: the content of the
+request seeds the draws.
 
-Units: compute in whatever unit the points have (useful work: trained tokens or samples, or
-device-hours at a constant efficiency); rewards as pass rates in [0, 1] after ``scale``. Intervals
-are 90 % intervals.
+Units: compute in the unit of the points (useful work: trained tokens or samples, or device-hours at
+a constant efficiency); rewards as pass rates in [0, 1] after ``scale``. Intervals are 90 % intervals.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ OPENAPI = "/openapi.json"
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_POINTS = 200_000
-"""Of a request, those of earlier runs included."""
+"""Maximum number of points in a request, including those of earlier runs."""
 MAX_FORECASTS = 200
-"""Computes that one request may ask forecasts at."""
+"""Maximum length of ``ForecastRequest.at``."""
 MAX_DRAWS = 20_000
 MAX_EARLIER_RUNS = 50
 METHOD = 3
-"""Version of what is answered and decided. 1: an alarm held the last evaluations against a forecast. 2: against the best
-before. 3: a run whose fit expects a gain is not flat."""
+"""Version of the forecasts and decisions. 1: the collapse alarm compared the last evaluations with a forecast. 2: it
+compares them with the best earlier ones. 3: a run whose fit predicts a gain is not flat."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
 """Counter by ``path`` and ``status``."""
 SECONDS_METRIC = "scalerl_curvefit_request_seconds"
-"""Histogram by ``path``: from the first byte read to the answer."""
+"""Histogram by ``path``: seconds from the first byte read to the response."""
 POINTS_METRIC = "scalerl_curvefit_points"
-"""Histogram of points a request."""
+"""Histogram of points per request."""
 PENDING_METRIC = "scalerl_curvefit_pending_requests"
-"""Gauge: requests being computed or waiting for it."""
+"""Gauge: requests that are being computed or queued."""
 REFUSED_METRIC = "scalerl_curvefit_refused"
 """Counter by ``code``."""
 
@@ -46,19 +46,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every message."""
 
 
-# --- asked ---------------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 
 class Points(Message, frozen=True, kw_only=True):
-    """The measured points of one run, oldest first. Only the last segment is fitted."""
+    """The measured points of one run, oldest first. A list has one entry per point; a single value applies to all points.
+    A change of the evaluation version or of the recipe starts a new segment; only the last segment is fitted."""
 
     compute: list[float]
+    """Compute spent before each evaluation."""
     reward: list[float]
+    """Mean reward of each evaluation."""
     samples: list[float] | float | None = None
-    """Evaluation samples behind a point, one a point or one number."""
+    """Number of evaluation samples of each point."""
     eval_version: list[str] | str | None = None
+    """Version of the evaluation set."""
     recipe: list[str] | str | None = None
-    """Where the evaluation version or the recipe changes, a new segment starts."""
+    """Recipe in effect."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest possible reward."""
 
@@ -70,7 +74,7 @@ class FitRequest(Message, frozen=True, kw_only=True):
 
 
 class EarlierRun(Message, frozen=True, kw_only=True):
-    """A finished run of the same task and model, as a prior: its last segment, on the same axis of compute."""
+    """A finished run of the same task and model, used as a prior: its last segment, with compute in the same unit."""
 
     name: str
     points: Points
@@ -81,40 +85,47 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
 
     points: Points
     at: list[float] = []
-    """Total compute to forecast at; twice the last point's if empty."""
+    """Total compute of each forecast; if empty, one forecast at twice the compute of the last point."""
     horizon: float = 2.0
-    """How far the gain questions look ahead: to this multiple of the last point's compute."""
+    """Multiple of the last point's compute at which gains are predicted."""
     min_gain: float = 0.02
+    """Minimum worthwhile gain of reward at the horizon."""
     target: float | None = None
+    """Reward for ``Outlook.to_target`` and the two probabilities of exceeding it."""
     max_compute: float | None = None
-    """With a target: P(R(max_compute) > target)."""
+    """With a target: total compute at which P(R(max_compute) > target) is computed."""
     value: float | None = None
-    """Of one unit of reward. With a price: the block of further compute that pays best."""
+    """Value of one unit of reward. With ``price``, ``Outlook.best_block`` is computed."""
     price: float | None = None
-    """Of one unit of compute."""
+    """Price of one unit of compute, in the currency of ``value``."""
     truncation: list[float] | None = None
-    """Share of rollouts cut off at the length limit, one a point or only the latest; for the check for collapse."""
+    """Fraction of the rollouts truncated at the length limit, of each point or only of the latest one; input of the
+    collapse check."""
     budget: float | None = None
-    """Total compute that may be used, as far as it is known: with 10 evaluations or more in the
-    last two doublings the answer says how flat the run is (``ForecastAnswer.flat``), also where all rewards are equal."""
+    """Total compute that may be used, if it is known. With it and 10 or more evaluations in the last two doublings of
+    compute, the response has ``ForecastAnswer.flat``, even if all rewards are equal."""
     alarms_after: float = 0.0
-    """Evaluations up to this compute set no best and raise no alarm of a fall: somebody knows of them."""
+    """Compute at which a broken run was last resumed. The collapse check ignores evaluations up to it: they set no best and
+    raise no alarm."""
     draws: int = 2000
+    """Number of posterior draws."""
     earlier: list[EarlierRun] = []
-    """What they gained from the same compute on counts, as far as they are like this run."""
+    """Finished runs for the prior; each is weighted by its similarity to this run."""
 
 
-# --- answered ------------------------------------------------------------------------------------
+# --- responses -----------------------------------------------------------------------------------
 
 
 class Interval(Message, frozen=True, kw_only=True):
+    """A 90 % interval with its median."""
+
     median: float
     low: float
     high: float
 
 
 class LeastSquares(Message, frozen=True, kw_only=True):
-    """The single best curve."""
+    """The least-squares curve: asymptote A, exponent B, midpoint Cmid, initial reward R0."""
 
     A: float
     B: float
@@ -124,22 +135,29 @@ class LeastSquares(Message, frozen=True, kw_only=True):
 
 
 class PriorEdge(Message, frozen=True, kw_only=True):
-    """A bound of the prior that the posterior leans on: there the bound sets the interval, not the data."""
+    """A bound of the prior with posterior mass next to it: the bound, not the data, determines the interval."""
 
     parameter: str
+    """Name of the parameter."""
     side: str
+    """``low`` or ``high``."""
     bound: float
+    """Value of the bound."""
     mass: float
+    """Posterior probability next to the bound."""
 
 
 class PastForecast(Message, frozen=True, kw_only=True):
-    """In answers by method 1: what an earlier forecast of this run came to. Over the doubling of compute up to
-    ``until`` the rewards departed from it by ``departure``, of which noise and uncertainty explain ``sd``."""
+    """An earlier forecast of this run compared with the rewards measured later; only in responses by method 1."""
 
     made_at: float
+    """Compute at the time of the forecast."""
     until: float
+    """End of the compared doubling of compute."""
     departure: float
+    """Deviation of the rewards from the forecast over that doubling."""
     sd: float
+    """Standard deviation of ``departure`` expected from noise and uncertainty."""
 
 
 class FitAnswer(Message, frozen=True, kw_only=True):
@@ -157,29 +175,34 @@ class FitAnswer(Message, frozen=True, kw_only=True):
     edges: list[PriorEdge]
     hindcasts: list[PastForecast]
     discrepancy: float
-    """sd that forecasts gain with each doubling of compute."""
+    """Standard deviation added to forecasts with each doubling of compute."""
     p_before_cmid: float
     points_used: int
     now: float
     segment_start: float
-    """Compute spent on earlier recipes; add it to get back to the axis of the request."""
+    """Compute spent on earlier recipes; add it to convert to the compute of the request."""
     seed: int
 
 
 class ForecastPoint(Message, frozen=True, kw_only=True):
-    """``compute`` is on the axis of the request. low–high is for what an evaluation will show,
-    curve_low–curve_high for the reward itself."""
+    """A forecast at one compute."""
 
     compute: float
+    """Total compute, as in the request."""
     median: float
+    """Median of the reward."""
     low: float
+    """Lower end of the interval of an evaluation's result, noise included."""
     high: float
+    """Upper end of that interval."""
     curve_low: float
+    """Lower end of the interval of the curve itself."""
     curve_high: float
+    """Upper end of that interval."""
 
 
 class Reached(Message, frozen=True, kw_only=True):
-    """Total compute at which the target is reached, on the axis of the request; None is never."""
+    """Total compute at which the target is reached, as in the request; None: never."""
 
     probability: float
     median: float | None
@@ -188,99 +211,119 @@ class Reached(Message, frozen=True, kw_only=True):
 
 
 class BestBlock(Message, frozen=True, kw_only=True):
-    """The further compute that pays best; all zero if none pays."""
+    """The further compute with the largest net value; all zero if no further compute is worth its price."""
 
     compute: float
+    """Further compute."""
     gain: float
+    """Expected gain of reward."""
     net: float
+    """Value of the gain minus the price of the compute."""
 
 
 class Outlook(Message, frozen=True, kw_only=True):
-    """What is still to be gained."""
+    """Predicted gains from further compute."""
 
     marginal_gain: Interval
     """dR/dC now, per unit of compute."""
     gain: Interval
     """R(horizon·now) − R(now)."""
     p_gain_above_min: float
-    """Late rises that no fit announces counted in."""
+    """P(gain > min_gain), including late rises that no fit predicts."""
     p_asymptote_above_target: float | None = None
     p_target_at_max_compute: float | None = None
     to_target: Reached | None = None
     best_block: BestBlock | None = None
     p_late_rise: float | msgspec.UnsetType = msgspec.UNSET
-    """That a rise of ``min_gain`` or more which no fit announces begins up to the horizon."""
+    """Probability that a late rise of ``min_gain`` or more, which no fit predicts, begins before the horizon."""
     late_rise: Interval | msgspec.UnsetType = msgspec.UNSET
-    """What such rises gained in public curves: median, least, most. A stop gives that away where it is wrong."""
+    """Gains of late rises in public curves: median, minimum and maximum. A wrong stop loses such a gain."""
 
 
 class Fall(Message, frozen=True, kw_only=True):
-    """The mean of the last three evaluations lies below the best mean of three by more than noise."""
+    """A fall of the reward: the mean of the last three evaluations is below the best mean of three by more than noise."""
 
     compute: float
-    """Of the first evaluation after the last one that was within noise of the best."""
+    """Compute of the first evaluation after the last one that was within noise of the best."""
     best: float
+    """Best mean of three consecutive evaluations."""
     best_compute: float
+    """Compute of the last of those three."""
     newest: float
+    """Mean of the last three evaluations."""
     noise: float
-    """By how much noise lets a mean of three lie lower."""
+    """Fall of a mean of three that noise explains."""
 
 
 class GuardAnswer(Message, frozen=True, kw_only=True):
-    """broken: the reward fell and has not come back, or too much is truncated."""
+    """Result of the collapse check."""
 
     broken: bool
+    """The reward fell and has not recovered, or too many rollouts are truncated."""
     checked: bool
+    """Whether there were enough evaluations to check for a fall."""
     reasons: list[str]
+    """Why the run is broken."""
     seen: list[float]
-    """The last three evaluations."""
+    """The last three evaluations, oldest first."""
     floor: list[float]
-    """The mean of three that ends a fall; empty without one. By method 1: what each of ``seen`` had to stay above."""
+    """The mean of three that ends the fall; empty without one. By method 1: the lower bound of each of ``seen``."""
     fall: Fall | msgspec.UnsetType = msgspec.UNSET
+    """The present fall, if there is one."""
 
 
 class Flat(Message, frozen=True, kw_only=True):
-    """What says, without any curve, that nothing more comes of a run."""
+    """Evidence, without a fitted curve, on whether the run still gains."""
 
     share: float
-    """Of ``budget``, used."""
+    """Used fraction of ``budget``."""
     gained: float
-    """The best mean of three evaluations above the first."""
+    """Best mean of three evaluations minus the first one."""
     slope: Interval
-    """Reward gained with each doubling of compute, over the last two."""
+    """Gain of reward per doubling of compute, over the last two doublings."""
     p_trend: float
-    """That by this trend the gain at the horizon exceeds ``min_gain``."""
+    """Probability, by this trend, that the gain at the horizon exceeds ``min_gain``."""
     p_late: float
-    """That a run which has gained nothing by now still rises, from public curves."""
+    """Probability, from public curves, that a run without a gain so far still rises."""
     p_gain: float
-    """P(gain > min_gain): either."""
+    """P(gain > min_gain), by the trend or by a first rise: 1 − (1 − p_trend) · (1 − p_late)."""
 
 
 class EarlierUse(Message, frozen=True, kw_only=True):
-    """What an earlier run counted for: ``weight`` from 0 to 1, and why less than nearly all, else empty."""
+    """The use of an earlier run in the prior."""
 
     name: str
+    """Name of the run in the request."""
     weight: float
+    """Weight in the prior, from 0 to 1."""
     reason: str
+    """Why the weight is reduced; empty if it is close to 1."""
 
 
 class ForecastAnswer(Message, frozen=True, kw_only=True):
-    """A broken run gets no forecasts and no outlook: a curve says nothing about a run that left it."""
+    """Response to a :class:`ForecastRequest`. A broken run gets no forecasts and no outlook: its rewards no longer follow
+    the fitted curve."""
 
     fit: FitAnswer
+    """Fit of the last segment."""
     guard: GuardAnswer
+    """Result of the collapse check."""
     forecasts: list[ForecastPoint]
+    """Forecasts at ``ForecastRequest.at``; empty for a broken run."""
     outlook: Outlook | None
+    """Predicted gains; None for a broken run."""
     method: int | msgspec.UnsetType = msgspec.UNSET
-    """``METHOD`` of the program that answered; not given by method 1. Recorded decisions are replayed by it."""
+    """``METHOD`` of the responding program; unset by method 1. A replay of recorded decisions uses it."""
     flat: Flat | msgspec.UnsetType = msgspec.UNSET
-    """With a budget, 10 evaluations in the last two doublings, and no alarm."""
+    """Set with a budget, 10 or more evaluations in the last two doublings, and no alarm."""
     earlier: list[EarlierUse] | msgspec.UnsetType = msgspec.UNSET
-    """Those of the request, in its order; not given where there were none."""
+    """Use of each earlier run, in the order of the request; unset if the request has none."""
 
 
 class ErrorAnswer(Message, frozen=True, kw_only=True):
-    """code: stable, for programs, e.g. ``too_few_points``. message: for people."""
+    """Body of an error response."""
 
     code: str
+    """Stable, machine-readable code, e.g. ``too_few_points``."""
     message: str
+    """Human-readable message."""

@@ -1,4 +1,4 @@
-"""Lines of ``history.jsonl``: how the responses to a prompt differ from those of the epoch before."""
+"""Lines of ``history.jsonl``: how the responses to a prompt differ from those of the previous epoch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ import msgspec
 
 
 class HistoryLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A training group whose prompt had responses in the store, against the newest of those."""
+    """A training group whose prompt had responses in the store, compared with the newest stored responses."""
 
     task: int
-    """Index in ``task.mix``, 0 of a run with one task."""
+    """Index in ``task.mix``; 0 in a run with one task."""
     prompt: int
     """Position in the task's training prompts."""
     visit: int
-    """Groups of the prompt before it that the store counted: 1 in the second epoch."""
+    """Number of earlier groups of the prompt that the store counted: 1 in the second epoch."""
     version: int
-    """The newest that sampled a token of it."""
+    """Newest weight version that sampled a token of the group."""
     previous_version: int
+    """Newest weight version that sampled a token of the stored responses."""
     responses: int
+    """Number of responses in the group."""
     tokens: int
-    """Of all responses."""
+    """Tokens of all responses."""
     previous_responses: int
+    """Number of stored responses."""
     previous_tokens: int
+    """Tokens of the stored responses."""
     compared_tokens: int = 0
-    """Tokens of the responses that were compared: those of all responses, or of the first ones; 0 where the comparison would
-    have taken too much of the coordinator's time."""
+    """Tokens of the compared responses: of all responses, or of the first ones; 0 if the comparison would have taken too
+    much of the coordinator's time."""
     reused_tokens: int = 0
-    """Those in a run of eight tokens or more that also occurs in a previous response."""
+    """Compared tokens in a sequence of eight or more tokens that also occurs in a previous response."""
     drafted_tokens: int | None = None
-    """Tokens that the generator drafted from history; None where it did not report them."""
+    """Tokens that the generator drafted from history; None if it did not report them."""
     accepted_tokens: int | None = None
-    """Those that the model accepted."""
+    """Drafted tokens that the model accepted."""
     drafted_by_position: list[int] = []
     """Drafted tokens by position in their draft."""
     accepted_by_position: list[int] = []
+    """Accepted tokens by position in their draft."""
     difficulty: float | None = None
-    """Of the prompt, where its source has one."""
+    """Difficulty of the prompt, if its source provides one."""

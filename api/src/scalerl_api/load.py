@@ -1,4 +1,4 @@
-"""From a YAML file to a :class:`~scalerl_api.spec.ScaleRLRun`, or to a list of precise problems."""
+"""Parses a YAML file or an object into a :class:`~scalerl_api.spec.ScaleRLRun`, or reports a list of precise problems."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One thing wrong: where (field path, or ``line n``), what, and what to do."""
+    """One problem of a run file."""
 
     where: str
+    """Path of the field, or ``line n``."""
     message: str
+    """The problem."""
     hint: str = ""
+    """What to do, or the given value."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 class SpecError(Exception):
-    """A run file that cannot be used; ``problems`` has every reason found."""
+    """A run file is invalid; ``problems`` lists all problems found."""
 
     def __init__(self, source: str, problems: list[SpecProblem]) -> None:
         self.source = source
@@ -41,13 +44,13 @@ class SpecError(Exception):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice (YAML would silently keep the last) and names every bad value."""
+    """Safe YAML loader that rejects duplicate keys (YAML would silently keep the last one) and names every invalid value."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-            # The library's own constructors let these through: a 13th month, `!!int abc`.
+            # The library's constructors raise these without a position: a 13th month, `!!int abc`.
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise yaml.constructor.ConstructorError(
                 None, None, f"{node.value!r} is no {kind}; put text in quotes", node.start_mark
@@ -67,19 +70,19 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_run(path: Path) -> ScaleRLRun:
-    """Read and check one run file.
+    """Read and validate one run file.
 
     Raises:
-        SpecError: unreadable, not YAML, not one object, or fields that do not fit.
+        SpecError: the file is unreadable, no YAML, not exactly one object, or has invalid fields.
     """
     return parse_run(_text(path), str(path))
 
 
 def load_accepted_run(path: Path) -> ScaleRLRun:
-    """As :func:`load_run`, of a run file that the operator wrote, and so of a spec that some release has accepted.
+    """Read a run file written by the operator, whose spec some release has accepted; see :func:`accepted_run`.
 
     Raises:
-        SpecError: unreadable, not YAML, or not one object with ``metadata`` and ``spec``.
+        SpecError: the file is unreadable, no YAML, or not exactly one object with ``metadata`` and ``spec``.
     """
     return accepted_run(_document(_text(path), str(path)))
 
@@ -97,7 +100,7 @@ def _text(path: Path) -> str:
 
 
 def parse_run(text: str, source: str) -> ScaleRLRun:
-    """Check the text of one run file; ``source`` names it in errors."""
+    """Validate the text of one run file; ``source`` is its name in errors."""
     return _validated(_document(text, source), source)
 
 
@@ -120,10 +123,10 @@ def _document(text: str, source: str) -> dict[str, Any]:
 
 
 def to_yaml(manifest: Mapping[str, Any]) -> str:
-    """A manifest as text that means the same to every reader.
+    """A manifest as YAML that every parser reads equally.
 
-    PyYAML takes a bare ``1e-15`` for text; ``kubectl`` takes it for a float, which no spec may have. So what looks
-    like a number and is text stands in quotes.
+    PyYAML parses an unquoted ``1e-15`` as text, but ``kubectl`` as a float, which no spec may contain. Therefore text that
+    looks like a number is quoted.
 
     >>> to_yaml({"epsilon": "1e-15", "keep": 2})
     "epsilon: '1e-15'\\nkeep: 2\\n"
@@ -133,7 +136,7 @@ def to_yaml(manifest: Mapping[str, Any]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes numbers that are text, and writes what stands twice out twice: some readers know no anchors."""
+    """Quotes text that looks like a number, and writes repeated values in full, because some parsers do not support anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -149,14 +152,14 @@ _METADATA = ("name", "namespace", "labels", "annotations")
 
 
 def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
-    """Check one object as an API server gives it.
+    """Validate one object from the API server.
 
-    Of its metadata, name, namespace, labels and annotations are kept; what the server adds, and ``status``,
-    is left out. The spec is held to the same rules as a file's, and its paths have to be absolute: a pod has no
-    folder that they could be relative to.
+    The result keeps name, namespace, labels and annotations of the metadata; fields added by the server and ``status`` are
+    dropped. The spec must satisfy the same rules as that of a file, and its paths must be absolute, because a pod has no
+    directory of the run file.
 
     Raises:
-        SpecError: fields that do not fit; its source is ``namespace/name``.
+        SpecError: the object has invalid fields; the source of the error is ``namespace/name``.
     """
     metadata = obj.get("metadata")
     if not isinstance(metadata, Mapping):
@@ -177,7 +180,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 
 def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
-    """The path of each JSONL file of a task, by field; None where the field is not given."""
+    """Path of each task's JSONL file, by path of the field; None if the task has none."""
     tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
     tasks |= {
         f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
@@ -186,12 +189,12 @@ def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
 
 
 def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
-    """As :func:`run_from_object`, of a spec that was accepted before, perhaps by an earlier release with other rules.
+    """Parse an object whose spec was accepted before, perhaps by an earlier release with other rules.
 
-    What the rules of this release refuse is taken as it is.
+    Like :func:`run_from_object`, but a spec that violates a rule of this release is used unchanged.
 
     Raises:
-        SpecError: no object with ``metadata`` and ``spec``.
+        SpecError: the object has no ``metadata`` or no ``spec``.
     """
     try:
         return run_from_object(obj)
@@ -204,7 +207,7 @@ def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 
 def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
-    """The model with the values of ``given``, also where they break a rule; unknown fields are left out."""
+    """The model with the values of ``given``, even if they violate a rule; unknown fields are dropped."""
     values: dict[str, Any] = {}
     if model is RecipeSpec:
         given = completed(translated(given)[0])
@@ -221,7 +224,7 @@ def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
             try:
                 value = _of_field(model, name).validate_python(value)
             except ValidationError:
-                # A decimal or a quantity may be given as an integer, and is text for all that reads it.
+                # A decimal or a quantity may be given as an integer; the code that uses it expects text.
                 if type(value) is int and _is_text(field.annotation):
                     value = str(value)
         values[name] = value
@@ -275,7 +278,7 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
 
 
 def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:
-    """Aliases of the fields that ``location`` allows."""
+    """Aliases of the fields of the model at ``location``."""
     for part in location:
         field = next((f for n, f in model.model_fields.items() if part in (n, f.alias)), None)
         nested = None if field is None else _model_in(field.annotation)

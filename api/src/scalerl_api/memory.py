@@ -1,9 +1,8 @@
-"""How many bytes a run's roles need, from the spec and the model's size alone.
+"""Estimates of the memory of a run's roles in bytes, from the spec and the model's size.
 
-Estimates for refusing what cannot work, not for packing to the last byte: parameters, gradients and optimizer
-state are counted by ZeRO's own bookkeeping (arXiv 1910.02054); activations and buffers are bounded roughly; the
-libraries' own memory comes on top. Whoever warns and whoever refuses read the same figures here. How much memory
-there is, they find out themselves.
+The estimates serve to reject runs that cannot fit, not to use the last byte: parameters, gradients and optimizer state are
+counted as in the ZeRO paper (arXiv 1910.02054), activations and buffers are rough bounds, and the libraries' own memory is not
+included. Warnings and errors use the same figures; the callers determine the available memory.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ Dtype = Literal["bfloat16", "float32"]
 BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
 _MOMENTS_BYTES = 8
-"""AdamW's two float32 moments a parameter."""
+"""Bytes per parameter of AdamW's two float32 moments."""
 _GIB = 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """``parameters`` counts all of them, tied ones once; the rest is as in ``config.json``."""
+    """Sizes of a model, named as in ``config.json``."""
 
     parameters: int
+    """Number of parameters; tied ones count once."""
     hidden_size: int
     layers: int
     intermediate_size: int
@@ -36,7 +36,7 @@ class ModelSize:
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
-        """Of a Llama without grouped queries whose tokenizer uses all the vocabulary it may.
+        """Size of a Llama without grouped-query attention whose tokenizer reaches the maximum vocabulary.
 
         >>> ModelSize.of_scratch(ScratchModel(layers=4, hidden_size=128, vocabulary_size=128)).parameters
         869504
@@ -54,7 +54,7 @@ class ModelSize:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], parameters: int) -> Self | None:
-        """Of a ``config.json`` and the count of its weights; None where it does not say its sizes."""
+        """Size from a ``config.json`` and the number of parameters; None if the config lacks sizes."""
         text = config.get("text_config", config)
         if not isinstance(text, Mapping):
             return None
@@ -69,13 +69,14 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on one trainer rank, on its accelerator where it has one. reference: the frozen model of ``recipe.kl``."""
+    """Memory of one trainer rank in bytes: of its accelerator, or without one of the host."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     reference: int = 0
+    """Frozen reference model of ``recipe.kl``."""
 
     @property
     def total(self) -> int:
@@ -90,7 +91,7 @@ class RankMemory:
 
 
 def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
-    """One rank's share of training ``size`` as ``spec`` says."""
+    """Memory of one rank for training a model of this size with ``spec``."""
     return rank_memory(
         size,
         dtype=spec.model.dtype,
@@ -112,19 +113,19 @@ def rank_memory(
     activation_checkpointing: bool = False,
     reference: bool = False,
 ) -> RankMemory:
-    """Bytes per rank for training with AdamW under DeepSpeed.
+    """Memory per rank for training with AdamW under DeepSpeed.
 
-    A bfloat16 model keeps float32 master weights beside the two moments (12 bytes a parameter), a float32 model
-    under ZeRO a float32 partition too, without ZeRO the moments only (8 bytes). Stage 1 divides the optimizer's
-    share by ``world``, 2 the gradients' also, 3 the parameters' also. The ``reference`` of the KL penalty has parameters
-    alone; its activations are freed before the policy's exist.
+    The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
+    that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Stage 1 divides the optimizer state
+    by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``reference`` model of the KL penalty has only
+    parameters; its activations are freed before those of the policy are allocated.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
     RankMemory(parameters=2000, gradients=4000, optimizer=6000, activations=69632, reference=0)
 
     Raises:
-        ValueError: a stage that does not exist, or no rank.
+        ValueError: ``zero_stage`` does not exist, or ``world`` is less than 1.
     """
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
@@ -136,22 +137,23 @@ def rank_memory(
 
     parameters = share(3) * each
     if zero_stage == 3:
-        # What is gathered while it is used: at most two layers and the embeddings, never more than the model.
+        # Parameters gathered for use: at most two layers and the embeddings, never more than the model.
         layer = 4 * hidden**2 + 3 * hidden * size.intermediate_size
         parameters += min(count, 2 * layer + 2 * hidden * size.vocabulary_size) * each
-    gradients = share(2) * 4  # added up in float32, of bfloat16 models too
+    gradients = share(2) * 4  # accumulated in float32, also for bfloat16 models
     optimizer = share(1) * (_MOMENTS_BYTES + master)
-    # Kept per token and layer: about 34 hidden-sized values (arXiv 2205.05198, without the attention matrix),
-    # one when recomputed.
+    # Values kept per token and layer: about 34 of the hidden size (arXiv 2205.05198, without the attention matrix),
+    # one with activation checkpointing.
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
     activations = micro_batch_tokens * hidden * kept * each
     return RankMemory(parameters, gradients, optimizer, activations, parameters if reference else 0)
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
-    """Bytes of one generator replica on each of its devices: its share of the weights, on a CPU the KV cache and past responses too.
+    """Minimum memory of one generator replica, in bytes per device: its shard of the weights; on a CPU also the KV cache and
+    past responses.
 
-    On an accelerator the cache takes what the weights leave, so the weights are the least it needs.
+    On an accelerator the KV cache takes the memory that the weights leave, so the weights are the minimum.
     """
     generator = spec.generator
     weights = size.parameters * BYTES[spec.model.dtype]
@@ -162,7 +164,7 @@ def server_memory(size: ModelSize, spec: RunSpec) -> int:
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
-    """Bytes by role that all its replicas need together on the host; roles on accelerators are not in it."""
+    """Host memory by role, in bytes over all its replicas; without roles that run on accelerators."""
     needs = {}
     if spec.generator.devices == 0:
         needs["generator"] = spec.generator.replicas * server_memory(size, spec)

@@ -33,14 +33,15 @@ PlainName = Annotated[
         )
     ),
 ]
-"""A name that can be part of a file's name and a label of metrics."""
+"""A name that can be part of a file name and the value of a metrics label."""
 
 
 class MixedTaskSpec(TaskSpec):
     """A task of a mix."""
 
     name: PlainName
-    """Name of the task: of its evaluation set, unless ``evaluation.sets`` are given, and in the label ``task`` of metrics."""
+    """Name of the task, in the label ``task`` of metrics; also the name of its evaluation set, unless ``evaluation.sets`` are
+    given."""
     weight: Annotated[ShareDecimal, AfterValidator(InRange(above=0.0))]
     """Share of the training prompts. The weights of a mix sum to 1."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
@@ -60,19 +61,22 @@ class MixedTaskSpec(TaskSpec):
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A task of a run, of a mix or the only one."""
+    """A training task of a run: a task of the mix, or the only task."""
 
     name: str
+    """Name in the mix; :data:`MAIN_TASK` for the only task."""
     field: str
     """Path of its section, without ``spec``."""
     section: TaskSpec
+    """Source, verifier, prompt format and held-out prompts."""
     weight: Fraction = Fraction(1)
+    """Share of the training prompts."""
     max_completion_tokens: int | None = None
-    """None: that of the recipe."""
+    """Maximum completion length; None: the recipe's."""
 
 
 class RunTaskSpec(SourcesSpec):
-    """What is trained on: one task, or several in fixed proportions."""
+    """Training data: one task, or several tasks in fixed proportions."""
 
     mix: (
         Annotated[
@@ -82,13 +86,13 @@ class RunTaskSpec(SourcesSpec):
         ]
         | None
     ) = None
-    """Several tasks, each with a source, a verifier, held-out prompts and prompt format of its own; give this or one source."""
+    """Several tasks, each with its own source, verifier, held-out prompts and prompt format; give this or one source."""
     verifier: VerifierSpec | None = None
-    """How completions are scored, and the limits of scoring. Required, but for a mix, whose tasks have their own."""
+    """How completions are scored, and the limits of scoring. Required, except for a mix, whose tasks have verifiers."""
     prompt: PromptSpec = PromptSpec()
-    """How the text of a problem becomes a prompt; not for a mix, whose tasks have their own."""
+    """How the text of a problem becomes a prompt; in a mix, set it in each task."""
     held_out: HeldOutSpec = HeldOutSpec()
-    """Prompts excluded from training; their mean score is the curve. Not for a mix, whose tasks have their own."""
+    """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
         exactly_one("reasoningGym", "jsonl", "opGraph", "mix"),
@@ -99,7 +103,7 @@ class RunTaskSpec(SourcesSpec):
             lambda task: (task.mix is None) != (task.verifier is None),
         ),
         Rule(
-            # An API server has applied the defaults.
+            # The API server applies defaults before it checks rules.
             "!has(self.mix) || (self.heldOut.size == 1000 && self.heldOut.seed == 0 && self.prompt.format == 'Raw' && "
             "self.prompt.template == '{prompt}' && !has(self.prompt.system) && !has(self.prompt.chatTemplate))",
             "prompt and heldOut are each task's own: move them into the tasks of mix",

@@ -1,4 +1,4 @@
-"""Where a run keeps its files: one directory, the same layout on a laptop and on a volume."""
+"""Paths of a run's files: one directory, with the same layout on a laptop and on a volume."""
 
 from __future__ import annotations
 
@@ -6,50 +6,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TRAINED_FILE = "trained"
-"""Beside a run file that the runtime keeps: the run has trained steps, so a directory without any is not its own."""
+"""Marker file beside a run file that the runtime keeps: the run has trained steps, so a directory without steps is not
+the run's."""
 
 
 @dataclass(frozen=True)
 class RunPaths:
     """The layout of a run's directory.
 
-    given_run_file: where the run's spec is, if the runtime keeps it elsewhere (a mounted ConfigMap).
-
     >>> RunPaths(Path("/runs/a")).checkpoint(20).as_posix()
     '/runs/a/checkpoints/step-00000020'
     """
 
     root: Path
+    """The run's directory."""
     given_run_file: Path | None = None
+    """File with the run's spec, if the runtime keeps it outside ``root`` (a mounted ConfigMap)."""
 
     @property
     def run_file(self) -> Path:
-        """The run with every default written out; what all roles read."""
+        """The run with every default written out; all roles read it."""
         return self.given_run_file or self.root / "run.yaml"
 
     @property
     def has_steps(self) -> bool:
-        """Whether the runtime says that the run has trained steps before."""
+        """Whether the runtime has marked the run as having trained steps (:data:`TRAINED_FILE`)."""
         return self.given_run_file is not None and self.given_run_file.with_name(TRAINED_FILE).exists()
 
     @property
     def base_model(self) -> Path:
-        """Config, tokenizer and initial weights, as prepared before any role starts."""
+        """Config, tokenizer and initial weights, prepared before any role starts."""
         return self.root / "model"
 
     @property
     def warm_started_weights(self) -> Path:
-        """The model's weights after the warm start, the reference of ``recipe.kl``; only of a run with a warm start."""
+        """The model's weights after the warm start, the reference of ``recipe.kl``; only in runs with a warm start."""
         return self.root / "warm-started.safetensors"
 
     @property
     def mid_training(self) -> RunPaths:
-        """Where mid-training keeps its checkpoints, named by supervised steps; removed once the run has one of its own."""
+        """Directory of the checkpoints of mid-training, named by supervised steps; removed after the first RL checkpoint."""
         return RunPaths(self.root / "mid-training")
 
     @property
     def supervised_metrics(self) -> Path:
-        """One JSON object a supervised step; written by the trainer."""
+        """One JSON object per supervised step; written by the trainer."""
         return self.root / "mid-training.jsonl"
 
     @property
@@ -61,12 +62,12 @@ class RunPaths:
 
     @property
     def exports(self) -> Path:
-        """Models in the form that others load, one folder a version."""
+        """Exported models in Hugging Face format, one folder per version."""
         return self.checkpoints / "hf"
 
     @property
     def journal(self) -> Path:
-        """The coordinator's own directory."""
+        """Directory of the coordinator's journal."""
         return self.root / "coordinator"
 
     @property
@@ -76,7 +77,7 @@ class RunPaths:
 
     @property
     def history_lines(self) -> Path:
-        """One JSON object a training group whose prompt was sampled before; written by the coordinator."""
+        """One JSON object per training group whose prompt was sampled before; written by the coordinator."""
         return self.root / "history.jsonl"
 
     @property
@@ -85,17 +86,17 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a trained step; written by the coordinator."""
+        """One JSON object per trained step; written by the coordinator."""
         return self.root / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files, unless the spec names another directory; written by the coordinator."""
+        """TensorBoard event files, unless the spec names another directory; written by the coordinator."""
         return self.root / "tensorboard"
 
     @property
     def wandb(self) -> Path:
-        """What the library of Weights & Biases keeps; written by the coordinator."""
+        """Files of the Weights & Biases library; written by the coordinator."""
         return self.root / "wandb"
 
     @property
@@ -105,26 +106,27 @@ class RunPaths:
 
     @property
     def curve(self) -> Path:
-        """One row an evaluation; written by the coordinator."""
+        """The curve of the forecast's evaluation set, one row per evaluation; written by the coordinator."""
         return self.root / "curve.csv"
 
     def set_curve(self, name: str) -> Path:
-        """The same of another evaluation set than the forecast's."""
+        """The curve of another evaluation set, in the same format."""
         return self.root / f"curve-{name}.csv"
 
     @property
     def labels(self) -> Path:
-        """One row an evaluation and value of a label, of all evaluation sets; written by the coordinator."""
+        """One row per evaluation and label value, for all evaluation sets; written by the coordinator."""
         return self.root / "labels.csv"
 
     @property
     def decisions(self) -> Path:
-        """One JSON object a decision of the autoscaler, with all its inputs; written by the operator, on a cluster by way of the coordinator."""
+        """One JSON object per decision of the autoscaler, with all its inputs; written by the operator, on a cluster through
+        the coordinator."""
         return self.root / "decisions.jsonl"
 
     @property
     def trace(self) -> Path:
-        """One JSON object an event (:mod:`scalerl_api.trace`), with ``spec.trace``; written by the coordinator."""
+        """One JSON object per event (:mod:`scalerl_api.trace`), if ``spec.trace`` is set; written by the coordinator."""
         return self.root / "trace.jsonl"
 
     @property

@@ -1,8 +1,8 @@
-"""``podTemplate``: what a user adds to the pods of a run, for all roles and for each.
+"""``podTemplate``: a user's additions to the pods of a run, for all roles and for each role.
 
-Raw Kubernetes objects (tolerations, affinity, environment entries, volumes, mounts) are taken as they
-are; the API server checks them when a pod is made. What the operator itself owns in a pod (its names,
-paths, labels and variables) is refused here. The local runtime makes no pods and ignores all of it.
+Raw Kubernetes objects (tolerations, affinity, environment entries, volumes, mounts) are passed on unchanged; the API server
+validates them when a pod is created. Names, paths, labels and variables that the operator itself sets in a pod are rejected
+here. The local runtime creates no pods and ignores the template.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from scalerl_api.fields import Matches, MemoryQuantity, Model, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
-"""Start of the names of the variables that a runtime gives."""
+"""Prefix of the variables that a runtime sets."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -26,20 +26,20 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""By these a rank of the trainer finds its place among the others: the runtime gives them too."""
+"""Variables of torch.distributed for the trainer's ranks; the runtime sets them too."""
 RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
-"""Start of the names of the labels and annotations by which a run's objects are found."""
+"""Prefixes of the labels and annotations that select a run's objects."""
 RESERVED_PATHS = (
     *("/run/scalerl", "/var/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm"),  # noqa: S108
     *("/opt/scalerl", "/opt/scalerl-members"),
 )
-"""Where the operator mounts (the run's volume, its spec and token, what a role may write to), and where the images have
-their programs. Neither they, nor what is below, nor what is above them can be mounted over. ``/var/run`` is a link to
-``/run`` in the images."""
+"""Mount paths of the operator (the run's volume, its spec and token, writable directories of the roles), and the directories of
+the images' programs. A user's mount may be neither at, nor below, nor above such a path. ``/var/run`` is a link to ``/run`` in
+the images."""
 SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/usr/lib", "/usr/local")
-"""Without these no program starts; what is below them can be mounted over."""
+"""Directories without which no program starts. A user's mount may be below such a path, but not at it."""
 RESERVED_VOLUMES = "scalerl-"
-"""Start of the names of the operator's own volumes."""
+"""Prefix of the operator's own volumes."""
 
 _LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
 _QUALIFIED_NAME = (
@@ -48,7 +48,7 @@ _QUALIFIED_NAME = (
 )
 _AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
 _SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
-"""Units in which an amount may be less than 1Mi."""
+"""Units of amounts that may be less than 1Mi, as factors."""
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
@@ -57,16 +57,19 @@ RESERVED_PATH_MESSAGE = "the operator mounts there itself, or below it; choose a
 SYSTEM_PATH_MESSAGE = "a mount there hides the image's own programs; choose another path"
 
 Raw = dict[str, Any]
-"""An object of Kubernetes' own, as its reference documents it."""
+"""A Kubernetes object, as in the Kubernetes API reference."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """An entry has a ``name``, which does not start with what is reserved, and is none of ``taken``."""
+    """Requires a ``name`` that is not reserved."""
 
     what: str
+    """Kind of entry, for error messages."""
     reserved: str
+    """Reserved prefix of names."""
     taken: tuple[str, ...] = ()
+    """Reserved names."""
 
     def __call__(self, value: Raw) -> Raw:
         name = value.get("name")
@@ -82,14 +85,14 @@ class Named:
 
 
 def text_value(entry: Raw) -> Raw:
-    """A variable's value is text: a number or a boolean in YAML has to be quoted."""
+    """Require text as a variable's value: a number or a boolean in YAML must be quoted."""
     if not isinstance(entry.get("value", ""), str):
         raise ValueError(f"{entry.get('name')}: the value {entry['value']!r} must be text; put it in quotes")
     return entry
 
 
 def own_path(mount: Raw) -> Raw:
-    """A mount names a volume and an absolute path that the operator does not use."""
+    """Require the name of a volume, and an absolute mount path that the operator does not use."""
     name, path = mount.get("name"), mount.get("mountPath")
     if not isinstance(name, str) or not name or not isinstance(path, str) or not path:
         raise ValueError("every mount needs a name (of a volume) and a mountPath")
@@ -107,7 +110,7 @@ def own_path(mount: Raw) -> Raw:
 
 @dataclass(frozen=True)
 class Unique:
-    """No two entries of a list have the same ``key``, which all of them have."""
+    """Requires distinct values of ``key``, which all entries of the list have."""
 
     key: str
 
@@ -122,7 +125,7 @@ class Unique:
 
 
 def unreserved(values: dict[str, str]) -> dict[str, str]:
-    """No label or annotation that the operator sets itself."""
+    """Reject labels and annotations that the operator sets itself."""
     for name in values:
         if name.startswith(RESERVED_LABELS):
             raise ValueError(f"{name}: {name.split('/')[0]}/ is the operator's own; choose another prefix")
@@ -152,11 +155,11 @@ Amount = Annotated[
     BeforeValidator(quantity_input),
     AfterValidator(Matches(_AMOUNT, "must be an amount, like 4, 500m or 16Gi; a fraction in quotes")),
 ]
-"""A Kubernetes quantity, or a whole number."""
+"""A Kubernetes quantity, or an integer."""
 
 
 def enough_memory(amounts: dict[str, str]) -> dict[str, str]:
-    """A number without a unit is bytes, and seldom meant."""
+    """Reject less than 1Mi of memory: a number without a unit is in bytes, which is usually a mistake."""
     small = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)(m|k|Ki)?", amounts.get("memory", "1Mi"))
     if small is not None and float(small[1]) * _SMALL[small[2]] < 2**20:
         raise ValueError(f"memory must be at least 1Mi, got {small[0]}: a number without a unit is bytes")
@@ -228,15 +231,17 @@ class PodTemplate(Model):
     rank. NCCL between the devices of a generator needs more than 1Gi."""
 
     def over(self, base: PodTemplate | None) -> PodTemplate:
-        """This role's template over the one for all roles: maps and named lists join, the role's entry wins;
-        tolerations and pull secrets add up; of a single value, the role's counts if it has one.
+        """This role's template merged over ``base``, the template for all roles.
+
+        Maps and lists with keys are merged, and the role's entry takes precedence. Tolerations and pull secrets are appended.
+        A single value of the role replaces that of ``base``.
 
         >>> PodTemplate(labels={"a": "1"}).over(PodTemplate(labels={"a": "0", "b": "2"})).labels
         {'a': '1', 'b': '2'}
         """
         if base is None:
             return self
-        # The parts were checked. Together they are not: a rule that came later must not break a run that it refuses.
+        # The parts were validated. The result is not: a rule of a later release must not break a run accepted before it.
         return PodTemplate.model_construct(
             node_selector=base.node_selector | self.node_selector,
             tolerations=base.tolerations + [t for t in self.tolerations if t not in base.tolerations],
@@ -259,6 +264,6 @@ class PodTemplate(Model):
 
 
 def _joined(base: list[Raw], role: list[Raw], key: str) -> list[Raw]:
-    """In the order of ``base``, then what only the role has; a variable may refer to one before it."""
+    """Merged in the order of ``base``, followed by entries of the role alone: a variable may refer to an earlier one."""
     own = {item[key]: item for item in role}
     return [own.pop(item[key], item) for item in base] + list(own.values())

@@ -1,6 +1,6 @@
-"""How a process of a run learns where it stands: read once, in ``main``, never in the middle of logic.
+"""Environment variables of the processes of a run. ``main`` reads them once; other code gets the parsed values.
 
-Both runtimes set the same variables. A missing or malformed one is one error that names it.
+Both runtimes set the same variables. A missing or malformed variable raises an error with its name.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ NAME = "SCALERL_NAME"
 COORDINATOR_URL = "SCALERL_COORDINATOR_URL"
 TOKEN_FILE = "SCALERL_TOKEN_FILE"
 RUN_FILE = "SCALERL_RUN_FILE"
-"""Where the run's spec is, if not in ``SCALERL_DIR``: on a cluster it is mounted, and a changed one rolls the pods."""
+"""Path of the file with the run's spec, if it is not in ``SCALERL_DIR``: on a cluster it is mounted, and a change of it
+restarts the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
-"""Trainers only: the address under which generators reach this rank's weight store; unset: loopback."""
+"""Trainers only: address of this rank's weight store for generators; default: loopback."""
 
 BAD_INPUT_EXIT_CODE = 2
-"""A role exits with this when its input is wrong: starting it again cannot help."""
+"""Exit code of a role whose input is invalid, so that a restart cannot help."""
 DIVERGED_EXIT_CODE = 3
-"""The trainer exits with this when steps in a row had to be skipped: not finite, or ratios that explode."""
+"""Exit code of the trainer after consecutive skipped steps, because values are not finite or ratios explode."""
 STEPS_LOST_EXIT_CODE = 4
-"""The coordinator exits with this when the run has trained steps and none of them is on its volume."""
+"""Exit code of the coordinator if the run has trained steps, but none of them is on its volume."""
 COORDINATOR_TIMEOUT_SECONDS = 300.0
-"""How long the trainer waits for a coordinator that does not answer. The operator waits as long during a drain: a restart
-takes seconds, on another node (image, volume) minutes, and a trainer that reaches nobody ends by itself after that."""
+"""Time after which a trainer exits because the coordinator does not respond. The operator waits equally long during a drain: a
+restart of the coordinator takes seconds, on another node (image, volume) minutes."""
 
 
 class EnvironmentProblem(Exception):
@@ -40,20 +41,22 @@ class EnvironmentProblem(Exception):
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What every role gets.
-
-    ``name`` is the replica's stable name (``generator-0``, ``trainer-1``, ``coordinator-0``).
-    """
+    """The parsed environment of a role."""
 
     paths: RunPaths
+    """Layout of the run's directory."""
     name: str
+    """Stable name of the replica (``generator-0``, ``trainer-1``, ``coordinator-0``)."""
     coordinator_url: str
+    """Base URL of the coordinator, without a slash at the end."""
     token: str = field(repr=False)
+    """The run's bearer token."""
     trainer_host: str = "127.0.0.1"
+    """Address of this rank's weight store."""
 
     def load_run(self) -> ScaleRLRun:
-        """The run, as its file is now. What an operator gives it has accepted, perhaps in an earlier release with fewer
-        rules: a run that is suspended and resumed after an upgrade continues with it.
+        """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in an earlier release
+        with fewer rules, so that a run which is suspended and resumed after an upgrade continues with it.
 
         Raises:
             SpecError: see :func:`scalerl_api.load.load_run`.
@@ -63,7 +66,7 @@ class ProcessEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> ProcessEnvironment:
-        """From the process's environment and the token file it names.
+        """Parse the process's environment, and read the token file that it names.
 
         Raises:
             EnvironmentProblem: a variable is missing, or the token cannot be read.

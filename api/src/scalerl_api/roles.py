@@ -34,14 +34,14 @@ SERVER_OPTIONS: Final = (
     *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config"),
     *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
 )
-"""vLLM's options that follow from other fields, or by which actor, trainer and server work together. A
-beginning of one counts as it: vLLM takes abbreviations."""
+"""Options of vLLM that other fields determine, or that the interaction of actor, trainer and server requires. Abbreviations of
+them are rejected too, because vLLM accepts abbreviations."""
 SHORTEST_ABBREVIATION: Final = 6
-"""Characters; fewer may be the beginning of anything."""
+"""Minimum length of an abbreviation, in characters; a shorter prefix is ambiguous."""
 
 
 def free_option(argument: str) -> str:
-    """An argument of vLLM's command line that the operator does not set itself."""
+    """Reject an argument of vLLM's command line that the operator sets itself."""
     name = argument.split("=", 1)[0].replace("_", "-")
     abbreviates = len(name) >= SHORTEST_ABBREVIATION and any(
         option.startswith(name) for option in SERVER_OPTIONS
@@ -146,7 +146,7 @@ class TrainerSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads per rank on CPU; default: chosen by the runtime."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """What is sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights."""
+    """State sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0 none."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Maximum number of tokens in one forward and backward pass of a rank; default: 4096, or the model's
     contextTokens if larger."""

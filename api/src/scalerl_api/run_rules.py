@@ -1,4 +1,4 @@
-"""Checks across the sections of a spec. Those within a section are the ``rules`` of its model."""
+"""Checks across the sections of a spec. Checks within a section are the ``rules`` of its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scalerl_api.spec import RunSpec
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
-"""CEL of ``TrainerSpec.ranks``."""
+"""``TrainerSpec.ranks`` in CEL."""
 _PROMPTS: Final = cel("promptsPerStep", RecipeSpec().prompts_per_step)
 _SYNCHRONOUS: Final = [
     name
@@ -30,18 +30,18 @@ _NO_BUFFER: Final = f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENA
 
 
 def _buffer_without_max(spec: RunSpec) -> int:
-    """``penalty.bufferTokens`` where it counts from the length limit of completions; else 0."""
+    """``penalty.bufferTokens`` if it is relative to the maximum completion length; else 0."""
     penalty = spec.recipe.length.penalty
     return 0 if penalty is None or penalty.max_tokens is not None else penalty.buffer_tokens or 0
 
 
 def _limits_of_mix(spec: RunSpec) -> list[int]:
-    """Length limits of the completions of the tasks of a mix that have one of their own."""
+    """Maximum completion lengths of the tasks of a mix, without tasks that use the recipe's."""
     return [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
 
 
 def _below_limits_of_mix(path: str, below: str) -> str:
-    """CEL: a number of the recipe is below (``<``, ``<=``) the length limit of the completions of every task of a mix."""
+    """CEL: a number of the recipe is less than (``<``, or ``<=``) the maximum completion length of every task of a mix."""
     return (
         "(!has(self.task.mix) || "
         f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {path} {below} t.maxCompletionTokens))"
@@ -49,7 +49,7 @@ def _below_limits_of_mix(path: str, below: str) -> str:
 
 
 def _within_completions(path: str) -> Rule:
-    """A field of ``recipe.length`` that is less than maxCompletionTokens where it is given."""
+    """Rule: a given field of ``recipe.length`` must be less than maxCompletionTokens."""
     rule, field = path.split(".")
     length = f"self.recipe.length.{rule}"
 
@@ -68,8 +68,11 @@ def _within_completions(path: str) -> Rule:
 
 
 def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpec], object]) -> Rule:
-    """A field of the recipe that contradicts a distillation which ignores the rewards. given: its CEL, as far as it is in the
-    manifest. chosen: true where it is in effect."""
+    """Rule: a field of the recipe contradicts a distillation that ignores the rewards.
+
+    given: CEL, whether the manifest gives the field.
+    chosen: whether the field is in effect.
+    """
     return Rule(
         f"!has(self.recipe.distillation) || self.recipe.distillation.rewards != 'Ignored' || !({given})",
         f"recipe.{field} cannot go with recipe.distillation, whose rewards are Ignored: {why}. Leave it out, or set "
@@ -135,7 +138,7 @@ RUN_RULES: Final = (
             or (penalty.max_tokens or 0) <= spec.recipe.max_completion_tokens
         ),
     ),
-    # Two rules: an API server cannot tell of one with a list whether a run accepted before broke it already.
+    # Two rules, because for one with a list the API server cannot determine whether an accepted run already violated it.
     Rule(
         f"{_NO_BUFFER} || {_PENALTY}.bufferTokens <= self.recipe.maxCompletionTokens",
         "%(recipe.length.penalty.bufferTokens)s must be at most %(recipe.maxCompletionTokens)s where "

@@ -1,4 +1,4 @@
-"""``spec.schedule``: which of the open slots a generator gets next."""
+"""``spec.schedule``: the order in which open slots are leased to generators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from scalerl_api.fields import Model
 
 
 class ByLengthSpec(Model):
-    """By when each group has to start for its step, with lengths expected from the prompts' earlier completions."""
+    """Leases groups by latest start time for their step, with lengths predicted from earlier completions of the prompts."""
 
 
 class ScheduleSpec(Model):
@@ -14,5 +14,5 @@ class ScheduleSpec(Model):
     step of a group or its staleness bound."""
 
     by_length: ByLengthSpec | None = None
-    """Groups that are expected to take long are leased earlier, within the staleness window, and to the generator with the fewest
-    expected tokens, after RhymeRL's HistoPipe (arXiv 2508.18588 [S])."""
+    """Leases groups with long expected completions earlier, within the staleness window, and to the generator with the fewest
+    expected tokens, as in RhymeRL's HistoPipe (arXiv 2508.18588 [S])."""

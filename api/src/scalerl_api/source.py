@@ -1,4 +1,4 @@
-"""``spec.model``, and the sources of ``spec.task``: what is trained, and on what. A mix of tasks: :mod:`.mix`."""
+"""``spec.model``, and the sources, verifiers and prompts of ``spec.task``. A mix of tasks is in :mod:`.mix`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ModelSpec(Model):
 
 
 def parameter_value(value: Any) -> Any:
-    """One line for what a union of types would say in five."""
+    """Check the type of a parameter, with one error message in place of one for each type of the union."""
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, float) for item in items):
         raise ValueError('floats are not allowed in a spec; write them as strings, like "0.5"')
@@ -113,7 +113,7 @@ class JsonlSource(Model):
     """A file with one JSON object per line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    """On one machine, relative to the run file; on a cluster, the absolute path of a mounted file."""
+    """Path of the file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume."""
 
 
 ShareDecimal = Annotated[
@@ -125,14 +125,14 @@ ShareDecimal = Annotated[
         )
     ),
 ]
-"""A part of a whole. Shares are compared and summed exactly, so they have few digits."""
+"""A share from 0 to 1. Shares are compared and summed exactly, so the number of digits is limited."""
 
 OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
-"""Those that :mod:`scalerl_tasks.opgraph` has words for."""
+"""Contexts for which :mod:`scalerl_tasks.opgraph` has a vocabulary."""
 
 
 class OpGraphSource(Model):
-    """Word problems over graphs of arithmetic operations, as many operations as are asked for, with worked solutions."""
+    """Word problems over graphs of a chosen number of arithmetic operations, with worked solutions."""
 
     operations: Annotated[
         list[Annotated[int, Field(ge=2, le=50)]],
@@ -140,16 +140,16 @@ class OpGraphSource(Model):
     ]
     """Minimum and maximum number of operations that the answer needs; drawn uniformly between them."""
     contexts: Annotated[dict[str, ShareDecimal], Field(min_length=1, max_length=8)] = {"zoo": "1"}
-    """Share of the problems by context: zoo, school, harbour, bakery. They sum to 1."""
+    """Share of the problems by context: zoo, school, harbour, bakery. The shares sum to 1."""
     modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
-    """``forward``: the constants are given, the final value is asked for. ``reverse``: the final value is given, a constant is
-    asked for. Drawn uniformly from the listed modes."""
+    """``forward``: the constants are given, and the answer is the final value. ``reverse``: the final value is given, and the
+    answer is a constant. Drawn uniformly from the listed modes."""
     distractors: Annotated[int, Field(ge=0, le=10)] = 2
-    """Maximum number of sentences that the answer does not need; drawn uniformly from 0 on."""
+    """Maximum number of sentences that are irrelevant to the answer; drawn uniformly from 0 to this number."""
     seed: Seed = 0
     """Seed of the problems; two seeds can have some problems in common."""
     size: Annotated[int, Field(ge=2, le=14_714_880)] = 1_000_000
-    """Number of problems, including the held-out ones; all are different. A larger number costs nothing."""
+    """Number of problems, including the held-out ones; all are different. A larger number has no cost."""
 
     rules = (
         Rule(
@@ -241,14 +241,14 @@ class HeldOutSpec(Model):
 
 
 class SourcesSpec(Model):
-    """The one-of of sources."""
+    """Alternative sources of problems."""
 
     reasoning_gym: ReasoningGymSource | None = None
-    """Problems made by a program; give this, jsonl or opGraph."""
+    """Procedurally generated problems; give this, jsonl or opGraph."""
     jsonl: JsonlSource | None = None
     """Problems from a file; give this, reasoningGym or opGraph."""
     op_graph: OpGraphSource | None = None
-    """Word problems whose difficulty is chosen, with worked solutions; give this, reasoningGym or jsonl."""
+    """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym or jsonl."""
 
 
 VERIFIER_RULES: Final = (
@@ -272,7 +272,7 @@ VERIFIER_RULES: Final = (
         ),
     ),
 )
-"""Of a source and a verifier, as far as they are given."""
+"""Rules for the combination of a source and a verifier, if they are given."""
 HELD_OUT_RULES: Final = (
     Rule(
         "!has(self.reasoningGym) || self.heldOut.size < self.reasoningGym.size",
@@ -287,11 +287,11 @@ HELD_OUT_RULES: Final = (
         lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
     ),
 )
-"""Of a source that is trained on."""
+"""Rules for the held-out prompts of a training source."""
 
 
 class ProblemSpec(SourcesSpec):
-    """Problems, and how answers to them are scored: what training and evaluation have in common."""
+    """A source of problems with its verifier and prompt format; common to training and evaluation."""
 
     verifier: VerifierSpec
     """How completions are scored, and the limits of scoring."""
@@ -305,7 +305,7 @@ class ProblemSpec(SourcesSpec):
 
     @property
     def source_field(self) -> str:
-        """The field that is given of those that name a source."""
+        """Name of the given source field."""
         return "jsonl" if self.jsonl else "reasoningGym" if self.reasoning_gym else "opGraph"
 
 
@@ -321,14 +321,14 @@ class TaskSpec(ProblemSpec):
 
 
 class EvaluationTaskSpec(ProblemSpec):
-    """The problems of an evaluation set. No problem with the text of one of them is trained on."""
+    """The problems of an evaluation set. Problems with the same text are excluded from training."""
 
     prompt: PromptSpec | None = None
-    """How the text of a problem becomes a prompt; default: ``task.prompt``, of a run with a mix the text alone."""
+    """How the text of a problem becomes a prompt; default: ``task.prompt``; with a mix, the text alone."""
     size: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Number of problems; default: 1000, or all of a source that has fewer."""
+    """Number of problems; default: 1000, or all problems of a smaller source."""
     seed: Seed = 0
-    """Seed of their selection."""
+    """Seed of the selection."""
 
     rules = (
         *ProblemSpec.rules,

@@ -1,8 +1,7 @@
 """The ``ScaleRLRun`` resource, group ``scalerl.dev``, version ``v1alpha1``.
 
-A run says what to train, on what, by which recipe, with how many devices, and how much it may
-use. Defaults follow ScaleRL (arXiv 2510.13786 [P]) where the paper gives a value; each such
-field says so.
+A run specifies the model, the task, the recipe, the devices and the budget. Defaults follow ScaleRL (arXiv 2510.13786 [P])
+where the paper gives a value; the description of each such field cites it.
 """
 
 from __future__ import annotations
@@ -106,11 +105,11 @@ class WarmStartSpec(Model):
     steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Maximum number of supervised steps; may be omitted with ``budget.split``, which limits their tokens."""
     jsonl: JsonlSource | None = None
-    """Problems of its own, each with a ``solution``; default: the training prompts of the task."""
+    """Separate problems, each with a ``solution``; default: the training prompts of the task."""
     batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 64
     """Examples per step, over all ranks; at least one per rank."""
     learning_rate: LearningRateDecimal = "3e-5"
-    """Peak of the warm start's own schedule."""
+    """Peak learning rate of the schedule of the warm start."""
     stop_at_pass_rate: UnitDecimal | None = None
     """Stop early once sampling would solve this fraction of the latest examples, each measured before it was
     trained on."""
@@ -183,7 +182,7 @@ class RunSpec(Model):
     model: ModelSpec
     """Source of the initial weights and the tokenizer. Immutable on a cluster."""
     task: RunTaskSpec
-    """The training task, or a mix of several. Immutable on a cluster, but for limits of verifiers and completions."""
+    """The training task, or a mix of several. Immutable on a cluster, except for limits of verifiers and completions."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
     warm_start: WarmStartSpec | None = None
@@ -195,9 +194,9 @@ class RunSpec(Model):
     coordinator: CoordinatorSpec = CoordinatorSpec()
     """The process that assigns work."""
     schedule: ScheduleSpec = ScheduleSpec()
-    """Which of the open slots a generator gets next."""
+    """Order in which open slots are leased to generators."""
     trace: bool = False
-    """Writes ``trace.jsonl`` to the run's volume: when each group was leased and finished, where, and with which lengths, for
+    """Writes ``trace.jsonl`` to the run's volume, with the times, generator and lengths of each group, for
     ``scalerl simulate``."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
@@ -231,7 +230,7 @@ class RunSpec(Model):
 
     @property
     def tasks(self) -> list[ProblemSpec]:
-        """The training tasks, and those of the evaluation sets that have one."""
+        """The training tasks, and the tasks of evaluation sets with their own."""
         return [
             *(one.section for one in self.task.tasks),
             *(one.task for one in self.evaluation.sets or () if one.task is not None),
@@ -239,38 +238,38 @@ class RunSpec(Model):
 
     @property
     def completion_limits(self) -> list[int]:
-        """The maximum lengths of completions that leases have: the recipe's, and those of tasks of a mix. Ascending."""
+        """Maximum completion lengths that leases can have, in tokens, ascending: the recipe's, and those of tasks of a mix."""
         own = {t.max_completion_tokens for t in self.task.mix or () if t.max_completion_tokens is not None}
         return sorted(own | {self.recipe.max_completion_tokens})
 
     @property
     def evaluation_sets(self) -> list[EvaluationSetSpec]:
-        """``evaluation.sets``, or those that there are without them."""
+        """``evaluation.sets``, or the default sets."""
         of_tasks = [EvaluationSetSpec(name=t.name, held_out_of=t.name) for t in self.task.mix or ()]
         return self.evaluation.sets or of_tasks or [EvaluationSetSpec(name=HELD_OUT_SET)]
 
     @property
     def forecast_set(self) -> str:
-        """``evaluation.forecastSet``, or the one without it."""
+        """``evaluation.forecastSet``, or its default."""
         without_sets = MEAN_SET if self.task.mix is not None else HELD_OUT_SET
         default = self.evaluation.sets[0].name if self.evaluation.sets else without_sets
         return self.evaluation.forecast_set or default
 
     @property
     def micro_batch_tokens(self) -> int:
-        """``trainer.microBatchTokens``, or what is used without it."""
+        """``trainer.microBatchTokens``, or its default."""
         return self.trainer.micro_batch_tokens or max(DEFAULT_MICRO_BATCH_TOKENS, self.model.context_tokens)
 
     @property
     def weight_backend(self) -> Literal["gloo", "nccl"]:
-        """The process-group backend that ``weightSync.backend`` comes to on this run's devices."""
+        """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices."""
         if self.weight_sync.backend == "Auto":
             return "nccl" if self.generator.devices and self.trainer.devices else "gloo"
         return "nccl" if self.weight_sync.backend == "NCCL" else "gloo"
 
 
 class ObjectMeta(Model):
-    """The part of Kubernetes' object metadata that a run file sets."""
+    """The fields of Kubernetes' object metadata that a run file can set."""
 
     name: ObjectName
     namespace: str | None = None

@@ -1,7 +1,7 @@
-"""Warnings: what a run may do, and is seldom meant. Pure.
+"""Warnings about values of a spec that are allowed, but unusual. Pure.
 
-``scalerl validate`` and ``scalerl run`` print them, and on a cluster they are the message of ``Accepted``, whose reason
-is then ``AcceptedWithWarnings``. Nothing is refused for them.
+``scalerl validate`` and ``scalerl run`` print them. On a cluster they are the message of ``Accepted``, whose reason is then
+``AcceptedWithWarnings``. A warning never causes a rejection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from scalerl_api.wire.prompts import MAIN_TASK
 HIGH_LEARNING_RATE: Final = 1e-3
 HIGH_TEMPERATURE: Final = 2.0
 CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
-"""By these a container runs other code than its image has."""
+"""Variables that make a container run code other than its image's."""
 _CHECKPOINT_BYTES_A_WEIGHT: Final = 12
-"""A float32 copy of the weight and both moments of AdamW."""
+"""Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
 
 
 def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
-    """A deadline that is over at ``unix_seconds``: a run that starts then is stopped by its first forecast."""
+    """Warning about a deadline before ``unix_seconds``: the first forecast stops a run that starts then."""
     scaling = spec.autoscaling
     if scaling.deadline is None or scaling.mode == "Off":
         return None
@@ -38,7 +38,7 @@ def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
 
 
 def warnings_of(spec: RunSpec) -> list[SpecProblem]:
-    """What is odd about a valid spec: where, what, and what to do."""
+    """Warnings about a valid spec."""
     return [
         *_of_the_recipe(spec),
         *_of_steps(spec),
@@ -50,7 +50,7 @@ def warnings_of(spec: RunSpec) -> list[SpecProblem]:
 
 
 def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
-    """What is odd on a cluster alone: paths in the containers that no volume has."""
+    """Warnings that apply only on a cluster: paths without a mounted volume, missing credentials."""
     templates = [
         spec.pod_template,
         spec.trainer.pod_template,

@@ -14,12 +14,12 @@ SPECULATION_OPTIONS: Final = (
     *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "-sc"),
     "--additional-config",
 )
-"""vLLM's own options of speculative decoding, and one by which it is configured."""
+"""vLLM's options for speculative decoding, and the general option with which the history method is configured."""
 PIPELINE_PARALLELISM: Final = r"(^|\n)(-pp|--pi[a-z_-]*)[=\n]([^1]|1[^\n])"
-"""Found in the lines of vLLM's arguments where they set a pipeline size other than 1. vLLM takes abbreviations."""
+"""Regular expression for a pipeline size other than 1 in vLLM's arguments, one per line. vLLM accepts abbreviations."""
 
 MEMORY_BYTES_PER_TOKEN: Final = 56
-"""Of a past response in a generator: the token, and where text like it was said before."""
+"""Memory per token of a past response in a generator: the token, and the index of earlier occurrences of the same text."""
 
 
 class HistorySpec(Model):
@@ -27,7 +27,7 @@ class HistorySpec(Model):
     not change."""
 
     max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 16
-    """Longest draft that one forward pass verifies."""
+    """Maximum length of a draft, which one forward pass verifies."""
     memory_tokens: Annotated[int, Field(ge=65_536, le=2_000_000_000)] = 4_000_000
     """Tokens of past responses that each generator keeps in memory, 56 bytes each."""
     store_size: HistoryQuantity = "8Gi"
@@ -44,7 +44,7 @@ class SpeculationSpec(Model):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each generator."""
+        """Memory for past responses in each generator, in bytes."""
         return 0 if self.history is None else MEMORY_BYTES_PER_TOKEN * self.history.memory_tokens
 
 

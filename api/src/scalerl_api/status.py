@@ -1,8 +1,7 @@
-"""``status`` of a run on a cluster: what the operator last saw, written by nobody else.
+"""``status`` of a run on a cluster: the state last observed by the operator, which alone writes it.
 
-Everything in it can be derived again: from the objects of the run, its coordinator, which has all decisions, and the ConfigMap
-``<run>-curve``, which holds all points. Numbers with fractions are
-strings, as in the spec.
+The operator can derive it again from the objects of the run, its coordinator (all decisions), and the ConfigMap ``<run>-curve``
+(all points). Numbers with fractions are strings, as in the spec.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-ti
 Text = Annotated[str, Field(max_length=1024)]
 
 MAX_MESSAGE = 32_768
-"""Longest message of a condition, as Kubernetes has it."""
+"""Maximum length of a condition's message in characters, as in Kubernetes."""
 RECENT_DECISIONS = 5
 MAX_ACCEPTED_SPEC = 262_144
-"""Characters of a spec that the status keeps; a longer one is not kept."""
+"""Maximum length of the accepted spec in the status, in characters; a longer spec is not stored."""
 
 
 class StatusModel(Model):
-    """Base: what a newer operator wrote is left out, not refused."""
+    """Base of all parts of the status. It ignores unknown fields, which a newer operator may have written."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
 
@@ -62,9 +61,10 @@ class GeneratorsStatus(StatusModel):
     ready: Count = 0
     """Number of ready pods."""
     chosen: Count | None = None
-    """Of an earlier release, read for one release: the autoscaler's number, while spec.generator.replicas was ``base``."""
+    """Field of an earlier release, read for one release: the autoscaler's number of generators, chosen when
+    spec.generator.replicas was ``base``."""
     base: Count | None = None
-    """Of an earlier release: spec.generator.replicas when the autoscaler chose."""
+    """Field of an earlier release, likewise: spec.generator.replicas at the time of that choice."""
 
 
 class TrainerStatus(StatusModel):
@@ -214,8 +214,7 @@ class RunStatus(StatusModel):
     drain_start_time: Time | None = None
     """When the run started to drain, to be suspended or deleted."""
     coordinator_unreachable_time: Time | None = None
-    """Since when the coordinator has not responded during a drain; after five minutes the trainer's Job is
-    deleted."""
+    """When the coordinator stopped responding during a drain; after five minutes the trainer's Job is deleted."""
     rest: Literal["", "Asked", "Resting"] = ""
     """``Asked``: stopped by its forecast, but spec.suspend is not set yet. ``Resting``: suspended and drained."""
     resumed: bool = False
@@ -251,8 +250,8 @@ class RunStatus(StatusModel):
 
     @classmethod
     def read(cls, status: Mapping[str, Any] | None) -> Self:
-        """Whatever stands in a run's status. What this release does not understand (another has written it: a phase or a
-        reason that came later) is left out, an entry of a list as a whole, and so is gone with the next write.
+        """Parse the status of a run. Values that this release does not support, because another release wrote them (a later
+        phase or reason), are dropped, in a list with their whole entry; the next write removes them from the object.
         """
         known: Any = status or {}
         while True:
@@ -260,20 +259,20 @@ class RunStatus(StatusModel):
                 return cls.model_validate(known)
             except ValidationError as error:
                 known = copy.deepcopy(known)
-                # One at a time: what is wrong with an entry may be said more than once.
+                # One error at a time, because several errors may concern the same entry.
                 _drop(known, error.errors()[0]["loc"])
 
     def condition(self, type: str) -> Condition | None:
-        """The entry of that type."""
+        """The condition of that type; None if there is none."""
         return next((c for c in self.conditions if c.type == type), None)
 
     def to_object(self) -> dict[str, Any]:
-        """As it is written to the API server."""
+        """The status as an object for the API server."""
         return self.model_dump(by_alias=True, exclude_none=True, mode="json")
 
 
 def _drop(value: Any, path: tuple[str | int, ...]) -> None:
-    """Take what is at ``path`` out of ``value``; of a list the entry on the way there as a whole."""
+    """Delete the value at ``path`` from ``value``; if the path passes through a list, delete the whole list entry."""
     for key, below in zip(path, [*path[1:], None], strict=True):
         inside = value[key]
         within = isinstance(inside, dict) and below in inside

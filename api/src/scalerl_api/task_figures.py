@@ -16,7 +16,7 @@ TASK_FIGURES: Final[Mapping[str, str]] = {
     "truncated_fraction": "Part of the completions that were cut off at their maximum length",
     "grading_errors": "Completions that could not be graded",
 }
-"""Figures of a task in a step, with their meaning. Without a graded completion there is no ``reward``."""
+"""Figures of a task in a step, with their descriptions. ``reward`` is absent if no completion was graded."""
 _BETWEEN: Final = "_task_"
 
 

@@ -1,6 +1,6 @@
-"""Lines of ``trace.jsonl``: what a scheduler has to know of a run (``docs/trace.md``).
+"""Lines of ``trace.jsonl``: the events of a run that its simulation needs (``docs/trace.md``).
 
-Times are seconds of the run: ``wall_seconds`` of ``metrics.jsonl``, which stand still while the coordinator does not run.
+Times are in seconds of the run, as ``wall_seconds`` of ``metrics.jsonl``: the clock stops while the coordinator does not run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from typing import Final, Literal
 import msgspec
 
 FORMAT: Final = 1
-"""Raised by a change that an earlier reader would misread. New fields do not: readers ignore those they do not know."""
+"""Version of the format. It increases with a change that earlier readers would misread; new fields are no such change, because
+readers ignore unknown fields."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
-    """A line; ``kind`` says which."""
+    """Base of all lines; the field ``kind`` has the type of the line."""
 
 
 class RunLine(Line, frozen=True, kw_only=True, tag="run"):
-    """The run's settings: the first line of a file, and again after each start of the coordinator."""
+    """The run's settings: the first line of a file, repeated after each start of the coordinator."""
 
     t: float
     format: int
@@ -29,11 +30,11 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     steps_per_batch: int = 0
     """k of PPO-off-policy-k; 0: PipelineRL."""
     concurrency: int
-    """Completions that one generator samples at once."""
+    """Maximum number of completions that one generator samples concurrently."""
     max_draft_tokens: int = 0
-    """Longest draft of the speculative decoding; 0 without."""
+    """Maximum draft length of speculative decoding, in tokens; 0 without it."""
     schedule: str = ""
-    """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to whoever asks first."""
+    """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to the first generator that requests."""
 
 
 class GeneratorLine(Line, frozen=True, kw_only=True, tag="generator"):
@@ -55,24 +56,25 @@ class GroupLine(Line, frozen=True, kw_only=True, tag="group"):
     prompt: int
     """Index into the training prompts of the task."""
     generator: str = ""
-    """Empty where the lease is of an earlier process of the coordinator, as ``leased``."""
+    """Name of the generator; empty if an earlier process of the coordinator gave the lease."""
     leased: float | None = None
+    """When the slot was leased; None if an earlier process of the coordinator gave the lease."""
     lease_version: int = -1
-    """Version of the generator's weights then."""
+    """Weight version of the generator at that time."""
     seconds: float = 0.0
-    """From the lease's first request to vLLM to the end of the last completion, as the generator measured it."""
+    """Duration from the lease's first request to vLLM to the end of the last completion, measured by the generator."""
     prompt_tokens: int
     lengths: list[int]
     """Tokens of each completion."""
     finish_reasons: list[Literal["stop", "length"]] = []
     version_tokens: dict[int, int] = {}
-    """Completion tokens by the version of the weights that sampled them; -1: masked."""
+    """Completion tokens by weight version that sampled them; -1: masked."""
     drafted_tokens: int | None = None
-    """Tokens that were verified instead of sampled one by one; None without speculation, or where it is not reported."""
+    """Drafted tokens, verified instead of sampled one by one; None without speculative decoding, or if not reported."""
     accepted_tokens: int | None = None
-    """Those of them that the policy sampled too."""
+    """Drafted tokens that the policy accepted."""
     refilled: bool = False
-    """Dropped for equal rewards; the slot is issued again with another prompt."""
+    """The group was dropped for equal rewards, and the slot was reissued with another prompt."""
 
 
 class StepLine(Line, frozen=True, kw_only=True, tag="step"):

@@ -1,4 +1,4 @@
-"""``trackers``: which experiment trackers get what ``metrics.jsonl`` and ``curve.csv`` hold."""
+"""``spec.trackers``: experiment trackers that receive the content of ``metrics.jsonl`` and ``curve.csv``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TrackerName = Annotated[
         )
     ),
 ]
-"""Of a project or an experiment: what W&B and MLflow both take."""
+"""Name of a project or an experiment, with characters that both W&B and MLflow accept."""
 
 
 class TensorBoardSpec(Model):
@@ -63,7 +63,7 @@ class MLflowSpec(Model):
     """Address of the server (``https://mlflow.example.com``) or path of the database
     (``sqlite:////shared/mlflow.db``)."""
     experiment: TrackerName = "scalerl"
-    """Created if it does not exist. The tracker's run has the name of this run."""
+    """Name of the experiment, which is created if it does not exist. The tracker's run has the name of this run."""
 
 
 class TrackersSpec(Model):

@@ -1,14 +1,14 @@
-"""How weights travel from the trainer to the generators: one byte layout both sides compute.
+"""Byte layout of the weights that the trainer broadcasts to the generators; both sides compute it.
 
 A publish is a *manifest* (every tensor's name, dtype and shape, in sending order) cut into
 *buckets*. A bucket is one flat buffer and one broadcast: the tensors' bytes back to back, each
-starting at a multiple of :data:`ALIGNMENT`, then a trailer of four 64-bit words that says which
-bucket of which version this is and what its bytes sum to. Trainer and generator compute the layout
-from the same manifest, so nothing but the manifest has to be agreed on beforehand, and a receiver
-refuses a bucket that is not the one it waits for or does not sum to what was sent.
+starting at a multiple of :data:`ALIGNMENT`, then a trailer of four 64-bit words with the weight
+version, the index of the bucket and the checksum of its payload. Trainer and generator compute the
+layout from the same manifest, so only the manifest is exchanged beforehand. A receiver rejects a
+bucket with another version, index or checksum than expected.
 
-Pure Python: no torch here. Each side has one small torch function for the checksum, and both are
-held to :func:`checksum` by :data:`CHECKSUM_VECTORS`.
+Pure Python: this module does not import torch. Each side has one small torch function for the
+checksum; tests compare both with :func:`checksum` on :data:`CHECKSUM_VECTORS`.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass
 from scalerl_api.wire import TensorSpec
 
 ALIGNMENT = 16
-"""Bytes. Every tensor of a bucket starts at a multiple of this, and its payload ends at one."""
+"""Bytes. Every tensor of a bucket starts at a multiple of this number, and the payload ends at one."""
 
 TRAILER_WORDS = 4
 TRAILER_BYTES = 8 * TRAILER_WORDS
-"""Appended to every bucket: magic, version, bucket index, checksum (little-endian signed words)."""
+"""Size of the trailer of every bucket: magic, version, bucket index, checksum (little-endian signed 64-bit words)."""
 
 TRAILER_MAGIC = 0x5CA1E_B0C4E7
-"""A buffer that no broadcast wrote to does not start its trailer with this by accident."""
+"""First word of a trailer; it marks a buffer that a broadcast has written."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
-"""Names are torch's; these dtypes may be published."""
+"""Bytes per element of the dtypes that can be published, by torch's names."""
 
 
 class LayoutError(ValueError):
-    """A manifest or a bucket size that cannot be laid out; the message says which and why."""
+    """A manifest or a bucket size that cannot be laid out; the message has the reason."""
 
 
 class BucketMismatch(RuntimeError):
-    """The bytes received are not the bucket expected: wrong order, wrong version, or damaged."""
+    """The received bytes are not the expected bucket: wrong order, wrong version, or corrupted."""
 
 
 def tensor_bytes(tensor: TensorSpec) -> int:
@@ -62,10 +62,12 @@ def tensor_bytes(tensor: TensorSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in its bucket: ``buffer[offset : offset + tensor_bytes(tensor)]``."""
+    """Position of a tensor in its bucket: ``buffer[offset : offset + tensor_bytes(tensor)]``."""
 
     tensor: TensorSpec
+    """Name, dtype and shape."""
     offset: int
+    """First byte in the bucket, a multiple of :data:`ALIGNMENT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,11 @@ class Bucket:
     """One broadcast: ``payload_bytes`` of tensors (padded to :data:`ALIGNMENT`), then the trailer."""
 
     index: int
+    """Position of the bucket in the publish, from 0."""
     slots: tuple[Slot, ...]
+    """Its tensors, in the order of the manifest."""
     payload_bytes: int
+    """Bytes before the trailer, padding included."""
 
     @property
     def total_bytes(self) -> int:
@@ -130,15 +135,15 @@ def lay_out(manifest: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, 
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
-    r"""What a payload sums to: :math:`\sum_i (2i + 1)\, x_i \bmod 2^{64}`, as a signed 64-bit integer.
+    r"""The checksum of a payload, :math:`\sum_i (2i + 1)\, x_i \bmod 2^{64}`, as a signed 64-bit integer.
 
-    :math:`x_i` are the payload's little-endian 64-bit words. Odd weights make any change of one word
-    visible. Distinct ones make an exchange of two words visible, unless twice the product of their
-    difference and their distance is a multiple of 2⁶⁴ (neighbours that differ in bit 63 alone). Wrapping
-    integer arithmetic gives the same value on every device whatever the order of summation. It
-    guards against drift and damage, not against an adversary.
+    :math:`x_i` are the payload's little-endian 64-bit words. Because the weights are odd, the checksum
+    detects any change of one word. Because the weights are distinct, it detects an exchange of two words,
+    unless twice the product of their difference and their distance is a multiple of 2⁶⁴ (neighbours that
+    differ in bit 63 alone). Wrapping integer arithmetic gives the same value on every device in any order
+    of summation. The checksum detects drift and corruption, not deliberate manipulation.
 
-    This is the definition, and slow; the torch functions of the two sides are the fast ones.
+    This function is the slow reference; trainer and generator use their torch functions.
 
     >>> checksum(bytes(16)), checksum((5).to_bytes(8, "little") + (7).to_bytes(8, "little"))
     (0, 26)
@@ -152,7 +157,7 @@ def checksum(payload: bytes | bytearray | memoryview) -> int:
 
 
 def signed64(value: int) -> int:
-    """``value`` modulo 2**64, in ``[-2**63, 2**63)``: what 64-bit wrapping arithmetic leaves."""
+    """``value`` modulo 2**64, in ``[-2**63, 2**63)``: the result of wrapping 64-bit arithmetic."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -162,10 +167,10 @@ def trailer(version: int, bucket_index: int, payload_checksum: int) -> tuple[int
 
 
 def check_trailer(words: Sequence[int], version: int, bucket_index: int, payload_checksum: int) -> None:
-    """Compare a received trailer with what the receiver expects and computed.
+    """Compare a received trailer with the expected version and index and the computed checksum.
 
     Raises:
-        BucketMismatch: says which of the four words differs.
+        BucketMismatch: a word differs; the message names it.
     """
     magic, sent_version, sent_index, sent_checksum = words
     where = f"bucket {bucket_index} of version {version}"
@@ -206,4 +211,4 @@ CHECKSUM_VECTORS: dict[str, int] = {
     "high-bits": 614891469123651718,
     "long": 328064344275046861,
 }
-"""Name of a payload (:func:`vector_payload`) to the checksum every implementation must give it."""
+"""Golden vectors: the checksum that every implementation must compute, by name of the payload (:func:`vector_payload`)."""

@@ -1,9 +1,9 @@
 """Tasks: prompt sources, the held-out split, templates, verifiers, grading.
 
-The way of a task, from prompt to grade::
+From a task's spec to prompts and grades::
 
     spec ──────▶ open_tasks(): each of evaluation.sets with a task, then
-    spec.task ─▶ open_task(), or of each task of a mix; Mixture.place() says which of them has a slot
+    spec.task ─▶ open_task() for the task, or for each task of a mix; Mixture.place() assigns slots to tasks
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
                                  └▶ opgraph.OpGraphSource: see that package
@@ -18,9 +18,9 @@ The way of a task, from prompt to grade::
                              guarded() ─▶ extract_answer() ─▶ Verifier.score()
                 ◀── Graded(verdict, error) for each completion
 
-Everything is deterministic: equal digests mean equal prompts. No torch or network; which prompt comes next is the
-coordinator's decision. Importing this package imports neither reasoning-gym, sympy, tokenizers nor transformers; opening
-a source, a verifier or a tokenizer imports what that one needs.
+Everything is deterministic: equal digests mean equal prompts. The package uses neither torch nor the network; the coordinator
+selects the next prompt. Importing this package imports neither reasoning-gym, sympy, tokenizers nor transformers; opening a
+source, a verifier or a tokenizer imports its dependencies.
 """
 
 from scalerl_tasks.answer_extraction import extract_answer

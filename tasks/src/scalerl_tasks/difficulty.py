@@ -7,12 +7,11 @@ from typing import Any
 
 
 def arithmetic_operations(metadata: Mapping[str, Any]) -> int | None:
-    """Operations needed for the answer: op(G), the difficulty of the Interplay paper (arXiv 2512.07783, §3)
-    [P].
+    """Number of operations that the answer needs: op(G), the difficulty of the Interplay paper (arXiv 2512.07783, §3) [P].
 
-    Known for the reasoning-gym tasks that give the number of terms of an expression (``chain_sum``,
-    ``basic_arithmetic``, ``products``, ``decimal_chain_sum``, …): a chain of n terms has n − 1 operations.
-    None for all others. A curriculum by difficulty can use it; nothing here depends on it.
+    It is known for reasoning-gym tasks that provide the number of terms of an expression (``chain_sum``,
+    ``basic_arithmetic``, ``products``, ``decimal_chain_sum``, …): a chain of n terms has n − 1 operations. For all other
+    tasks the result is None.
 
     >>> arithmetic_operations({"num_terms": 4})
     3

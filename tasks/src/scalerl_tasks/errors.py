@@ -7,7 +7,7 @@
     │   ├── PromptError        one prompt of a source cannot be generated; others can
     │   ├── UnknownTaskError   no reasoning-gym task of that name
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
-    │   ├── JsonlError         a line of a JSONL file is bad (file, line, column, field)
+    │   ├── JsonlError         a line of a JSONL file is invalid (file, line, column, field)
     │   └── SplitError         the held-out set cannot be taken from this source
     ├── SectionError           one of several sections of a run cannot be used
     │   ├── EvaluationSetError a set of evaluation.sets cannot be opened, or not beside the task
@@ -17,7 +17,7 @@
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
     └── GradingError           the grading processes cannot be kept running (never caused by a completion)
 
-Every message says what is wrong, where, and what to do.
+Every message names the problem, its location, and the action to take.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ParameterError(SourceError):
 
 
 class JsonlError(SourceError):
-    """A JSONL file, or one of its lines, is bad.
+    """A JSONL file, or one of its lines, is invalid.
 
     Attributes:
         path: the file.
         line: 1-based line number, None for the whole file.
-        column: 1-based column in characters (in bytes when the line is not UTF-8), where known.
-        field: the wrong JSON field, where known.
+        column: 1-based column in characters (in bytes if the line is not UTF-8), if known.
+        field: the invalid JSON field, if known.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class SectionError(TaskError):
     """One of several sections of a run cannot be used.
 
     Attributes:
-        field: the section in the spec, with its index.
-        problem: why.
+        field: path of the section in the spec, with its index.
+        problem: the error of the section.
     """
 
     def __init__(self, name: str, field: str, problem: TaskError) -> None:
@@ -118,7 +118,7 @@ class TemplateError(TaskError):
 
 
 class TokenizerError(TaskError):
-    """The model's tokenizer, chat template or end tokens do not fit the run; names the field."""
+    """The model's tokenizer, chat template or end tokens do not fit the run; the message names the field."""
 
 
 class VerifierError(TaskError):
@@ -128,8 +128,8 @@ class VerifierError(TaskError):
 class GradingError(TaskError):
     """The grading processes cannot be started or kept running.
 
-    Never raised because of a completion's text: that gives an error in place of a verdict. The group was not graded, so the
-    caller has no scores to use.
+    A completion's text never raises it: a completion that cannot be graded gets an error in place of a verdict. After a
+    GradingError the group has no scores.
     """
 
 

@@ -1,10 +1,10 @@
 """Imports reasoning-gym one category at a time.
 
 ``import reasoning_gym`` runs every category, and with them sympy, matplotlib and pyfiglet: seconds and 100 MiB, in each
-process that needs one scorer of ten lines. One category takes a tenth of a second. So the package's own ``__init__`` is
-deferred: ``sys.modules`` gets a module that knows the positions of its submodules, and the first missing attribute (say,
-``reasoning_gym.create_dataset`` for another user) runs the real ``__init__`` in place. The library itself is not
-changed, and later importers get all of it.
+process that needs one scorer of ten lines. One category takes a tenth of a second. Therefore the package's own ``__init__`` is
+deferred: ``sys.modules`` gets a module that can find its submodules, and the first access to a missing attribute (say,
+``reasoning_gym.create_dataset`` by other code) runs the real ``__init__`` in place. The library itself is not changed, and
+later importers get all of it.
 
 Two categories import packages that most of their tasks do not need. ``zebra_puzzles`` needs pycosat, which only a C
 compiler can install. cellpylib, of the games of life, imports matplotlib for plots that no task draws, and the operator's
@@ -41,7 +41,7 @@ class _LazyPackage(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # The import system probes for such names; they must not run the package.
+            # The import system looks up such names, which must not run the package.
             raise AttributeError(name)
         with _lock:
             spec = self.__spec__
@@ -73,7 +73,7 @@ _MATPLOTLIB_MODULES = (
 
 
 class _MatplotlibStub(types.ModuleType):
-    """Stub of a matplotlib module: drawing raises an error that says what to install."""
+    """Stub of a matplotlib module: drawing raises an error with the package to install."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -92,9 +92,10 @@ class _MatplotlibStub(types.ModuleType):
 
 @contextlib.contextmanager
 def _matplotlib_or_stub() -> Iterator[None]:
-    """For the import of cellpylib, which keeps the module it finds; a later import of matplotlib fails as usual.
+    """Provide a stub of matplotlib, if it is missing, during the import of cellpylib, which keeps a reference to it. A later
+    import of matplotlib fails as usual.
 
-    Nested (a category's import can run the package's ``__init__``), it finds the stub and leaves it.
+    A nested call (a category's import can run the package's ``__init__``) keeps the stub of the outer one.
     """
     if importlib.util.find_spec("matplotlib") is not None:
         yield
@@ -124,7 +125,7 @@ def _spec() -> importlib.machinery.ModuleSpec:
 def task_categories() -> dict[str, str]:
     """Task name → category (``chain_sum`` → ``arithmetic``), read from the package's source without running it.
 
-    Without ``composite``, which has no category and mixes tasks by nested configuration.
+    It excludes ``composite``, which has no category and mixes tasks by nested configuration.
     """
     roots = _spec().submodule_search_locations
     assert roots is not None

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: every line is checked when it is opened, no line is kept in memory."""
+"""Prompts from a JSONL file: opening it checks every line, but keeps none in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _decoder = msgspec.json.Decoder(_Row)
 class JsonlSource:
     """A :class:`~scalerl_tasks.PromptSource` over a file.
 
-    Held in memory: 24 bytes a line. The file stays open and must not change while in use; the next read detects a change.
+    It uses 24 bytes of memory per line. The file stays open and must not change while in use; the next read detects a change.
     ``digest`` is the SHA-256 of the file's bytes.
     """
 
@@ -66,7 +66,7 @@ class JsonlSource:
         return self._digest
 
     def close(self) -> None:
-        """Close the file; the source cannot be read afterwards. Happens by itself when the source is deleted."""
+        """Close the file; the source cannot be read afterwards. Deleting the source closes it too."""
         self._finalizer()
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class JsonlSource:
 
 
 def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
-    """Open and check a JSONL file: one object a line with the strings ``prompt`` and ``answer``, and
+    """Open and check a JSONL file: one object per line with the strings ``prompt`` and ``answer``, and
     optionally ``id`` (string), ``difficulty`` (number), ``solution`` (string) and ``metadata`` (object, passed
     through).
 
@@ -97,7 +97,7 @@ def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
     ``id`` gets a hash of its prompt and answer.
 
     Raises:
-        JsonlError: the first bad line: not UTF-8, bad JSON, a missing, unknown or ill-typed field, an empty
+        JsonlError: the first invalid line: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty
             prompt or answer, a line over 1 MiB, a repeated ``id``; or the file has no prompts.
         SourceError: the file cannot be read.
     """
@@ -156,7 +156,7 @@ class _Scan:
         for row, earlier in sorted(repeats):
             later_row, earlier_row = self._read(file, row), self._read(file, earlier)
             if _row_id(later_row) != _row_id(earlier_row):
-                continue  # two ids with one hash
+                continue  # two different ids with the same hash
             at = self.lines[earlier]
             if later_row.id is None:
                 raise JsonlError(
@@ -220,14 +220,14 @@ def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError
 
 
 def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
-    """Turn msgspec's error into one with the field and what to do."""
+    """Convert msgspec's error to one with the field and the action to take."""
     try:
         found = msgspec.json.decode(raw)
     except (
         msgspec.DecodeError,
         UnicodeDecodeError,
         RecursionError,
-    ) as error:  # a bad field, and bad JSON after it
+    ) as error:  # an invalid field, and invalid JSON after it
         return _bad_json(path, line, raw, error)
     if not isinstance(found, dict):
         return JsonlError(path, f"is a JSON {_json_type(found)}, not an object with {_ALLOWED}", line=line)

@@ -13,27 +13,30 @@ from fractions import Fraction
 class _Split:
     """Divides a sequence in two.
 
-    Of the first n items, ⌊(n · numerator + offset) / denominator⌋ go left: a Sturmian sequence, in which every window of L
-    items has its share of L or the whole number above or below (Morse and Hedlund, 1940).
+    Of the first n items, ⌊(n · numerator + offset) / denominator⌋ go to the left: a Sturmian sequence, in which the number of
+    left items in every window of L items is L · numerator / denominator rounded up or down (Morse and Hedlund, 1940).
     """
 
     numerator: int
     denominator: int
     offset: int
+    """Phase of the sequence: 0 ≤ offset < denominator."""
     left: _Split | int
-    """A task, or what divides further."""
+    """A task, or a split of the left items."""
     right: _Split | int
+    """A task, or a split of the right items."""
 
     def before(self, n: int) -> int:
-        """Of the first n items, how many go left."""
+        """Number of the first n items that go to the left."""
         return (n * self.numerator + self.offset) // self.denominator
 
 
 class Mixture:
-    """Which task a place of a sequence has. Follows from weights and seed alone, in integers: no state, no floats.
+    """Assigns a task to each position of a sequence, from weights and seed alone, in integer arithmetic without state.
 
-    The tasks are the leaves of a Huffman tree whose nodes divide what they get in two. In any window of L places, a task has
-    L · weight of them, but for less than 1 for each node above it, and at most one node less than there are tasks.
+    The tasks are the leaves of a Huffman tree whose nodes each divide a sequence in two. In any window of L positions, the
+    number of a task's positions differs from L · weight by less than 1 per node above the task; with T tasks, there are at
+    most T − 1 such nodes.
 
     >>> of_two = Mixture([Fraction(3, 4), Fraction(1, 4)], seed=0)
     >>> [of_two.place(n)[0] for n in range(8)].count(0)
@@ -41,7 +44,15 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[Fraction], seed: int) -> None:
-        """weights: positive; they need not sum to 1. Raises ValueError for none, or one that is not positive."""
+        """Build the tree.
+
+        Args:
+            weights: positive weights; they need not sum to 1.
+            seed: determines the phases of the splits.
+
+        Raises:
+            ValueError: there is no weight, or one is not positive.
+        """
         if not weights or min(weights) <= 0:
             raise ValueError(f"a mix needs positive weights, got {list(map(str, weights))}")
         self.tasks = len(weights)
@@ -57,7 +68,7 @@ class Mixture:
         self._root = nodes[0][2]
 
     def place(self, n: int) -> tuple[int, int]:
-        """The task of place n, and how many of the places before it are the task's."""
+        """The task of position n, and the number of earlier positions of that task."""
         node = self._root
         while not isinstance(node, int):
             before = node.before(n)
@@ -65,7 +76,7 @@ class Mixture:
         return node, n
 
     def task(self, n: int) -> int:
-        """The task of place n."""
+        """The task of position n."""
         return self.place(n)[0]
 
 

@@ -12,14 +12,14 @@ from scalerl_tasks.errors import TemplateError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, and what is needed to grade an answer.
+    """One question, with the data for grading an answer.
 
     Attributes:
         id: stable and unique within its source: the same source always gives the same prompt the same id.
         text: the user's message, without any chat template.
         answer: the reference answer; empty if a task has none (its scorer then uses ``metadata``).
-        solution: a worked solution for a supervised warm start, where the source has one.
-        difficulty: higher is harder, on the source's own scale (operations for arithmetic), where known.
+        solution: a worked solution for a supervised warm start, if the source has one.
+        difficulty: higher is harder, on the source's own scale (operations for arithmetic), if known.
         metadata: input of the task's scorer; picklable, not necessarily JSON.
         labels: names by which results are broken down, such as ``{"context": "zoo"}``.
     """
@@ -61,16 +61,16 @@ class PromptSource(Protocol):
         """The prompt at ``index`` (0 ≤ index < len).
 
         Raises:
-            IndexError: index out of range; negative ones are.
+            IndexError: the index is negative or too large.
             SourceError: the file or task behind the source has changed or fails.
         """
         ...
 
     def difficulty(self, index: int, /) -> float | None:
-        """The difficulty of the prompt at ``index``, where known; never more work than to read the prompt.
+        """The difficulty of the prompt at ``index``, if known; at most as expensive as reading the prompt.
 
         Raises:
-            IndexError, SourceError: as reading the prompt.
+            IndexError, SourceError: as when reading the prompt.
         """
         ...
 

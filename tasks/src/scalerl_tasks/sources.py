@@ -100,19 +100,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPrompts:
-    """Prompts that are only evaluated on, with what renders and scores them."""
+    """The prompts of an evaluation set, with their source, prompt format and verifier."""
 
     name: str
     field: str
-    """In the spec, with the index of the set."""
+    """Path of the task in the spec, with the index of the set."""
     prompts: HeldOut
     spec: ProblemSpec
-    """Of their source and verifier."""
+    """Section with source, prompt format and verifier."""
     prompt: PromptSpec
 
     @property
     def digest(self) -> str:
-        """Of all that a score follows from, besides model and sampling: prompts as they are rendered, and their verifier."""
+        """Digest of everything besides model and sampling that determines a score: the rendered prompts and their verifier."""
         parts = (self.prompts.digest, self.spec.verifier.name, self.prompt.model_dump_json())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -122,19 +122,20 @@ class RunTasks:
     """All prompts of a run."""
 
     tasks: tuple[Task, ...]
-    """Of its training prompts, in the order of ``task.mix``; no text of an evaluation set or of a task's held-out prompts is
-    among any of them."""
+    """The training tasks, in the order of ``task.mix``. Their training prompts have no text of an evaluation set or of any
+    task's held-out prompts."""
     sections: tuple[TrainingTask, ...]
-    """Their sections of the spec."""
+    """Sections of the tasks in the spec."""
     sets: tuple[EvaluationPrompts, ...]
-    """The evaluation sets with a task of their own, in the spec's order."""
+    """The evaluation sets with their own task, in the order of the spec."""
     digest: str
-    """Of the training prompts: equal digests mean equal prompts, in equal proportions."""
+    """Digest of the training prompts: equal digests mean equal prompts, in equal proportions."""
 
     def overlap(self, one: EvaluationPrompts) -> str:
-        """Why a training file and a set cannot be used together: it has prompts of the set. Empty where none is found.
+        """The reason why a training file and an evaluation set cannot be used together: the file has prompts of the set. Empty
+        if no such prompt is found.
 
-        Generated training prompts are not searched, which are too many: :class:`~.split.Train` leaves out those of the sets.
+        Generated training prompts are too many to be searched; :class:`~.split.Train` excludes those with the text of a set.
         """
         for given, task in zip(self.sections, self.tasks, strict=True):
             file = given.section.jsonl
@@ -147,11 +148,11 @@ class RunTasks:
 
 
 def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[HeldOut] = ()) -> Task:
-    """Open the source, take the held-out set, check the template. ``others``: prompts not to train on either.
+    """Open the source, select the held-out set, and check the template. ``others``: further prompts to exclude from training.
 
     Raises:
-        SourceError: the source is bad or too small for the held-out set.
-        TemplateError: the template is bad.
+        SourceError: the source is invalid or too small for the held-out set.
+        TemplateError: the template is invalid.
     """
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
@@ -163,8 +164,8 @@ def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
     """Open the tasks of a run, and its evaluation sets.
 
     Raises:
-        SectionError: of a set or of a task of a mix, as :func:`open_task`; its problem is that error.
-        SourceError, TemplateError: of the only task, as :func:`open_task`.
+        SectionError: a set or a task of a mix cannot be opened; its ``problem`` is the error of :func:`open_task`.
+        SourceError, TemplateError: the only task cannot be opened; see :func:`open_task`.
     """
     sets = tuple(
         _open_set(at, spec, directory)
@@ -186,7 +187,7 @@ def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
 def _open_mix(
     mix: Sequence[TrainingTask], directory: Path | None, others: Sequence[HeldOut]
 ) -> tuple[Task, ...]:
-    """The tasks of a mix: none is trained on the held-out prompts of another."""
+    """Open the tasks of a mix, each without the held-out prompts of the others among its training prompts."""
     sources, held_out, tasks = [], [], []
     for one in mix:
         with _section(one):

@@ -1,4 +1,4 @@
-"""Takes a held-out set from a source, so that no held-out text is ever trained on."""
+"""Splits a source into training and held-out prompts, so that no held-out text is ever trained on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from scalerl_tasks.errors import SplitError
 from scalerl_tasks.prompts import Prompt, PromptSource, check_index
 
-_VERSION = "1"  # part of the digests: another way to split gives other sets
+_VERSION = "1"  # part of the digests; a change of the split must change them
 _MAX_PROBES = 64
 DEFAULT_SIZE = 1000
 
 
 class HeldOut:
-    """The held-out prompts: chosen by the seed, all with different texts, in a fixed order."""
+    """Held-out prompts: selected by the seed, all with different texts, in a fixed order."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class HeldOut:
     ) -> None:
         self._source = source
         self.indices = indices
-        """In the source, in this order."""
+        """Indices in the source, in the order of the set."""
         self.texts = texts
         """Keys of the prompts' texts."""
         self._digest = digest
         self.labels = labels
-        """Of each prompt: those that the source gives, or its difficulty."""
+        """Labels of each prompt: those of the source, or its difficulty."""
 
     @property
     def digest(self) -> str:
@@ -53,9 +53,9 @@ class HeldOut:
 class Train:
     """All other prompts, in the source's order.
 
-    Generated tasks repeat themselves, so a prompt that was not chosen can still have a held-out text. To find all of them
-    would mean to generate the whole source. Instead, another prompt replaces such a prompt at its position, found by
-    probing from a hash of the position: the same at every read and on every machine. It then has two positions.
+    Generated tasks repeat prompts, so a prompt that was not selected can still have a held-out text. Finding all of them would
+    require generating the whole source. Instead, a read replaces such a prompt with another one, found by probing from a hash
+    of the position: the same at every read and on every machine. The replacement then has two positions.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Train:
         )
 
     def difficulty(self, index: int, /) -> float | None:
-        """Of the source's prompt at this place: not of the one that replaces it where its text is held out, which only
-        reading both can tell."""
+        """The difficulty of the source's prompt at this position, even if a read replaces that prompt because its text is held
+        out: only a read could detect this."""
         check_index(index, len(self))
         return self._source.difficulty(self._source_index(index))
 
@@ -98,8 +98,8 @@ class Train:
         return _text_key(prompt) in self._texts
 
     def shared(self, prompts: HeldOut) -> list[Prompt]:
-        """The prompts of the source that have the text of one of ``prompts``, and would be trained on but for that. Reads all
-        of the source."""
+        """The prompts of the source that are excluded from training only because they have the text of one of ``prompts``. Reads
+        the whole source."""
         texts = prompts.texts - self._held_out_texts
         return [
             prompt
@@ -114,7 +114,7 @@ class Train:
         yield position
         for probe in range(_MAX_PROBES):
             yield _draw(f"train/{self._digest}/{position}/{probe}", len(self))
-        # A source that consists almost wholly of held-out texts: read all of it before giving up.
+        # The source consists almost wholly of held-out texts: read all of it before giving up.
         yield from range(len(self))
 
 
@@ -123,15 +123,15 @@ def split_held_out(
 ) -> tuple[Train, HeldOut]:
     """Split a source into train and held-out prompts.
 
-    Both depend only on ``source.digest``, ``size`` and ``seed``, and the training prompts on the digests of ``others``. No
-    text is in both. Costs about ``size`` reads of the source (more where texts repeat), and memory for ``size`` hashes,
-    whatever the source's length.
+    Both depend only on ``source.digest``, ``size`` and ``seed``, and the training prompts also on the digests of ``others``. No
+    text is in both. The split costs about ``size`` reads of the source (more if texts repeat) and memory for ``size`` hashes,
+    independent of the source's length.
 
     Args:
         source: the source to split.
         size: number of held-out prompts, all with different texts (1,000 in ScaleRL [P]).
-        seed: selects them.
-        others: prompts of other sources whose texts the training prompts shall not have either.
+        seed: seed of the selection.
+        others: prompts of other sources whose texts are also excluded from the training prompts.
 
     Raises:
         SplitError: the source has too few prompts, or too few different ones.
@@ -141,7 +141,7 @@ def split_held_out(
 
 
 def choose_held_out(source: PromptSource, size: int, seed: int) -> HeldOut:
-    """The held-out prompts of :func:`split_held_out`, which has arguments and errors."""
+    """The held-out prompts of :func:`split_held_out`, whose documentation describes arguments and errors."""
     total = len(source)
     if size < 1:
         raise SplitError(
@@ -158,7 +158,7 @@ def choose_held_out(source: PromptSource, size: int, seed: int) -> HeldOut:
 def open_train(
     source: PromptSource, held_out: HeldOut, size: int, seed: int, others: Sequence[HeldOut] = ()
 ) -> Train:
-    """The training prompts of :func:`split_held_out`, which has arguments and errors."""
+    """The training prompts of :func:`split_held_out`, whose documentation describes arguments and errors."""
     texts = frozenset[bytes]().union(*(other.texts for other in others))
     identity = "/".join([f"{_VERSION}/{source.digest}/{size}/{seed}", *(other.digest for other in others)])
     train = Train(source, held_out, texts, _sha256(f"train/{identity}"))
@@ -167,12 +167,12 @@ def open_train(
 
 
 def select_prompts(source: PromptSource, size: int | None, seed: int) -> HeldOut:
-    """Prompts of a source that is not trained on, chosen as :func:`split_held_out` does.
+    """Select prompts of a source that is not trained on, in the same way as :func:`split_held_out`.
 
     Args:
         source: the source.
         size: number of prompts, all with different texts; None: :data:`DEFAULT_SIZE`, or all of a source with fewer.
-        seed: selects them.
+        seed: seed of the selection.
 
     Raises:
         SplitError: the source has fewer different prompts than ``size``.
@@ -211,9 +211,9 @@ def _labels(prompt: Prompt) -> dict[str, str]:
 
 
 def _shuffled(total: int, key: str) -> Iterator[int]:
-    """All of 0..total−1 in an order set by ``key``: Fisher–Yates, with memory only for the drawn numbers.
+    """A permutation of 0..total−1 determined by ``key``: Fisher–Yates, with memory only for the drawn numbers.
 
-    Not by ``random``: an evaluation set must not change with the Python release.
+    It does not use ``random``, because an evaluation set must not change with the Python release.
     """
     moved: dict[int, int] = {}
     for drawn in range(total):

@@ -18,7 +18,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from scalerl_tasks.number import last_number
 
-# It warns, once per process, that callers must set the time limit. They do.
+# Suppressed: the library warns, once per process, that callers must set a time limit. The grading pool does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -32,12 +32,12 @@ _MAX_EXPONENT = 64
 
 @functools.lru_cache(maxsize=256)
 def parse_reference(answer: str) -> list[Any]:
-    """A reference answer as math-verify's list of readings; empty when it cannot be read."""
+    """A reference answer as math-verify's list of interpretations; empty if it cannot be parsed."""
     return _parse(answer)
 
 
 def equivalent(reference: list[Any], answer: str) -> bool:
-    """Whether ``answer`` is mathematically equal to one reading of the reference. May not terminate."""
+    """Whether ``answer`` is mathematically equal to an interpretation of the reference. It may not terminate."""
     given = _parse(answer[-_MAX_CHARACTERS:])
     return bool(given) and bool(verify(reference, given, timeout_seconds=None))
 

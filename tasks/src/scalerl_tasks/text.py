@@ -1,6 +1,6 @@
 """Text and tokens: the model's tokenizer, its chat template and end tokens, thoughts, and the interruption phrase.
 
-Counting prompts, the warm start, sampling and grading have to agree on all of these, so each is defined only here.
+The length check of prompts, the warm start, sampling and grading must agree on all of these, so each is defined only here.
 
 ``tokenizers`` reads ``tokenizer.json`` in milliseconds, and transformers renders a chat template without its tokenizers
 (which import torch, five seconds). Both are imported on first use: a process that opens no tokenizer needs neither.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from scalerl_api.spec import PromptSpec
 
 _CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
-"""Text like ``<|im_start|>``: in a chat template, a token of its own."""
+"""Text like ``<|im_start|>``, which is a single token in a chat template."""
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
 
@@ -44,7 +44,7 @@ def ends_inside_thought(text: str) -> bool:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """What the JSON files of a model folder say about its tokenizer, without opening it."""
+    """Tokenizer settings in the JSON files of a model folder, read without opening the tokenizer."""
 
     special: dict[str, str]
     """Text of each special token, by its name in ``tokenizer_config.json`` (``bos_token``, ``eos_token``, …)."""
@@ -82,13 +82,13 @@ class ModelTokenizer:
     """The tokenizer of a model folder with a run's prompt format.
 
     Args:
-        model: the folder with ``tokenizer.json``, or with what transformers makes one from.
+        model: the folder with ``tokenizer.json``, or with files from which transformers creates one.
         prompt: ``task.prompt``, or that of a task of a mix or of an evaluation set.
         field: its path in the spec, for messages.
 
     Raises:
-        TokenizerError: no tokenizer, no end token, no chat template where the format is ``Chat``, or one of its own for another
-            tokenizer.
+        TokenizerError: there is no tokenizer or no end token, or with the format ``Chat`` no chat template, or the spec's
+            chat template is for another tokenizer.
     """
 
     def __init__(self, model: Path, prompt: PromptSpec, field: str = "task.prompt") -> None:
@@ -99,7 +99,7 @@ class ModelTokenizer:
         if found is None or (end is None and not config.end_token_ids):
             theirs = _from_transformers(model)
             found = theirs.backend_tokenizer if found is None else found
-            # A class of tokenizers has special tokens of its own, for a folder that names none.
+            # The tokenizer class has default special tokens, for a folder that names none.
             self._special = theirs.special_tokens_map | self._special
             end = _token_id(found, self._special.get("eos_token"))
         ends = config.end_token_ids if end is None else [end, *config.end_token_ids]
@@ -127,32 +127,32 @@ class ModelTokenizer:
         found.no_padding()
         self._tokenizer: Tokenizer = found
         self.unknown_token_id: int | None = _token_id(found, self._special.get("unk_token"))
-        """What stands for text without tokens."""
+        """Token in place of text that the tokenizer cannot encode; None if there is no such token."""
         self._chat_template = chat_template if prompt.format == "Chat" else None
         self._after_question = prompt.template.rpartition("{prompt}")[2]
         self.end_token_id: int = ends[0]
-        """What a worked solution is taught to end with: the tokenizer's end token, else the first of the configs."""
+        """Last token of a worked solution in training: the tokenizer's end token, else the first one of the configs."""
         self.stop_token_ids: list[int] = sorted(set(ends))
-        """What a completion ends at, sorted: the end tokens of the tokenizer, the generation config and the model."""
+        """Tokens that end a completion, sorted: the end tokens of the tokenizer, the generation config and the model."""
         padded = _json(model / "config.json").get("vocab_size")
         self.vocabulary_size: int = max(found.get_vocab_size(), padded if isinstance(padded, int) else 0)
-        """Token ids are below it: the tokenizer's, and the model's where it is padded."""
+        """Exclusive upper bound of token ids: the size of the tokenizer's vocabulary, or of the model's if it is padded."""
 
     def encode_prompts(self, prompts: Sequence[RenderedPrompt]) -> list[list[int]]:
         """Token ids of each prompt.
 
-        ``Raw`` adds the special tokens that the tokenizer itself puts around a text (a BOS, where the model has one);
-        ``Chat`` adds none beyond the template's own, as transformers does.
+        ``Raw`` adds the special tokens that the tokenizer itself puts around a text (a BOS, if the model has one). ``Chat`` adds
+        none besides those of the template, as transformers does.
 
         Raises:
-            TokenizerError: the chat template refuses the messages.
+            TokenizerError: the chat template rejects the messages.
         """
         if self._chat_template is None:
             return self._encode([prompt.user for prompt in prompts], special=True)
         return self.encode([self._render(prompt, generation_prompt=True) for prompt in prompts])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text by itself, without special tokens around it."""
+        """Token ids of each text, without special tokens around it."""
         return self._encode(texts, special=False)
 
     def decode(self, completions: Sequence[Sequence[int]]) -> list[str]:
@@ -162,7 +162,7 @@ class ModelTokenizer:
 
     @property
     def tokens(self) -> int:
-        """Token ids of the tokenizer's own are below it, added tokens included."""
+        """Exclusive upper bound of the tokenizer's token ids, added tokens included."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @property
@@ -171,19 +171,19 @@ class ModelTokenizer:
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def texts(self, chunks: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each chunk of tokens, with nothing left out."""
+        """The text of each chunk of tokens, including all special tokens."""
         texts: list[str] = self._tokenizer.decode_batch(chunks, skip_special_tokens=False)
         return texts
 
     def exact_ids(self, text: str) -> list[int] | None:
-        """As :meth:`encode`; None where they hold the unknown token or decode to another text."""
+        """Token ids of ``text``, as from :meth:`encode`; None if they contain the unknown token or decode to another text."""
         (ids,) = self.encode([text])
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
         # Many tokenizers add or drop a space at the beginning of what they encode or decode by itself.
         return ids if self.unknown_token_id not in ids and decoded.lstrip() == text.lstrip() else None
 
     def opens_thought(self, prompt: RenderedPrompt) -> bool:
-        """Whether template or chat template open a thought that the completion continues.
+        """Whether the template or the chat template opens a thought that the completion continues.
 
         Only the text after the question counts: a question may contain ``<think>``.
         """
@@ -197,7 +197,7 @@ class ModelTokenizer:
         return [one.ids for one in encoded]
 
     def _render(self, prompt: RenderedPrompt, *, generation_prompt: bool) -> str:
-        """As ``AutoTokenizer.apply_chat_template``, without its tokenizers and torch."""
+        """The same result as ``AutoTokenizer.apply_chat_template``, without importing its tokenizers and torch."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -218,15 +218,15 @@ class ModelTokenizer:
 def check_interruption(
     interruption: InterruptionSpec, tokenizer: ModelTokenizer, max_completion_tokens: int
 ) -> list[int] | None:
-    """Token ids of the phrase of a forced interruption; None if no thought is interrupted: the tokenizer cannot write a
-    thought's end, or the spec leaves the range to us and the budget is too short for one.
+    """Token ids of the phrase of a forced interruption; None if no thought is interrupted, because the tokenizer cannot encode
+    the end of a thought, or because the spec sets no range and the default range is impossible for the length budget.
 
     Args:
         max_completion_tokens: length budget of a completion, in tokens.
 
     Raises:
-        TokenizerError: the phrase leaves the thought open, the tokenizer cannot encode it exactly or takes a part of it
-            for an end token, or it leaves no token of the budget for an answer.
+        TokenizerError: the phrase does not close the thought, the tokenizer cannot encode it exactly or encodes a part of it as
+            an end token, or it leaves no token of the budget for an answer.
     """
     phrase, (_, last) = interruption.phrase, interruption.range(max_completion_tokens)
     field = f"recipe.length.interruption.phrase {phrase!r}"

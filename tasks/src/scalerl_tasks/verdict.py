@@ -1,4 +1,4 @@
-"""Verdicts: what a verifier finds of a completion."""
+"""Verdicts: results of a verifier for a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from scalerl_tasks.errors import VerifierError
 
 SCORE_RANGE: Final = (0.0, 1.0)
-"""Lowest and highest score of every verifier: a mean score is a pass rate, and curves are fitted to those."""
+"""Lowest and highest score of every verifier, so that a mean score is a pass rate, as the curve fit requires."""
 
 MAX_PARTS: Final = 16
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -22,9 +22,9 @@ class Verdict:
     """A verifier's result for one completion.
 
     Attributes:
-        score: in :data:`SCORE_RANGE`; the reward is made of it.
-        parts: finite numbers that explain the score, by the names that the verifier declares. They are reported as means
-            and change no reward.
+        score: in :data:`SCORE_RANGE`; the reward is computed from it.
+        parts: finite numbers that explain the score, by the names that the verifier declares. Their means are reported; they
+            do not change the reward.
     """
 
     score: float
@@ -32,10 +32,10 @@ class Verdict:
 
 
 def declared_parts(verifier: object) -> tuple[str, ...]:
-    """The names of the parts that a verifier declares in its attribute ``part_names``; without one, none.
+    """The names of the parts that a verifier declares in its attribute ``part_names``; empty without the attribute.
 
     Raises:
-        VerifierError: a name is not one of a column, or given twice; or there are more than :data:`MAX_PARTS`.
+        VerifierError: a name cannot be the name of a column or is repeated, or there are more than :data:`MAX_PARTS`.
     """
     names = tuple(getattr(verifier, "part_names", ()))
     where = f"the verifier {getattr(verifier, 'name', type(verifier).__name__)!r}"
@@ -50,7 +50,7 @@ def declared_parts(verifier: object) -> tuple[str, ...]:
 
 
 def as_verdict(found: Verdict | float, part_names: Sequence[str]) -> Verdict:
-    """What a verifier returned, as a verdict; a bare number or bool is the score of one without parts.
+    """Convert and check the result of a verifier; a number or bool is the score of a verdict without parts.
 
     Raises:
         ValueError: the score is outside :data:`SCORE_RANGE`, a part is not finite, or the parts are not those declared.

@@ -6,12 +6,12 @@
 ``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
 ``reasoning-gym``         the task's own scorer, with its partial credit
 ``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
-``opgraph-blend``         the answer and the steps of its solution; 0 when the answer is wrong
-``opgraph-strict``        the answer, where all steps are right too
+``opgraph-blend``         the answer and the steps of its solution; 0 if the answer is wrong
+``opgraph-strict``        the answer; 0 unless all steps are right too
 ========================  ===================================================================================
 
-All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They have no protection against
-a completion that takes unlimited time or memory: :class:`~scalerl_tasks.GradingPool` provides it.
+All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
+grading a completion; :class:`~scalerl_tasks.GradingPool` does.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MATH_SAMPLES = ((r"\frac{1}{2}", "0.5"), (r"x^2-1", "(x-1)(x+1)"), (r"(1,2]", "
 class Verifier(Protocol):
     """Scores completions of one task.
 
-    One whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``.
+    A verifier whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``.
     """
 
     @property
     def name(self) -> str: ...
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | float:
-        """The completion's verdict; without parts, its score in [0, 1] (a bool, too).
+        """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool.
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -59,8 +59,8 @@ class Verifier(Protocol):
         ...
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
-        """Prompts with correct completions, to test the verifier before use: this imports and caches what grading needs,
-        and shows whether the verifier works.
+        """Prompts with correct completions, to test the verifier before use. Grading them also imports and caches its
+        dependencies.
         """
         ...
 
@@ -135,8 +135,8 @@ class NumberVerifier:
 class ReasoningGymVerifier:
     """The task's own scorer, with its own partial credit.
 
-    The scorer that most tasks share gives a wrong answer that contains the right one len(right)/len(given), and many give
-    0.01 for any answer. ``exact`` and ``number`` score only the correct answer.
+    The scorer that most tasks share scores a wrong answer that contains the right one with len(right)/len(given), and many
+    scorers give 0.01 for any answer. ``exact`` and ``number`` score only the correct answer.
     """
 
     name = "reasoning-gym"
@@ -155,7 +155,7 @@ class ReasoningGymVerifier:
         return min(1.0, max(0.0, score))
 
     def check(self, prompt: Prompt, /) -> None:
-        """Any prompt of its task can be graded."""
+        """Accept every prompt: the task's scorer can grade any prompt of its task."""
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         source = ReasoningGymSource(self._task)

@@ -1,9 +1,9 @@
-"""The recipe of a run: its fields (``spec``), published recipes (``presets``), and where each value comes from (``resolve``)::
+"""The recipe of a run: its fields (``spec``), published recipes (``presets``), and the origin of each value (``resolve``)::
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-Where a new one goes: a loss or a length rule is a model in ``spec`` and a name in ``presets.ONE_OF``; a
-published recipe is an entry of ``presets.PRESETS``.
+To add a loss or a length rule, add a model to ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
+entry to ``presets.PRESETS``.
 """
 
 from scalerl_api.recipe.presets import ONE_OF, PRESETS, Source

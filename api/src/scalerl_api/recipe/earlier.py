@@ -1,8 +1,8 @@
-"""Names that fields of the recipe had in the release before, read for one release. Pure.
+"""Translates field names of the recipe in the previous release, which are read for one release. Pure.
 
-An API server keeps them in the objects that it has, with the defaults of that release written out, so a field that has
-them is only asked where the manifest says nothing newer: no present name of it, and no other preset than ``scalerl``,
-which that release did not have.
+Objects on an API server keep these names, with the defaults of that release written out. Therefore an earlier name counts only
+if the manifest has nothing newer: not the present name of the field, and no preset other than ``scalerl``, because that release
+had no presets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scalerl_api.fields import Model, NonNegativeDecimal, PositiveDecimal, UnitD
 
 
 class EarlierLoss(Model):
-    """Fields that ``recipe.loss`` had."""
+    """Earlier fields of ``recipe.loss``."""
 
     name: Literal["CISPO", "GRPO"] | None = None
     """Earlier form of loss.cispo and loss.ppoClip, read for one release."""
@@ -30,7 +30,7 @@ class EarlierLoss(Model):
 
 
 class EarlierRecipe(Model):
-    """Fields that ``recipe`` had."""
+    """Earlier fields of ``recipe``."""
 
     advantage_normalization: Literal["Batch", "Group", "None"] | None = None
     """Earlier name of advantage.normalization, read for one release."""
@@ -42,16 +42,17 @@ class EarlierRecipe(Model):
 
 @dataclass(frozen=True)
 class EarlierName:
-    """A field that a manifest gives by its earlier name, with another value than the default was; or a section that the
-    release with the earlier names did not have (value None)."""
+    """A field that a manifest gives by its earlier name, with a value other than the earlier default; or a section that the
+    previous release did not have."""
 
     name: str
-    """Path in ``spec.recipe``."""
+    """Earlier path in ``spec.recipe``."""
     value: Any
+    """The given value; None for a section that the previous release did not have."""
     section: str
-    """Where the field is now."""
+    """Present section of the field."""
     read: bool
-    """False: a newer field of the manifest takes its place."""
+    """Whether the value is used; False: a newer field of the manifest takes precedence."""
 
 
 _DEFAULTS: Final = {
@@ -60,15 +61,15 @@ _DEFAULTS: Final = {
     "offPolicy": {"maxStalenessSteps": "8"},
     "fp32Logits": {"fp32Head": "True"},
 }
-"""By the present section: earlier names, and the values that were written where a manifest had none."""
+"""Earlier names with their defaults as text, by present section."""
 _ONLY: Final[Mapping[str, Any]] = {"length": {"none": {}}, "curriculum": {"uniform": {}}}
-"""What that release did, for which it had no fields."""
+"""Behaviour of the previous release for which it had no fields, as values of the present sections."""
 _OF_THE_LOSS: Final = frozenset(_DEFAULTS["loss"])
 _OF_THE_RECIPE: Final = frozenset().union(*_DEFAULTS.values()) - _OF_THE_LOSS
 
 
 def translated(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[EarlierName, ...]]:
-    """A manifest's recipe by present names, and the earlier names in it whose value was not the default.
+    """A manifest's recipe with present names, and its earlier names whose value was not the default.
 
     >>> recipe, names = translated({"maxStalenessSteps": 2, "loss": {"name": "CISPO", "ratioCap": "4"}})
     >>> recipe["loss"], recipe["offPolicy"], recipe["curriculum"]
@@ -112,7 +113,7 @@ def _successor(section: str, old: Mapping[str, Any]) -> Any:
     match section:
         case "loss":
             name = old.get("name", "CISPO")
-            # Another name than CISPO and GRPO is an unknown alternative, and refused as one.
+            # A name other than CISPO and GRPO is an unknown alternative, and rejected as one.
             alternative = "cispo" if name == "CISPO" else "ppoClip" if name == "GRPO" else str(name)
             fields = ("ratioCap",) if name == "CISPO" else ("clipLow", "clipHigh")
             return {alternative: {field: old[field] for field in fields if field in old}}
@@ -127,8 +128,8 @@ def _successor(section: str, old: Mapping[str, Any]) -> Any:
 
 
 def with_earlier_names(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole recipe with the earlier names beside the present ones, for a pod of a run under way that still has the image
-    of the release before: it drops names that it does not know, and would take its defaults for the others.
+    """A complete recipe with the earlier names added to the present ones, for a pod of an active run that still has the image of
+    the previous release: that image ignores unknown names, and would use its defaults instead.
 
     >>> with_earlier_names({"loss": {"ppoClip": {"clipLow": "0.1"}}, "fp32Logits": "None"})
     {'loss': {'ppoClip': {'clipLow': '0.1'}, 'name': 'GRPO', 'clipLow': '0.1'}, 'fp32Logits': 'None', 'fp32Head': False}

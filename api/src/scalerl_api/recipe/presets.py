@@ -1,8 +1,8 @@
-"""Presets: the recipes that papers publish, each value with its source.
+"""Presets: published recipes, each value with its source.
 
-A preset gives fields of :class:`~scalerl_api.recipe.spec.RecipeSpec` by path. What it does not give has the field's
-default, which is ScaleRL's. GRPO, DAPO, Magistral and MiniMax-M1 are as ScaleRL rebuilt them to compare itself with them
-(arXiv 2510.13786, appendix), and not in all parts as their own papers have them.
+A preset sets fields of :class:`~scalerl_api.recipe.spec.RecipeSpec` by path. A field that it does not set has its default,
+which is ScaleRL's. GRPO, DAPO, Magistral and MiniMax-M1 follow the reimplementations that ScaleRL compares itself with
+(arXiv 2510.13786, appendix), which differ in parts from the original papers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from typing import Any, Final, Literal
 from pydantic.alias_generators import to_camel, to_snake
 
 Grade = Literal["P", "S", "?"]
-"""P: read in the paper. S: reported by others. ?: not known, chosen here."""
+"""P: from the paper itself. S: from a secondary source. ?: unknown, chosen by this project."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value comes from."""
+    """Source of a value."""
 
     paper: str
+    """Title and arXiv number."""
     grade: Grade
+    """Reliability of the source."""
 
     def __str__(self) -> str:
         return f"{self.paper} [{self.grade}]"
@@ -32,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Published:
-    """A value that a paper gives."""
+    """A value with its source."""
 
     value: Any
     source: Source
@@ -52,14 +54,14 @@ _CHOSEN: Final = Source("the papers do not say", "?")
 
 
 def _all(source: Source, **values: Any) -> dict[str, Published]:
-    """Values of one source; a path's dots are written ``__``."""
+    """Values with a common source, by path; ``__`` in a keyword stands for a dot."""
     return {path.replace("__", "."): Published(value, source) for path, value in values.items()}
 
 
 INTERRUPTION_PHRASE: Final = (
     "Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
 )
-"""ScaleRL's [P]."""
+"""ScaleRL's phrase [P]."""
 _PLAIN: Final = _all(_CHOSEN, length__none={}, curriculum__uniform={})
 _PPO_OFF_POLICY_8 = {"offPolicy.ppo.stepsPerBatch": Published(8, _REBUILT)}
 
@@ -140,7 +142,7 @@ DEFAULTS: Final[Mapping[str, Published]] = {
     ),
     **_all(_SEC, curriculum__sec__learningRate="0.5", curriculum__sec__temperature="0.4"),
 }
-"""Defaults of members that no preset has."""
+"""Defaults with their sources, for fields that no preset sets."""
 
 ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo"),
@@ -153,11 +155,11 @@ ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "length": ("none", "interruption", "penalty", "overlong"),
 }
-"""Fields of which one is given: another one replaces the preset's."""
+"""Alternatives of each one-of section: one that the manifest gives replaces the preset's."""
 
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with the values of its preset where it has none; names as in a manifest or as in Python.
+    """``given`` with missing values added from its preset; names are as in a manifest or as in Python.
 
     >>> completed({"preset": "dapo", "loss": {"ppoClip": {"clipLow": "0.1"}}})["loss"]
     {'ppoClip': {'clipLow': '0.1', 'clipHigh': '0.26'}}
@@ -166,17 +168,17 @@ def completed(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     preset = given.get("preset", "scalerl")
     if not isinstance(preset, str) or preset not in PRESETS:
-        return dict(given)  # its field refuses it
+        return dict(given)  # the validation of the field rejects it
     published = _nested(preset)
     if _ignores_rewards(given.get("distillation")):
         published = {**published, "zeroVarianceFilter": False}
     merged = _merged(published, given)
-    # An empty choice that the preset does not make either is left to the field's default.
+    # An empty one-of section that the preset does not set either is dropped, so that the field's default applies.
     return {name: value for name, value in merged.items() if value != {} or to_camel(name) not in ONE_OF}
 
 
 def _ignores_rewards(distillation: Any) -> bool:
-    """Of ``recipe.distillation``, parsed or not: the advantages come from the teacher alone."""
+    """Whether ``recipe.distillation``, parsed or not, ignores the rewards: the advantages come from the teacher alone."""
     if isinstance(distillation, Mapping):
         return bool(distillation.get("rewards", "Ignored") == "Ignored")
     return getattr(distillation, "rewards", None) == "Ignored"
@@ -209,12 +211,13 @@ def _nested(preset: str) -> dict[str, Any]:
 
 
 def set_by_others() -> frozenset[str]:
-    """Paths that a preset besides ``scalerl`` gives: their value without one in the spec depends on the preset."""
+    """Paths set by a preset other than ``scalerl``: if the spec does not set them, their value depends on the preset."""
     return frozenset(path for name, fields in PRESETS.items() if name != "scalerl" for path in fields)
 
 
 def cel(path: str, default: Any) -> str:
-    """CEL of a number or boolean of the recipe, seen from the spec, whether it is given, the preset's, or the default.
+    """CEL expression, with the spec as ``self``, of the effective value of a number or boolean of the recipe: given, from the
+    preset, or the default.
 
     >>> cel("maxCompletionTokens", 14336)
     '(has(self.recipe.maxCompletionTokens) ? self.recipe.maxCompletionTokens : 14336)'

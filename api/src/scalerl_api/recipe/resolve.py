@@ -1,4 +1,4 @@
-"""Where each value of a recipe comes from. Pure."""
+"""The origin of each value of a recipe. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ Origin = Literal["preset", "default", "spec"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of the recipe. source: of the paper that gives it; None where the spec, or no paper, gives the value."""
+    """An effective value of the recipe."""
 
     field: str
     """Path in ``spec.recipe``."""
     value: str
+    """The value as text."""
     origin: Origin
+    """Whether the preset, the default or the spec provides the value."""
     source: Source | None
+    """Source of the value; None if it is from the spec, or without a source."""
 
     @property
     def shown_origin(self) -> str:
-        """The origin, and the paper where there is one."""
+        """The origin, followed by the source if there is one."""
         return f"{self.origin}: {self.source}" if self.source else self.origin
 
     def __str__(self) -> str:
@@ -32,21 +35,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with every value said, in the order of the spec."""
+    """A recipe with all values and their origins."""
 
     preset: str
+    """Name of the preset."""
     choices: tuple[Choice, ...]
+    """The values in the order of the spec."""
 
 
 def resolve(recipe: RecipeSpec) -> Recipe:
-    """Every value of a recipe with its origin. One that the spec gives and that equals the preset's counts as the
-    preset's, so that a manifest with all values written out tells the same.
+    """All values of a recipe with their origins. A value in the spec that equals the preset's has the origin ``preset``, so
+    that a manifest with all values written out has the same result.
 
     >>> print(*(f"{c.field}: {c}" for c in resolve(RecipeSpec(preset="dapo")).choices[:2]), sep="\\n")
     loss.ppoClip.clipLow: 0.2 (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])
     loss.ppoClip.clipHigh: 0.26 (preset: as rebuilt in ScaleRL, arXiv 2510.13786 [P])
     """
-    # Compared with the preset alone, completed by the defaults.
+    # The recipe is compared with one that sets only the preset.
     expected = dict(_leaves(RecipeSpec(preset=recipe.preset)))
     published, scalerl = PRESETS[recipe.preset], PRESETS["scalerl"]
     choices = []

@@ -1,8 +1,8 @@
 """``spec.recipe``: how rollouts become a gradient.
 
-Every field may be left out. Then it has the value of ``preset``, or, where the preset gives none, its default, which is
-ScaleRL's (arXiv 2510.13786 [P]). A parsed :class:`RecipeSpec` has all values; :func:`~scalerl_api.recipe.resolve` tells
-where each comes from.
+Every field may be omitted. It then has the value of ``preset`` or, if the preset does not set it, its default, which is
+ScaleRL's (arXiv 2510.13786 [P]). A parsed :class:`RecipeSpec` has all values; :func:`~scalerl_api.recipe.resolve` returns the
+origin of each.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class LossSpec(Model):
     ppo_clip: PpoClipLoss | None = None
     """PPO's clipped surrogate: GRPO, Dr. GRPO, DAPO, Magistral."""
     gspo: GspoLoss | None = None
-    """Clipped by the ratio of whole completions."""
+    """PPO's clipped surrogate with one ratio per completion."""
     reinforce: ReinforceLoss | None = None
-    """Policy gradient without a ratio."""
+    """Policy gradient without an importance ratio."""
     dppo: DppoLoss | None = None
-    """Masked by the difference of probabilities."""
+    """Policy gradient that masks tokens by the difference of probabilities."""
 
     rules = (at_most_one(*ONE_OF["loss"]),)
 
     @property
     def name(self) -> str:
-        """The name of the one that is given.
+        """Name of the given alternative.
 
         >>> RecipeSpec(preset="dapo").loss.name
         'ppoClip'
@@ -122,7 +122,7 @@ class CorrectionSpec(Model):
     truncated: TruncatedCorrection | None = None
     """The loss uses the ratio to the trainer's own policy, and tokens are weighted up to a cap."""
     masked: MaskedCorrection | None = None
-    """As truncated, but tokens beyond the cap are masked."""
+    """Like truncated, but tokens beyond the cap are masked."""
 
     rules = (at_most_one(*ONE_OF["correction"]),)
 
@@ -162,8 +162,8 @@ class KlSpec(Model):
 
 
 class TeacherSpec(Model):
-    """A vLLM server that the run does not start, with the student's tokenizer. Its API key, where it asks for one, is the
-    variable ``TEACHER_API_KEY`` of ``generator.podTemplate.env``, from a Secret."""
+    """A vLLM server that the run does not start, with the student's tokenizer. If it requires an API key, provide it as the
+    variable ``TEACHER_API_KEY`` in ``generator.podTemplate.env``, from a Secret."""
 
     url: Annotated[
         str,
@@ -189,8 +189,8 @@ class DistillationSpec(Model):
     coefficient: PositiveDecimal = "1"
     """Weight of the teacher's term in the advantages; Thinking Machines use 1 [S]."""
     rewards: Literal["Ignored", "Added"] = "Ignored"
-    """Ignored: the advantages come from the teacher alone. Added: the rewards' advantages are added. The curve shows scores in
-    both cases."""
+    """Ignored: the advantages come from the teacher alone. Added: the advantages of the rewards are added. The curve shows
+    scores in both cases."""
 
 
 # --- off-policy --------------------------------------------------------------------------------
@@ -231,16 +231,14 @@ class NoLengthControl(Model):
 
 class InterruptionSpec(Model):
     """Ends reasoning with a phrase whose tokens are masked in the loss (ScaleRL [P]). Only unfinished reasoning is
-    interrupted; no effect if the tokenizer cannot encode the end of reasoning.
-
-    Only a completion inside an open thought is interrupted. A tokenizer that cannot write a thought's end opens none.
-    """
+    interrupted; no effect if the tokenizer cannot encode the end of reasoning."""
 
     min_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Reasoning is interrupted at a position sampled between minTokens and maxTokens. Left out: five sevenths of
-    maxCompletionTokens, the paper's 10,240 of 14,336; or a seventh of it below maxTokens."""
+    """First possible position of the interruption, which is sampled between minTokens and maxTokens. Default: 5/7 of
+    maxCompletionTokens, the paper's 10,240 of 14,336; with maxTokens, 1/7 of maxCompletionTokens less than it."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Left out: six sevenths of maxCompletionTokens, the paper's 12,288 of 14,336; or a seventh of it above minTokens."""
+    """Last possible position. Default: 6/7 of maxCompletionTokens, the paper's 12,288 of 14,336; with minTokens, 1/7 of
+    maxCompletionTokens more than it."""
     phrase: Annotated[str, Field(min_length=1, max_length=4096)] = INTERRUPTION_PHRASE
     """The inserted phrase; it must end the reasoning."""
 
@@ -256,7 +254,7 @@ class InterruptionSpec(Model):
     )
 
     def range(self, max_completion_tokens: int) -> tuple[int, int]:
-        """First and last position at which a thought may be interrupted.
+        """First and last position at which reasoning may be interrupted, in tokens of the completion.
 
         >>> InterruptionSpec().range(14336), InterruptionSpec(min_tokens=2000).range(14336)
         ((10240, 12288), (2000, 4048))
@@ -274,10 +272,10 @@ class LengthPenaltySpec(Model):
     """Penalizes long correct completions: clip((maxTokens − length) / bufferTokens − 1, −1, 0) (ScaleRL [P])."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Length at which the penalty is −1. Left out: maxCompletionTokens."""
+    """Length at which the penalty is −1. Default: maxCompletionTokens."""
     buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """The penalty starts this many tokens earlier. Left out: a seventh of maxCompletionTokens, the paper's 2,048
-    of 14,336."""
+    """The penalty starts this many tokens earlier. Default: 1/7 of maxCompletionTokens, the paper's 2,048 of
+    14,336."""
 
     rules = (
         Rule(
@@ -291,7 +289,7 @@ class LengthPenaltySpec(Model):
     )
 
     def limits(self, max_completion_tokens: int) -> tuple[int, int]:
-        """maxTokens and bufferTokens.
+        """Effective maxTokens and bufferTokens, in tokens.
 
         >>> LengthPenaltySpec().limits(14336)
         (14336, 2048)
@@ -306,10 +304,11 @@ class OverlongSpec(Model):
     """Penalizes all long completions: 0 up to maxCompletionTokens − bufferTokens, then linear to −1 (DAPO [P])."""
 
     buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Left out: a fifth of maxCompletionTokens, the paper's 4,096 of 20,480."""
+    """The penalty starts this many tokens below maxCompletionTokens. Default: 1/5 of maxCompletionTokens, the paper's
+    4,096 of 20,480."""
 
     def buffer(self, max_completion_tokens: int) -> int:
-        """bufferTokens."""
+        """Effective bufferTokens, in tokens."""
         return self.buffer_tokens or max(1, max_completion_tokens // 5)
 
 
@@ -407,7 +406,7 @@ class EdgeOfCompetenceSpec(Model):
 
 
 class SecSpec(Model):
-    """A bandit over categories of difficulty, which prefers those with a large mean absolute advantage (SEC,
+    """A bandit over difficulty categories that prefers those with a large mean absolute advantage (SEC,
     arXiv 2505.14970 [P]). The task's prompts need a difficulty."""
 
     edges: Annotated[list[NonNegativeDecimal], Field(min_length=1, max_length=16)]
@@ -426,15 +425,15 @@ class CurriculumSpec(Model):
     uniform: UniformSpec | None = None
     """Every prompt once per epoch."""
     no_positive_resampling: NoPositiveResamplingSpec | None = None
-    """As uniform, without solved prompts, as in ScaleRL."""
+    """Uniform without solved prompts, as in ScaleRL."""
     pass_rate_band: PassRateBandSpec | None = None
-    """As uniform, with prompts whose pass rate is within a band."""
+    """Uniform over prompts with a pass rate within a band."""
     difficulty_pools: DifficultyPoolsSpec | None = None
     """Weighted pools by pass rate."""
     edge_of_competence: EdgeOfCompetenceSpec | None = None
     """Prompts that the model solves sometimes, but not reliably."""
     sec: SecSpec | None = None
-    """A bandit over categories of difficulty, as in SEC."""
+    """A bandit over difficulty categories, as in SEC."""
 
     rules = (at_most_one(*ONE_OF["curriculum"]),)
 
@@ -451,7 +450,7 @@ class RefillSpec(Model):
     empty."""
 
 
-# --- the rest ----------------------------------------------------------------------------------
+# --- advantage, optimizer, recipe --------------------------------------------------------------
 
 
 class AdvantageSpec(Model):
@@ -487,7 +486,7 @@ class OptimizerSpec(Model):
 
 Preset = Literal["scalerl", "grpo", "dapo", "gspo", "dr-grpo", "magistral", "minimax-m1", "ppo-off-policy"]
 MAX_BATCH_COMPLETIONS: Final = 1_048_576
-"""Completions of one step: 32 times the largest batch of the paper."""
+"""Maximum number of completions in one step: 32 times the largest batch of the paper."""
 
 
 class RecipeSpec(Model):
@@ -502,21 +501,21 @@ class RecipeSpec(Model):
     kl: KlSpec = KlSpec(none=NoKlPenalty())
     """A penalty on the divergence from the initial model."""
     distillation: DistillationSpec | None = None
-    """A teacher's log-probabilities as advantages, alone or beside the rewards. Left out: no teacher."""
+    """A teacher's log-probabilities as advantages, alone or in addition to the rewards; default: no teacher."""
     aggregation: Literal["PromptAverage", "SampleAverage", "TokenAverage", "Constant"] = "PromptAverage"
     """The unit of equal weight in the loss: every prompt, every completion, or every token of the batch. Constant
     divides the sum over tokens by completions times maxCompletionTokens (Dr. GRPO)."""
     advantage: AdvantageSpec = AdvantageSpec()
     """How a reward becomes an advantage."""
     zero_variance_filter: bool = True
-    """Drops prompts whose completions all have the same reward, because they provide no gradient. False where
-    ``distillation`` ignores the rewards."""
+    """Drops prompts whose completions all have the same reward, because they provide no gradient. False if ``distillation``
+    ignores the rewards."""
     refill: RefillSpec | None = None
-    """Refills slots of groups dropped by the zero-variance filter. Left out: they stay empty, as in ScaleRL."""
+    """Refills slots of groups dropped by the zero-variance filter; default: they stay empty, as in ScaleRL."""
     prompts_per_step: Annotated[int, Field(ge=1, le=65536)] = 48
     """Prompts per update; multiplied by ``completionsPerPrompt`` it is the batch size."""
     completions_per_prompt: Annotated[int, Field(ge=2, le=1024)] = 16
-    """At least 2, because advantages are relative to the other completions of the prompt."""
+    """Completions per prompt; at least 2, because advantages are relative to the other completions of the prompt."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 14336
     """Maximum completion length; less than ``model.contextTokens``, which includes the prompt."""
     temperature: TemperatureDecimal = "1"
@@ -528,7 +527,7 @@ class RecipeSpec(Model):
     off_policy: OffPolicySpec = OffPolicySpec(pipeline=PipelineSpec())
     """How far generation may run ahead of training."""
     fp32_logits: Literal["Both", "Trainer", "Generator", "None"] = "Both"
-    """Where logits are computed in float32; in the paper it raises the asymptote from .52 to .61 [P]."""
+    """Roles that compute logits in float32; in the paper, Both raises the asymptote from .52 to .61 [P]."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """AdamW and its schedule."""
 
@@ -546,12 +545,12 @@ class RecipeSpec(Model):
 
     @property
     def earlier_names(self) -> tuple[EarlierName, ...]:
-        """Fields that the manifest gave by the names of the release before."""
+        """Fields that the manifest gives by names of the previous release."""
         return self._earlier_names
 
     @property
     def max_staleness_steps(self) -> int:
-        """Most updates between a token's sampling and its training."""
+        """Maximum number of updates between sampling and training of a token."""
         if self.off_policy.ppo is not None:
             return self.off_policy.ppo.steps_per_batch - 1
         assert self.off_policy.pipeline is not None, "completed by the preset"

@@ -1,22 +1,21 @@
-"""What the processes of one run say to each other: msgspec structs, sent as MessagePack.
+"""Messages between the processes of one run: msgspec structs, sent as MessagePack.
 
-Every request to the coordinator carries the run's bearer token and the header
-``x-scalerl-wire: <WIRE_VERSION>``; another version is refused with 426 and both numbers.
-Token ids travel as little-endian int32 bytes and log-probabilities as little-endian float32
-bytes, so that nobody decodes them who does not need them.
+Every request to the coordinator has the run's bearer token and the header ``x-scalerl-wire: <WIRE_VERSION>``; the
+coordinator rejects another version with status 426 and both numbers. Token ids are sent as little-endian int32 bytes and
+log-probabilities as little-endian float32 bytes, so that only processes that use them decode them.
 
 Vocabulary
-    slot      position in the run's one sequence of training prompts; step ``t`` consumes slots
-              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing;
-              where ``B`` changes under way, steps that are not closed yet are cut by the new one.
-    version   number of optimizer updates the weights have seen; step ``t`` turns version ``t`` into ``t+1``.
-    lease     one slot (or one evaluation prompt) handed to one generator until its deadline.
+    slot      position in the run's sequence of training prompts; step ``t`` consumes slots
+              ``[t·B, (t+1)·B)`` with ``B = promptsPerStep``, so a batch's prompts never depend on timing.
+              If ``B`` changes during a run, it applies to all steps that are not closed yet.
+    version   number of optimizer updates applied to the weights; step ``t`` turns version ``t`` into ``t+1``.
+    lease     assignment of one slot (or one evaluation prompt) to one generator until a deadline.
     group     all completions of one lease. A rollout is one completion.
-    prompt    named by a :class:`~.prompts.PromptRef`: task, split, index.
+    prompt    identified by a :class:`~.prompts.PromptRef`: task, split, index.
     verdict   a verifier's result for one completion, a score and named parts; a group has :class:`~.verdicts.Verdicts`.
 
-One module for each who speaks: :mod:`.actor` (and :mod:`.responses`), :mod:`.trainer` (to the coordinator), :mod:`.control` (trainer to actor)
-and :mod:`.watching` (anyone); everything is to be had from here.
+One module per sender: :mod:`.actor` and :mod:`.responses` (actor to coordinator), :mod:`.trainer` (trainer to coordinator),
+:mod:`.control` (trainer to actor) and :mod:`.watching` (any client to coordinator). This package exports all messages.
 """
 
 from scalerl_api.wire.actor import (

@@ -13,82 +13,94 @@ from scalerl_api.wire.verdicts import Verdicts
 
 
 class Register(Struct, frozen=True, kw_only=True):
-    """``POST /v1/members``: a generator that is up. It leases nothing before it holds weights."""
+    """``POST /v1/members``: registers a generator whose server responds. It leases nothing before it holds weights."""
 
     name: str
     """Stable name of the replica, e.g. ``generator-0``; a newer registration replaces an older one."""
     control_url: str
-    """Where the trainer reaches this actor's weight control."""
+    """URL of this actor's weight-update endpoints, for the trainer."""
     task_digest: str
-    """Digest of the actor's own training split; the coordinator refuses another one."""
+    """Digest of the actor's training split; the coordinator rejects any digest but its own."""
     held_leases: list[str] = []
-    """Leases this actor still works on, when it registers again: they stay its own. Others of its name are reassigned."""
+    """Leases that an actor which registers again still works on: it keeps them. Other leases of its name are reassigned."""
 
 
 class Registered(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`Register`."""
+
     member_id: str
-    """Names this incarnation; every later call carries it."""
+    """Identifier of this registration; every later request has it."""
     heartbeat_seconds: float
-    """Send a heartbeat this often; after four missed ones the member's leases are reassigned."""
+    """Interval of heartbeats; after four missed heartbeats the member's leases are reassigned."""
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
-    """``POST /v1/members/heartbeat``. Totals count since the member registered."""
+    """``POST /v1/members/heartbeat``. Totals are since the registration."""
 
     member_id: str
     weight_version: int
-    """Version the server holds; -1 before the first weights."""
+    """Version that the server holds; -1 before the first weights."""
     healthy: bool
-    """The vLLM server answers. An unhealthy member is not published to and its leases are reassigned."""
+    """Whether the vLLM server responds. An unhealthy member receives no weights and its leases are reassigned."""
     busy_seconds: float
+    """Seconds in which the server generated."""
     generated_tokens: int
+    """Completion tokens sampled."""
     held_leases: list[str] | None = None
-    """Leases this actor works on, up to the acknowledged push. Given, older leases of its own that are not among
-    them are reassigned: their answer never arrived. None says nothing."""
+    """Leases that this actor works on, until their push is acknowledged. The coordinator reassigns older leases of this
+    actor that are not listed, because the response with them never arrived. None: not reported."""
     generated_leases: list[str] = []
-    """Those of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
+    """Leases of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
     teacher_problem: str = ""
-    """Why the member's groups wait for the teacher of ``recipe.distillation``; empty while they do not."""
+    """Why the member's groups wait for the teacher of ``recipe.distillation``; empty if none waits."""
     progress: dict[str, int] = {}
-    """Of leases held, by id: tokens generated so far, its own and, before its first, those it waited for. A lease
-    whose number has grown has its whole time again."""
+    """Tokens generated so far, by id of a held lease: its own and, before its first token, those of the leases that it waited
+    for. An increase restarts the time of the lease."""
 
 
 # --- leases ---------------------------------------------------------------------------------------
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
-    """``POST /v1/lease``: long poll for work; answered with an empty list after ``wait_seconds``."""
+    """``POST /v1/lease``: long poll for work. After ``wait_seconds`` without work, the response is an empty list."""
 
     member_id: str
     weight_version: int
+    """Version that the server holds."""
     max_groups: int
+    """Maximum number of leases in the response."""
     wait_seconds: float
+    """Maximum duration of the long poll, in seconds."""
 
 
 MASKED = -1
-"""Version of a span whose tokens are not trained on: the policy did not choose them, or their log-probability is of
-no use. It stands in its place, as 0."""
+"""Version of a span whose tokens are not trained on, because the policy did not sample them or their log-probability is
+unusable. The log-probability of such a token is recorded as 0."""
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):
-    """Tokens from ``start`` to the next span's start were sampled by ``version``, or are :data:`MASKED`."""
+    """A span of tokens from ``start`` to the start of the next span."""
 
     version: int
+    """Version that sampled the tokens, or :data:`MASKED`."""
     start: int
+    """Position of the first token."""
 
 
 class Partial(Struct, frozen=True, kw_only=True):
-    """A completion as far as it is sampled: its tokens from ``start`` on."""
+    """The sampled tokens of an incomplete or complete completion, from position ``start`` on."""
 
     start: int
-    """Number of tokens before these, which the receiver has. What it has from here on is replaced."""
+    """Number of earlier tokens, which the receiver has. These tokens replace any that it has from this position on."""
     token_ids: bytes
+    """Little-endian int32."""
     logprobs: bytes
+    """Log-probabilities of these tokens under the distribution they were sampled from: little-endian float32."""
     versions: list[VersionSpan]
-    """Counted from the first of these tokens. Each the version that sampled them, or an older one where it is not known."""
+    """Spans of these tokens, with positions relative to ``start``. The version is the one that sampled the tokens, or an
+    older one if that is unknown."""
     finish_reason: Literal["stop", "length"] | None = None
-    """None while it is not complete."""
+    """None while the completion is incomplete."""
 
     @property
     def tokens(self) -> int:
@@ -96,14 +108,17 @@ class Partial(Struct, frozen=True, kw_only=True):
 
 
 class PartialGroup(Struct, frozen=True, kw_only=True):
-    """The completions of a lease as far as they are sampled."""
+    """The sampled tokens of the completions of a lease."""
 
     lease_id: str
     prompt: PromptRef
     slot: int
     temperature: float
+    """Sampling temperature."""
     prompt_token_ids: bytes
+    """Little-endian int32."""
     completions: list[Partial]
+    """The completions, in the order of the group."""
 
     @property
     def split(self) -> Split:
@@ -111,24 +126,29 @@ class PartialGroup(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, frozen=True, kw_only=True):
+    """The assignment of one slot or evaluation prompt to a generator."""
+
     lease_id: str
     prompt: PromptRef
     slot: int
     """Training: the slot. Evaluation: position in the evaluation set."""
     prompt_id: str
-    """The prompt's own id in the coordinator's data: the actor's must have the same one there."""
+    """Id of the prompt in the coordinator's data. The prompt must have the same id in the actor's data."""
     completions: int
+    """Number of completions to sample."""
     max_tokens: int
+    """Maximum length of a completion."""
     temperature: float
+    """Sampling temperature."""
     remaining_seconds: float
-    """Deliver within this time, or the group is someone else's."""
+    """Time without progress after which the slot is reassigned."""
     policy_version: int
-    """Evaluation: the version being measured. Training: the version the lease was given at."""
+    """Evaluation: the evaluated version. Training: the version at the time of the lease."""
     lost_version: int = -1
-    """Up to it, one version may name two sets of weights, since the trainer returned to a checkpoint: an evaluation does not
-    continue tokens of such a version that were sampled for an earlier lease."""
+    """Versions up to this one may refer to two sets of weights, because the trainer returned to a checkpoint. An evaluation
+    does not continue tokens of such a version that were sampled for an earlier lease. -1: none."""
     partial: PartialGroup | None = None
-    """Where an earlier lease of the slot ended: continue from there, or start again."""
+    """Tokens sampled under an earlier lease of the slot; the actor continues from them, or starts again."""
 
     @property
     def split(self) -> Split:
@@ -136,20 +156,27 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 class Leases(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`LeaseRequest`."""
+
     leases: list[Lease]
     stop: bool = False
-    """The run is over; the actor may leave."""
+    """The run has ended; the actor may exit."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
+    """One sampled completion."""
+
     token_ids: bytes
+    """Little-endian int32."""
     logprobs: bytes
-    """Of the sampled tokens, under the distribution they were sampled from."""
+    """Log-probabilities of the sampled tokens under the distribution they were sampled from: little-endian float32."""
     teacher_logprobs: bytes = b""
-    """Of the same tokens under the teacher of ``recipe.distillation``, 0 where a token is masked; empty without one, and of
-    evaluations."""
+    """Log-probabilities of the same tokens under the teacher of ``recipe.distillation``: little-endian float32, 0 for masked
+    tokens. Empty without a teacher, and in evaluations."""
     versions: list[VersionSpan]
+    """Weight versions by span of tokens."""
     finish_reason: Literal["stop", "length"]
+    """``stop``: an end token. ``length``: truncated at the maximum length."""
 
     @property
     def tokens(self) -> int:
@@ -157,18 +184,23 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class Group(Struct, frozen=True, kw_only=True):
+    """All completions of a lease, with their verdicts."""
+
     lease_id: str
     prompt: PromptRef
     slot: int
     prompt_id: str
     prompt_token_ids: bytes
+    """Little-endian int32."""
     completions: list[Completion]
     verdicts: Verdicts
     generation_seconds: float
+    """Time from the first request to the end of the last completion, in seconds."""
     drafted_tokens: list[int] | None = None
-    """Tokens that the server verified instead of sampling one by one, by position in their draft; None without speculative decoding."""
+    """Drafted tokens that the server verified instead of sampling one by one, by position in their draft; None without
+    speculative decoding."""
     accepted_tokens: list[int] | None = None
-    """Those of them that the policy sampled too."""
+    """Drafted tokens that the policy accepted, by position in their draft."""
 
     @property
     def split(self) -> Split:
@@ -176,34 +208,40 @@ class Group(Struct, frozen=True, kw_only=True):
 
 
 class Push(Struct, frozen=True, kw_only=True):
-    """``POST /v1/groups``. Idempotent: pushing a group twice counts once."""
+    """``POST /v1/groups``: completed groups. Idempotent: a group that is pushed twice counts once."""
 
     member_id: str
     groups: list[Group]
 
 
 class PushResult(enum.StrEnum):
+    """The coordinator's decision on a pushed group."""
+
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """Accepted before; nothing changed."""
+    """The group was accepted before; nothing changed."""
     LATE = "late"
-    """The lease had expired and the work was reassigned; dropped and counted."""
+    """The lease had expired and the slot was reassigned; the group is dropped and counted."""
     STALE = "stale"
-    """A token older than recipe.offPolicy allows at its step; dropped and counted, the slot is issued again."""
+    """A token is older than recipe.offPolicy allows at its step; the group is dropped and counted, and the slot is reissued."""
     INVALID = "invalid"
-    """Does not match the lease (count, lengths), or has a number that is none (log-probabilities, verdicts); dropped, counted, issued again: at
-    once the first time, then after ever longer waits."""
+    """The group does not match its lease (count, lengths), or has a log-probability or verdict that is not finite. It is
+    dropped and counted, and the slot is reissued: immediately the first time, then with back-off."""
 
 
 class PushReply(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`Push`."""
+
     results: list[PushResult]
+    """Result of each group, in the order of the push."""
     reasons: list[str | None]
+    """Why each group was dropped; None for an accepted group."""
 
 
 class Partials(Struct, frozen=True, kw_only=True):
-    """``POST /v1/partials``: what was sampled of long completions since the last report, for the slots' next leases.
+    """``POST /v1/partials``: tokens of long completions sampled since the last report, for the slots' next leases.
 
-    The coordinator keeps it in memory, within bounds, while the slots are open.
+    The coordinator keeps them in memory, up to a limit, while the slots are open.
     """
 
     member_id: str
@@ -211,30 +249,33 @@ class Partials(Struct, frozen=True, kw_only=True):
 
 
 class PartialsReply(Struct, frozen=True, kw_only=True):
+    """Response to :class:`Partials`."""
+
     missing: list[str]
-    """Leases of which the tokens before the reported ones are not known here: report them from the first token."""
+    """Leases for which the coordinator lacks the tokens before the reported ones: report them from the first token."""
     full: list[str] = []
-    """Leases for whose tokens there is no room."""
+    """Leases whose tokens exceed the memory limit."""
 
 
 class ReleaseCause(enum.StrEnum):
-    """What a release says about the prompts of its leases."""
+    """Whether the prompts of the released leases caused the release."""
 
     UNSERVED = "unserved"
-    """Nothing: the member could not continue."""
+    """No: the member could not continue."""
     FAILED = "failed"
-    """The member is well, and could not generate or grade this group."""
+    """Possibly: the member is healthy, but could not generate or grade this group."""
     TOO_LONG = "too_long"
-    """The prompt leaves no room for a completion in the context: no member can serve it."""
+    """Yes: the prompt leaves no room for a completion in the context, so no member can serve it."""
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """``POST /v1/release``: leases an actor cannot serve; issued again, first.
+    """``POST /v1/release``: leases that an actor cannot serve; their slots are reissued before others.
 
-    A slot that failed with two members, or too often, is given up, and so is at once one whose prompt is too long.
+    A slot is given up if it failed with two members or too often, and immediately if its prompt is too long.
     """
 
     member_id: str
     lease_ids: list[str]
     reason: str
+    """Human-readable reason."""
     cause: ReleaseCause = ReleaseCause.UNSERVED

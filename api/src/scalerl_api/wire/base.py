@@ -1,4 +1,4 @@
-"""What every message rests on."""
+"""Base of all messages, and the messages that several modules use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Ack(Struct, frozen=True, kw_only=True):
+    """Response without content."""
+
     ok: bool = True
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """Body of every answer that is not 2xx."""
+    """Body of every response with a status other than 2xx."""
 
     error: str
-    """Short constant, e.g. ``wire-version``, ``unauthorized``, ``unknown-member``, ``superseded``, ``not-ready``."""
+    """Machine-readable constant, e.g. ``wire-version``, ``unauthorized``, ``unknown-member``, ``superseded``, ``not-ready``."""
     message: str
+    """Human-readable message."""
 
 
 class Member(Struct, frozen=True, kw_only=True):
+    """A registered generator."""
+
     member_id: str
+    """Identifier of its present registration."""
     name: str
+    """Stable name of the replica."""
     control_url: str
+    """URL of its weight-update endpoints."""
     weight_version: int
+    """Version that its server holds; -1 before the first weights."""

@@ -1,4 +1,4 @@
-"""Trainer → actor: weights on their way to a generator."""
+"""Trainer → actor: transfer of weights to a generator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from scalerl_api.wire.base import Struct
 
 
 class GroupJoin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/weights/join``: become ``rank`` of a new process group; leaves any older one.
+    """``POST /v1/weights/join``: join a new process group as ``rank`` and leave any older one.
 
-    All ranks begin with an all-reduce of a float32 one, so that the group's connections are open when this is answered.
+    All ranks start with an all-reduce of the float32 number 1, so that the group's connections are open when the actor
+    responds.
     """
 
     epoch: int
@@ -23,13 +24,15 @@ class GroupJoin(Struct, frozen=True, kw_only=True):
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
+    """A tensor of a publish; ``dtype`` is torch's name."""
+
     name: str
     dtype: str
     shape: list[int]
 
 
 class WeightReceive(Struct, frozen=True, kw_only=True):
-    """``POST /v1/weights/receive``: pause, take version ``version`` over the group, resume."""
+    """``POST /v1/weights/receive``: pause generation, receive weight version ``version`` over the group, resume."""
 
     epoch: int
     version: int
@@ -39,7 +42,7 @@ class WeightReceive(Struct, frozen=True, kw_only=True):
 
 
 class WeightReceived(Struct, frozen=True, kw_only=True):
-    """Seconds by phase, as measured at the generator."""
+    """Duration of each phase of a weight update in seconds, measured by the generator."""
 
     version: int
     pause_seconds: float
@@ -49,14 +52,20 @@ class WeightReceived(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """``POST /v1/weights/probe``: score these sequences under the weights held now."""
+    """``POST /v1/weights/probe``: score these sequences under the server's present weights."""
 
     version: int
+    """Weight version that the server must hold."""
     sequences: list[bytes]
+    """Token ids of each sequence, prompt included: little-endian int32."""
     prompt_tokens: list[int]
+    """Prompt length of each sequence, in tokens."""
 
 
 class Probed(Struct, frozen=True, kw_only=True):
+    """Log-probabilities of the sequences of a :class:`Probe`."""
+
     version: int
+    """Weight version that scored them."""
     logprobs: list[bytes]
-    """Float32, of the tokens after each prompt."""
+    """For each sequence, the log-probabilities of the tokens after the prompt: little-endian float32."""

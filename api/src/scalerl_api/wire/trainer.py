@@ -1,4 +1,4 @@
-"""Trainer → coordinator: what to do, shards of a step, publishes, checkpoints."""
+"""Trainer → coordinator: next action, shards of a step, publishes, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,34 +9,42 @@ from scalerl_api.wire.base import Member, Struct
 
 
 class TrainerHello(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/hello``: rank 0, after loading its checkpoint (or none: ``version`` 0)."""
+    """``POST /v1/trainer/hello``: sent by rank 0 after it has loaded a checkpoint (without one, ``version`` is 0)."""
 
     incarnation: str
+    """Identifier of this start of the trainer; every later request has it."""
     version: int
+    """Weight version that the trainer holds."""
     world_size: int
+    """Number of ranks."""
     snapshot: bytes | None
-    """The coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
+    """Coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
 
 
 class TrainerWelcome(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`TrainerHello`."""
+
     next_step: int
-    """Equals the hello's ``version``: steps from here are served from the journal, or made again."""
+    """``version`` of the hello: the coordinator serves steps from this one on from the journal, or generates them again."""
     published_version: int
+    """Newest version that generators hold; -1 before the first publish."""
     consecutive_skipped_steps: int = 0
-    """Steps just before ``next_step`` that were skipped, one after the other."""
+    """Number of consecutive skipped steps immediately before ``next_step``."""
 
 
 class NextAction(enum.StrEnum):
+    """The trainer's next action."""
+
     TRAIN = "train"
     PUBLISH = "publish"
-    """A member holds older weights than the trainer; give it the current ones."""
+    """Publish the current weights: a member holds older ones."""
     WAIT = "wait"
     FINISH = "finish"
-    """Checkpoint and leave; ``reason`` says why."""
+    """Write a checkpoint and exit; ``reason`` has the reason."""
 
 
 class NextRequest(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/next``: rank 0's long poll for what to do; the trainer holds ``version``."""
+    """``POST /v1/trainer/next``: rank 0's long poll for the next action; the trainer holds ``version``."""
 
     incarnation: str
     version: int
@@ -44,18 +52,21 @@ class NextRequest(Struct, frozen=True, kw_only=True):
 
 
 class Next(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`NextRequest`."""
+
     action: NextAction
     step: int
+    """The step that the action refers to."""
     reason: str = ""
     """Why the run is ending; empty while it is not."""
     measured: bool = False
-    """The version that the trainer holds has an evaluation, or will have: its model is worth keeping."""
+    """Whether the trainer's version has or will have an evaluation, so that its model is kept for export."""
     points: int | None = None
-    """How many evaluations the status has; None from a coordinator that does not report it."""
+    """Number of evaluations in the status; None from a coordinator that does not report it."""
 
 
 class ShardRequest(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/shard``: each rank fetches its part of a closed step; may be repeated."""
+    """``POST /v1/trainer/shard``: each rank fetches its shard of a closed step. Idempotent."""
 
     incarnation: str
     step: int
@@ -64,7 +75,7 @@ class ShardRequest(Struct, frozen=True, kw_only=True):
 
 
 def trained_tokens(lengths: list[int], masked_tokens: list[int], ungraded: list[int]) -> list[int]:
-    """Tokens of each completion that have a gradient, unless the whole group is filtered.
+    """Number of tokens with a gradient in each completion, unless the whole group is filtered.
 
     >>> trained_tokens([5, 6, 7], [0, 2, 0], [2]), trained_tokens([5, 6], [], [])
     ([5, 4, 0], [5, 6])
@@ -74,95 +85,109 @@ def trained_tokens(lengths: list[int], masked_tokens: list[int], ungraded: list[
 
 
 class GroupMeta(Struct, frozen=True, kw_only=True):
-    """What every rank needs of every group of the step."""
+    """Figures of a group of the step; every rank receives those of all groups. Lists have one entry per completion."""
 
     slot: int
     scores: list[float]
-    """The verifier's, in [0, 1]."""
+    """The verifier's scores, in [0, 1]."""
     rewards: list[float]
-    """What the completions are trained with: of the score and the length."""
+    """Rewards for training, computed from score and length."""
     completion_tokens: list[int]
+    """Length of each completion, in tokens."""
     filtered: bool
-    """Zero variance, or given up (no completions): takes no part in the gradient. Tries before a refill are not here."""
+    """The group has zero variance, or was given up (no completions): it has no gradient. Groups dropped before a refill are
+    not included."""
     ungraded: list[int] = []
-    """Indices of the completions without a verdict: they count in no mean, and none of their tokens is trained on."""
+    """Indices of the completions without a verdict: means exclude them, and their tokens are not trained on."""
     masked_tokens: list[int] = []
-    """Of each completion, how many of its tokens are masked; empty: none of any."""
+    """Number of masked tokens in each completion; empty if no completion has any."""
 
     @property
     def trained_tokens(self) -> list[int]:
-        """Of each completion, how many tokens have a gradient."""
+        """Number of tokens with a gradient in each completion."""
         return trained_tokens(self.completion_tokens, self.masked_tokens, self.ungraded)
 
 
 class Sequence(Struct, frozen=True, kw_only=True):
+    """A prompt and a completion. Token ids are little-endian int32, log-probabilities little-endian float32."""
+
     group: int
     """Index into :attr:`Shard.groups`."""
     sample: int
     """Index of the completion in its group."""
     prompt_token_ids: bytes
     token_ids: bytes
+    """Tokens of the completion."""
     logprobs: bytes
+    """Log-probabilities of the completion's tokens, from the generator."""
     teacher_logprobs: bytes = b""
-    """Empty without ``recipe.distillation``."""
+    """Log-probabilities of the same tokens under the teacher; empty without ``recipe.distillation``."""
     versions: list[VersionSpan]
+    """Weight versions by span of tokens."""
 
 
 class Shard(Struct, frozen=True, kw_only=True):
+    """One rank's part of a step."""
+
     step: int
     groups: list[GroupMeta]
+    """All groups of the step."""
     sequences: list[Sequence]
     """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
     ambiguous: bool = False
-    """Other weights had this step's version before the trainer went back to a checkpoint: a token of that version may
-    be theirs, so it compares nothing at equal weights."""
+    """Two sets of weights have had this step's version, because the trainer returned to a checkpoint. Tokens of that version
+    may be from the other weights, so the trainer excludes them from comparisons at equal weights."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/step``: step ``step`` is over; the trainer now holds ``step + 1``.
+    """``POST /v1/trainer/step``: step ``step`` is complete; the trainer now holds version ``step + 1``.
 
-    A step that was skipped leaves weights and optimizer as they were, and still is one: its rollouts are used up, its
-    version is published and measured as any other, and it counts against ``budget.maxSteps``.
+    A skipped step does not change weights and optimizer, but counts as a step: its rollouts are used up, its version is
+    published and evaluated like any other, and it counts against ``budget.maxSteps``.
     """
 
     incarnation: str
     step: int
     stats: dict[str, float]
-    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … Read here are those of
-    :mod:`scalerl_api.mismatch` (absent where the step has no such token), and ``checkpoint_failures``, how many
-    checkpoints this incarnation could not write so far."""
+    """Finite scalars for metrics.jsonl: loss, grad_norm, entropy, seconds by phase, … The coordinator reads those of
+    :mod:`scalerl_api.mismatch` (absent if the step has no such token) and ``checkpoint_failures``, the number of checkpoints
+    that this incarnation failed to write."""
     busy_seconds: float
     """Seconds of this step in which the ranks computed (mean over ranks)."""
     trained_tokens: int
-    """0 of a skipped step."""
+    """Completion tokens with a gradient; 0 for a skipped step."""
     skipped: str = ""
-    """Why the step was not applied; empty where it was."""
+    """Why the update was not applied; empty if it was."""
 
 
 class StepReported(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`StepReport`."""
+
     publish: bool
-    """Whether the version that the step has made is published now (``recipe.offPolicy``)."""
+    """Whether to publish the new version now (``recipe.offPolicy``)."""
 
 
 class SupervisedReport(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/supervised``: progress of mid-training, before the first step. May be repeated."""
+    """``POST /v1/trainer/supervised``: progress of mid-training, before the first step. Idempotent."""
 
     incarnation: str
     steps: int
-    """Supervised steps that the weights have."""
+    """Supervised steps applied to the weights."""
     tokens: int
     """Solution tokens of these steps."""
     seconds: float
-    """Of supervised training in this incarnation, so far."""
+    """Duration of supervised training in this incarnation so far, in seconds."""
 
 
 class SupervisedReported(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`SupervisedReport`."""
+
     stop_reason: str
-    """Why the run is to end; empty while it is not."""
+    """Why the run must end; empty while it continues."""
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/publish/begin``: long poll; answered once the version may go out."""
+    """``POST /v1/trainer/publish/begin``: long poll until the version may be published."""
 
     incarnation: str
     version: int
@@ -170,41 +195,50 @@ class PublishBegin(Struct, frozen=True, kw_only=True):
 
 
 class PublishPermit(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`PublishBegin`."""
+
     ready: bool
-    """False: an evaluation of the version before is still being generated; ask again."""
+    """False: an evaluation of the previous version is in progress; repeat the request."""
     members: list[Member]
-    """Whom to publish to (healthy members holding an older version)."""
+    """Members to publish to: healthy, with an older version."""
 
 
 class PublishCommit(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/publish/commit``. The very same message again, after a lost answer, counts once."""
+    """``POST /v1/trainer/publish/commit``: result of a publish. Idempotent: an identical message counts once."""
 
     incarnation: str
     version: int
     updated: list[str]
-    """Member ids that hold ``version`` now."""
+    """Ids of the members that now hold ``version``."""
     failed: list[str]
-    """Member ids that did not take it; they must register again."""
+    """Ids of the members that did not receive it; they must register again."""
     stats: dict[str, float]
+    """Finite scalars for metrics.jsonl."""
 
 
 class CheckpointBegin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/checkpoint/begin``: the coordinator's state as of ``step`` (= weight version)."""
+    """``POST /v1/trainer/checkpoint/begin``: requests the coordinator's state at ``step`` (= weight version)."""
 
     incarnation: str
     step: int
 
 
 class CheckpointSnapshot(Struct, frozen=True, kw_only=True):
+    """Response to a :class:`CheckpointBegin`."""
+
     step: int
     snapshot: bytes
+    """The coordinator's state, encoded."""
     best_version: int = -1
-    """Version of the best evaluation so far, of several the newest; -1 with none. A run that goes bad after it can be taken back to there."""
+    """Version of the best evaluation so far, the newest of equal ones; -1 without an evaluation. The trainer keeps its
+    checkpoint, so that a run that breaks later can return to it."""
 
 
 class CheckpointCommit(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/checkpoint/commit``: the checkpoint is on disk; the journal before the oldest kept one may go."""
+    """``POST /v1/trainer/checkpoint/commit``: the checkpoint is on disk. The coordinator may delete its journal before the
+    oldest kept checkpoint."""
 
     incarnation: str
     step: int
     kept_steps: list[int]
+    """Steps of the checkpoints on disk."""

@@ -1,4 +1,4 @@
-"""What a verifier found of the completions of a group."""
+"""Results of a verifier for the completions of a group."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from scalerl_api.wire.base import Struct
 
 
 class Verdicts(Struct, frozen=True, kw_only=True):
-    """Columns over the completions of a group, in their order."""
+    """Verdicts of the completions of a group, as columns in the order of the completions."""
 
     scores: list[float]
-    """In [0, 1]; 0 without a verdict."""
+    """Score of each completion, in [0, 1]; 0 without a verdict."""
     parts: dict[str, list[float]] = {}
-    """By the names that the verifier declares: finite numbers that explain the score; 0 without a verdict."""
+    """Parts of the score by the names that the verifier declares: one finite number per completion; 0 without a verdict."""
     errors: dict[int, str] = {}
-    """By index of a completion without a verdict: why. It is not trained on, and its group is judged without it."""
+    """Why a completion has no verdict, by index of the completion. It is not trained on, and means over its group exclude
+    it."""
 
     @property
     def ungraded(self) -> list[int]:

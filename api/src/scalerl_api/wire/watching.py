@@ -1,4 +1,4 @@
-"""Anyone with the token → coordinator: how the run stands, and ending it."""
+"""Any client with the token → coordinator: status, decisions, and requests to stop the run."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from scalerl_api.wire.base import Member, Struct
 from scalerl_api.wire.prompts import HELD_OUT_SET, Split
 
 INTERRUPTED = "interrupted"
-"""The reason of a stop by somebody who waits for the end: the last version is saved, and not measured."""
+"""Reason of a stop by a user who waits for the end: the last version is saved, but not evaluated."""
 
 FORECAST = "forecast"
-"""The reason of a stop by the autoscaler; what the summary says of such a run."""
+"""Reason of a stop by the autoscaler because of the forecast; also the stop reason in the run's summary."""
 
 BROKEN = "broken"
-"""The same, of a run that the autoscaler holds because its curve or its numbers went bad."""
+"""Reason of a stop by the autoscaler because the run is broken: its curve fell, or a value is not finite."""
 
 
 class Stop(Struct, frozen=True, kw_only=True):
-    """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is measured (unless the
-    reason is :data:`INTERRUPTED`), it checkpoints and leaves.
+    """``POST /v1/stop``: end the run in order. The trainer finishes its step, its last version is evaluated (unless the
+    reason is :data:`INTERRUPTED`), and the trainer writes a checkpoint and exits.
 
-    A stop is journaled and outlives restarts; whoever resumes a stopped run takes it back first.
+    The stop is journaled, so it persists over restarts; a client that resumes a stopped run cancels the stop first.
     """
 
     reason: str
-    """Empty: take an earlier stop back."""
+    """Reason of the stop; an empty one cancels an earlier stop."""
 
 
 class DecisionLine(Struct, frozen=True, kw_only=True):
-    """``POST /v1/decisions``: one line of ``decisions.jsonl``, with its newline. On disk when it is acknowledged.
+    """``POST /v1/decisions``: one line of ``decisions.jsonl``, with its newline. It is on disk when it is acknowledged.
 
-    The same line at the same offset again is acknowledged and not written twice; another is refused with 409.
+    Idempotent: the same line at the same offset is acknowledged, but not written twice. A different line at that offset is
+    rejected with 409.
     """
 
     offset: int
-    """Bytes of the log before it."""
+    """Bytes of the log before the line."""
     line: bytes
 
 
 class DecisionLines(Struct, frozen=True, kw_only=True):
-    """Answer of ``GET /v1/decisions?offset=N``: a page of the whole lines, which may end within a line."""
+    """Response to ``GET /v1/decisions?offset=N``: a page of the log without an incomplete last line. A page may end within a
+    line."""
 
     content: bytes
-    """From byte ``offset`` on."""
+    """Bytes of the log from ``offset`` on."""
     size: int = -1
-    """Bytes of all whole lines; -1 from a coordinator that sends them all at once."""
+    """Bytes of all complete lines; -1 from a coordinator that sends them all at once."""
 
 
 class PassAt(Struct, frozen=True, array_like=True):
-    """An estimate of the chance that at least one of k completions passes (scores 1), with its 90 % interval."""
+    """pass@k: an estimate of the probability that at least one of k completions passes (scores 1), with its 90 % interval."""
 
     k: int
     mean: float
@@ -60,52 +62,63 @@ class PassAt(Struct, frozen=True, array_like=True):
 
 
 class LabelMean(Struct, frozen=True, array_like=True):
-    """Mean reward of the prompts of an evaluation with one value of a label, and their pass@k."""
+    """Mean reward and pass@k of the prompts of an evaluation that have one value of a label."""
 
     label: str
     value: str
     reward: float
     prompts: int
+    """Number of those prompts."""
     pass_at: list[PassAt] = []
-    """For the k of the point's; empty in a journal of an earlier release."""
+    """pass@k for the same k as the point; empty in a journal of an earlier release."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
-    """One point of the curve."""
+    """One evaluation: a point of the curve."""
 
     version: int
+    """Evaluated weight version."""
     work_tokens: int
     """Completion tokens of all steps before ``version`` (the compute axis: useful work, not wall time)."""
     reward: float
+    """Mean score, in [0, 1]: over prompts of the mean over each prompt's completions."""
     standard_error: float
-    """Of the mean over prompts."""
+    """Standard error of ``reward`` as a mean over prompts."""
     samples: int
+    """Number of completions."""
     prompts: int
+    """Number of prompts."""
     set_digest: str
+    """Digest of everything besides the weights that determines the score: prompts, verifier and sampling."""
     mixed_versions: bool
+    """Whether other versions sampled some tokens; sets other than the forecast's tolerate slightly newer versions."""
     truncated_fraction: float
+    """Fraction of the completions truncated at their maximum length."""
     mean_tokens: float
+    """Mean length of a completion, in tokens."""
     wall_seconds: float
-    """Since the first lease."""
+    """Time since the first lease, in seconds."""
     device_seconds: float
+    """Devices × seconds since the first lease."""
     given_up_prompts: int = 0
-    """Of ``prompts``: could not be generated (too long for the context, or failed again and again), and count 0."""
+    """Prompts, included in ``prompts``, that could not be generated (too long for the context, or repeated failures); their
+    score counts as 0."""
     task: int = 0
-    """With ``split``, the evaluation set: as in :class:`~.prompts.PromptRef`."""
+    """Index of the evaluation set, with ``split``: as in :class:`~.prompts.PromptRef`."""
     split: Split = Split.HELD_OUT
     parts: dict[str, float] = {}
-    """Mean of each part of the verdicts, over prompts as ``reward``."""
+    """Mean of each part of the verdicts, over prompts like ``reward``."""
     pass_at: list[PassAt] = []
-    """pass@k for the powers of two above 1 up to the samples of a prompt, and for all of them; ascending."""
+    """pass@k for the powers of two above 1 up to the samples per prompt, and for all samples; ascending."""
     set_name: str = HELD_OUT_SET
-    """Of the evaluation set."""
+    """Name of the evaluation set."""
     by_label: list[LabelMean] = []
-    """The reward by the prompts' labels, in the order of :func:`scalerl_api.curve.label_order`."""
+    """Reward by label of the prompts, in the order of :func:`scalerl_api.curve.label_order`."""
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """Training rollouts by fate. ``acknowledged = trained + filtered + queued + skipped`` always; the rest was never
-    accepted."""
+    """Training rollouts by outcome. Always ``acknowledged = trained + filtered + queued + skipped``; the other counts are of
+    rollouts that were not accepted."""
 
     acknowledged: int
     trained: int
@@ -118,116 +131,127 @@ class Counts(Struct, frozen=True, kw_only=True):
     duplicate: int
     expired_leases: int
     held_out_invalid: int = 0
-    """Evaluation rollouts refused as invalid; in no other count."""
+    """Evaluation rollouts rejected as invalid; no other count includes them."""
     given_up: int = 0
-    """Of slots that could not be served, never acknowledged. All slots of trained steps: ``trained + filtered +
-    skipped + given_up``."""
+    """Rollouts of slots that could not be served; they were never acknowledged. All slots of trained steps: ``trained +
+    filtered + skipped + given_up``."""
     too_long: int = 0
-    """Of ``given_up``: the prompt leaves no room for a completion in the context."""
+    """Part of ``given_up``: the prompt leaves no room for a completion in the context."""
     ungraded: int = 0
-    """Of ``acknowledged``: without a verdict, so without a gradient."""
+    """Part of ``acknowledged``: rollouts without a verdict, so without a gradient."""
     masked_tokens: int = 0
-    """Tokens of acknowledged rollouts that have no gradient of their own accord: their log-probability is of no use, or
-    a forced interruption wrote them."""
+    """Tokens of acknowledged rollouts that are masked individually, because their log-probability is unusable or a forced
+    interruption inserted them."""
     skipped: int = 0
-    """Of steps that were not applied: a loss or gradient that was not finite, or ratios that exploded."""
+    """Rollouts of steps whose update was not applied, because a loss or gradient was not finite or ratios exploded."""
     held_out_given_up: int = 0
-    """Evaluation rollouts that could not be generated and count 0 at their point."""
+    """Evaluation rollouts that could not be generated; their score counts as 0."""
     timed_out_leases: int = 0
-    """Of ``expired_leases``: their holder was well, and generated nothing for ``leaseSeconds``."""
+    """Part of ``expired_leases``: the generator was healthy, but made no progress for ``leaseSeconds``."""
     refilled: int = 0
-    """Of ``filtered``: their slots were issued again with another prompt, and so count more than once."""
+    """Part of ``filtered``: the slots were reissued with another prompt, so these slots count more than once."""
 
 
 class Phase(enum.StrEnum):
+    """Phase of a run, as the coordinator reports it."""
+
     WAITING = "waiting"
     """No generator holds weights yet."""
     RUNNING = "running"
     FINISHING = "finishing"
     FINISHED = "finished"
-    """The trainer has written its last checkpoint and left."""
+    """The trainer has written its last checkpoint and exited."""
 
 
 class Mismatch(Struct, frozen=True, kw_only=True):
-    """A KL estimate (k3, nats a token) of trainer against generators; names of :mod:`scalerl_api.mismatch`."""
+    """KL estimate (k3, nats per token) between trainer and generators."""
 
     source: str
+    """Measurement: one of :data:`scalerl_api.mismatch.SOURCES`."""
     positions: str
+    """Range of token positions: one of :data:`scalerl_api.mismatch.POSITIONS`, or ``all``."""
     kl: float
-    """Mean over all tokens of the run that were measured."""
+    """Mean over all measured tokens of the run."""
     recent_kl: float
-    """Mean over the last measurements, each counting half as much as the one after it."""
+    """Exponentially weighted mean over the last measurements: each has half the weight of the next one."""
     tokens: int
+    """Number of measured tokens."""
 
 
 class Tracker(Struct, frozen=True, kw_only=True):
-    """How an experiment tracker stands."""
+    """State of an experiment tracker."""
 
     name: str
     """Its field in ``spec.trackers``."""
     step: int = -1
-    """Newest step that it was given; -1: none since the coordinator began."""
+    """Newest step sent to it; -1: none since the start of the coordinator."""
     failures: int = 0
-    """Attempts that failed since the coordinator began."""
+    """Failed attempts since the start of the coordinator."""
     problem: str = ""
-    """Why the last one did; empty once one succeeds."""
+    """Why the last attempt failed; empty after a success."""
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """``GET /v1/status``."""
+    """``GET /v1/status``: state of the run."""
 
     phase: Phase
     waiting_for: str
-    """In words; empty when nothing is awaited."""
+    """Human-readable description of what the run waits for; empty if it waits for nothing."""
     step: int
     """Steps trained."""
     published_version: int
+    """Newest published weight version; -1 before the first publish."""
     stop_reason: str
-    """Why the run ends or has ended: the budget's field that is used up (``maxSteps``), or the reason of a stop."""
+    """Why the run ends or has ended: the exhausted field of the budget (``maxSteps``), or the reason of a stop."""
     counts: Counts
     members: list[Member]
+    """Registered generators."""
     points: list[EvaluationPoint]
-    """The run's curve: of the evaluation set that the forecast follows."""
+    """The run's curve: the points of the forecast's evaluation set."""
     last_step_stats: dict[str, float]
+    """Scalars of the last step, as in ``metrics.jsonl``."""
     wall_seconds: float
-    """Since the first lease, over all incarnations of the run, and of mid-training."""
+    """Time of mid-training and since the first lease, over all incarnations of the run, in seconds."""
     device_seconds: float
+    """Devices × seconds over the same time."""
     tokens_generated: int
+    """Completion tokens delivered by generators."""
     tokens_trained: int
+    """Completion tokens of trained steps."""
     generator_busy_fraction: float
     trainer_busy_fraction: float
     max_staleness_steps: int
     mean_staleness_steps: float
     mismatch: list[Mismatch] = []
-    """What was measured between trainer and generators; a measurement that was never made is not there."""
+    """Measured mismatches of trainer and generators; without those that were never measured."""
     grading_errors: int = 0
-    """Accepted rollouts, evaluation's too, whose verifier failed: their score says nothing about them."""
+    """Accepted rollouts, including those of evaluations, whose verifier failed, so that they have no score."""
     checkpoint_failures: int = 0
     """Checkpoints that could not be written, over all incarnations of the trainer; reported with each step."""
     skipped_steps: int = 0
-    """Steps that were not applied, over all incarnations of the trainer."""
+    """Steps whose update was not applied, over all incarnations of the trainer."""
     last_skip_reason: str = ""
-    """Why the newest of them was not."""
+    """Why the newest skipped step was skipped."""
     checkpoint_version: int = -1
-    """Newest checkpoint that the trainer can continue from; -1: none."""
+    """Newest checkpoint from which the trainer can continue; -1: none."""
     journal_error: str = ""
-    """The disk's error while the journal cannot be written; empty while it can."""
+    """Disk error while the journal cannot be written; empty otherwise."""
     exports: Exports | None = None
-    """Models that others load; none: none yet."""
+    """Exported models; None: none yet."""
     trackers: list[Tracker] = []
-    """Those of ``spec.trackers``."""
+    """Experiment trackers of ``spec.trackers``."""
     teacher_problem: str = ""
-    """The first member whose groups wait for the teacher of ``recipe.distillation``, and why; empty while none does."""
+    """The first member whose groups wait for the teacher of ``recipe.distillation``, with the reason; empty if none waits."""
     supervised_steps: int = 0
-    """Steps of mid-training that the weights have."""
+    """Steps of mid-training applied to the weights."""
     supervised_tokens: int = 0
     """Solution tokens of these steps."""
     compute_tokens: float = 0.0
-    """What ``budget.maxComputeTokens`` limits: see :mod:`scalerl_api.compute`."""
+    """Compute limited by ``budget.maxComputeTokens``, in tokens of supervised training: see :mod:`scalerl_api.compute`."""
     set_points: dict[str, list[EvaluationPoint]] = {}
-    """The curves of the other evaluation sets, by name."""
+    """Curves of the other evaluation sets, by name of the set."""
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
-        """Mean over the run; None when it was never measured."""
+        """Mean KL over the run, in nats per token; None if it was never measured."""
         found = (m.kl for m in self.mismatch if (m.source, m.positions) == (source, positions))
         return next(found, None)

@@ -46,7 +46,7 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
                 connection.sendall(protocol.record(RETIRED))
                 return
         if _address_space_bytes() > retire_above:
-            # Caches have grown; the next completion must not fail because of them.
+            # Caches have grown; they must not make the next completion exceed the memory limit.
             connection.sendall(protocol.record(RETIRED))
             return
 

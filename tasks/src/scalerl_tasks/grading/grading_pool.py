@@ -32,14 +32,14 @@ _FIRST_BACK_OFF_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A completion's verdict; or, if grading failed, none, and why."""
+    """A completion's verdict, or the error if grading failed."""
 
     verdict: Verdict | None
     error: str | None = None
 
     @property
     def score(self) -> float:
-        """0 without a verdict."""
+        """The verdict's score; 0 without a verdict."""
         return 0.0 if self.verdict is None else self.verdict.score
 
 
@@ -49,7 +49,7 @@ class PoolCounts:
 
     graded: int = 0
     errors: int = 0
-    """The part of ``graded`` that has an error."""
+    """Part of ``graded``: completions with an error in place of a verdict."""
     timeouts: int = 0
     deaths: int = 0
     """Graders that ended unexpectedly."""

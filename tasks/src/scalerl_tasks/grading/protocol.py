@@ -5,7 +5,8 @@ processed hostile text, so its answers are records of a fixed layout.
 
 Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request`.
 Grader → pool, a stream: one record per completion, in order, sent immediately: :data:`RECORD`, then the verdict's parts
-as ``<d`` in the order declared, then the error text (empty for a verdict). A record of kind :data:`RETIRED` says that the grader exits and needs a replacement.
+as ``<d`` in the order declared, then the error text (empty for a verdict). After a record of kind :data:`RETIRED` the grader
+exits, and the pool replaces it.
 
 Pool ↔ fork server, packets (SOCK_SEQPACKET): a one-byte kind, ``<Q`` token or pid, then text.
 """
@@ -29,13 +30,13 @@ RETIRED = 2
 
 CONTROL = struct.Struct("<cQ")
 FORK = b"F"
-"""Pool: fork a grader for the attached socket; the answer carries the number, a token."""
+"""Pool: fork a grader for the attached socket; the reply repeats the number, a token."""
 KILL = b"K"
 """Pool: kill the grader with this pid, if it still exists."""
 READY = b"R"
-"""Fork server: the verifier is open; the text has the names of its verdicts' parts, with commas."""
+"""Fork server: the verifier is open; the text lists the names of its verdicts' parts, separated by commas."""
 BROKEN = b"B"
-"""Fork server: the verifier cannot be opened; the text says why. It exits."""
+"""Fork server: the verifier cannot be opened; the text has the reason. The fork server exits."""
 FORKED = b"P"
 """Fork server: token, then ``<Q`` the pid."""
 FORK_FAILED = b"X"

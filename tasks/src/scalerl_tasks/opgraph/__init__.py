@@ -1,4 +1,4 @@
-"""Op-graph problems: word problems over graphs of arithmetic operations, whose difficulty is a number that is chosen.
+"""Op-graph problems: word problems over graphs of arithmetic operations, with a chosen number of operations as difficulty.
 
 ::
 
@@ -9,7 +9,7 @@
 
     completion ─▶ parse.parse() ─▶ parse.compare() with the parsed gold solution ─▶ verifiers: a Verdict
 
-Here live the words, the graphs and the notation of solutions. Nothing here needs numpy or torch.
+This package has the vocabulary, the graphs and the notation of solutions. It needs neither numpy nor torch.
 """
 
 from scalerl_tasks.opgraph.contexts import CONTEXTS

@@ -1,6 +1,6 @@
-"""Contexts: the words in which a graph becomes a problem. The same graph reads as animals in a zoo or loaves of bakeries.
+"""Contexts: the vocabulary with which a graph becomes a problem, such as animals in a zoo or loaves in bakeries.
 
-Every context has as many places and kinds as any other, so that a graph of ranks fits them all.
+All contexts have the same number of places and kinds, so that a graph can be rendered in any of them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from itertools import product
 
 PLACES = 24 * 20
-"""Places of a context: a first word and a second one."""
+"""Number of places of a context; the name of each has a first and a second word."""
 KINDS = 8 * 8
-"""Kinds of things that are counted at a place: a first word and a second one."""
+"""Number of kinds of things that are counted at a place; the name of each has a first and a second word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Words by rank.
+    """The names of a context, by index.
 
     Attributes:
-        places: with their preposition, like ``"in Amber Hollow"``.
-        kinds: like ``"adult otters"``.
-        things: what a total counts, like ``"animals"``.
+        places: names of places with their preposition, like ``"in Amber Hollow"``.
+        kinds: names of kinds, like ``"adult otters"``.
+        things: name of all kinds together, for totals, like ``"animals"``.
     """
 
     places: tuple[str, ...]
@@ -107,4 +107,4 @@ CONTEXTS = {
         "pieces",
     ),
 }
-"""By name. The words of two contexts differ, but for those of the sentences around them."""
+"""Contexts by name. Their vocabularies are disjoint; the sentences around the names are the same."""

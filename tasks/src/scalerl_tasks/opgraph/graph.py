@@ -1,17 +1,17 @@
-"""Operation graphs: which parameters a problem has, how each is defined, and what they are worth.
+"""Operation graphs: the parameters of a problem, their definitions and their values.
 
-A parameter counts one kind of thing at one place (an instance), or all kinds at one place (a total). An instance is
-defined by a sentence of the problem, from a constant or from other parameters; a total is the sum of the instances at its
-place, which no sentence says. The number of operations of a graph is that of the definitions which the answer needs: a
-sum of n parameters has n − 1, a multiple of a sum one more, every other definition one. (As in arXiv 2512.07783, §3, and
-the problems of arXiv 2407.20311; made here from the description alone.)
+A parameter counts one kind of thing at one place (an instance), or all kinds at one place (a total). A sentence of the problem
+defines an instance, from a constant or from other parameters. A total is the sum of the instances at its place; no sentence
+defines it. The number of operations of a graph is the sum over the definitions that the answer needs: a sum of n parameters
+has n − 1, a multiple of a sum one more, every other definition one. (As in arXiv 2512.07783, §3, and the problems of arXiv
+2407.20311; implemented here from the descriptions alone.)
 
-A graph is drawn from its top, the parameter at the end of all definitions, downwards: a definition is drawn, then those
-of its parents, with as many operations as are left. Values are computed upwards, and with them the operators are drawn,
-so that every value is a positive integer.
+A graph is drawn downwards from its top, the parameter that depends on all others: first a definition, then those of its
+parents, with the remaining number of operations. Values are computed upwards; the operators are drawn at the same time, so
+that every value is a positive integer.
 
-Every draw of a problem comes from a hash of (seed, index), so that a problem costs the same at any index. Two indices
-never give the same problem: see :func:`draw_names`.
+All draws of a problem come from a hash of (seed, index), so that a problem has the same cost at any index. Two indices never
+give the same problem: see :func:`draw_names`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from scalerl_tasks.opgraph.contexts import KINDS, PLACES
 
 MIN_OPERATIONS = 2
 MAX_OPERATIONS = 50
-"""A solution names each parameter and each intermediate by one letter, and has no more of both than operations."""
+"""Maximum number of operations. A solution uses one letter for each parameter and each intermediate, and has at most as many of
+them as operations."""
 MAX_DISTRACTORS = 10
-"""With the others fewer than the kinds of one place."""
+"""Maximum number of distractors. With the other parameters they are fewer than the kinds of one place."""
 MAX_PROBLEMS = PLACES * (PLACES - 1) * KINDS
-"""Problems of one seed: see :func:`draw_names`."""
+"""Number of different problems of one seed: see :func:`draw_names`."""
 
 _LARGE = 100
-"""No product of two parameters is made above it, and a difference is preferred to a sum."""
+"""Maximum product of two parameters; above it, a difference is preferred to a sum."""
 _UNKNOWN = range(2, 21)
-"""Values of the parameter that a reverse problem asks for."""
+"""Possible values of the unknown of a reverse problem."""
 _CONSTANTS = range(1, 6)
 
 
 class Draws:
-    """Uniform draws from a hash. Not from ``random``: a problem must not change with the Python release."""
+    """Uniform draws from a hash, not from ``random``, because a problem must not change with the Python release."""
 
     __slots__ = ("_bits", "_block", "_key", "_pool")
 
@@ -50,7 +51,7 @@ class Draws:
         self._block = self._pool = self._bits = 0
 
     def below(self, n: int) -> int:
-        """One of 0..n−1 (n ≤ 2**32); uniform but for less than 2**-64."""
+        """A number from 0 to n − 1 (n ≤ 2**32); its distribution differs from uniform by less than 2**-64."""
         if self._bits < 96:
             block = self._block.to_bytes(4, "little")
             self._pool = int.from_bytes(hashlib.blake2b(self._key + block, digest_size=64).digest(), "little")
@@ -66,7 +67,7 @@ class Draws:
 
 
 class Form(StrEnum):
-    """How a parameter is defined; with a, b, … its parents and c its constant."""
+    """Form of a parameter's definition, with parents a, b, … and constant c."""
 
     CONSTANT = "c"
     EQUAL = "a"
@@ -84,11 +85,11 @@ class Node:
     """A parameter.
 
     Attributes:
-        group: number of its place among those of the graph.
-        form: its definition.
-        constant: of the definition; 0 where the form has none.
-        parents: positions in ``Graph.nodes``, in the order of the definition.
-        slope: of the value as ``slope * x + offset``, where x is the unknown of a reverse problem; 0 in a forward one.
+        group: index of its place among those of the graph.
+        form: form of its definition.
+        constant: constant of the definition; 0 if the form has none.
+        parents: positions of the parents in ``Graph.nodes``, in the order of the definition.
+        slope: slope of the value as ``slope * x + offset``, where x is the unknown of a reverse problem; 0 in a forward one.
         offset: see ``slope``.
         value: the number.
     """
@@ -104,12 +105,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Parameters in an order in which each comes after its parents.
+    """Parameters in topological order: each comes after its parents.
 
     Attributes:
-        nodes: those that the answer needs, then distractors.
-        top: position of the parameter that needs all others: what a forward problem asks for.
-        unknown: position of the parameter that a reverse problem asks for, its value not given; None in a forward one.
+        nodes: parameters that the answer needs, then distractors.
+        top: position of the parameter that depends on all others: the answer of a forward problem.
+        unknown: position of the parameter that is the answer of a reverse problem; None in a forward one.
         groups: number of places.
     """
 
@@ -125,7 +126,7 @@ class Graph:
 
     @property
     def asked(self) -> int:
-        """Position of the parameter that the problem asks for."""
+        """Position of the parameter that is the answer."""
         return self.top if self.unknown is None else self.unknown
 
     @property
@@ -142,29 +143,29 @@ def operations(node: Node) -> int:
 
 
 def draw_graph(draws: Draws, operations: int, *, reverse: bool, distractors: int) -> Graph:
-    """A graph of exactly so many operations (2 to 50).
+    """Draw a graph.
 
     Args:
-        draws: where the randomness comes from.
-        operations: that the answer needs.
+        draws: source of randomness.
+        operations: exact number of operations that the answer needs (2 to 50).
         reverse: one constant is unknown, and the value of the top is given.
         distractors: number of parameters that the answer does not need.
     """
     while True:
         top = _draw_definitions(draws, operations)
         graph = _evaluated(draws, top, reverse, distractors)
-        # Reverse: x must not cancel. The names of the places need two.
+        # In a reverse problem, x must not cancel. draw_names() needs two places.
         if graph.groups >= 2 and (graph.unknown is None or graph.nodes[graph.top].slope):
             return graph
 
 
 class _Slot:
-    """A parameter on the way down.
+    """A parameter during the downward draw.
 
     Attributes:
-        group: its place; :data:`_FREE` for an instance at none of the places that have a total.
-        shape: its form, or several of which its value chooses: ``pair`` is a sum or a difference, ``step`` any definition
-            from one parent.
+        group: its place; :data:`_FREE` for an instance at a place without a total.
+        shape: its form, or a set of forms from which the value selects later: ``pair`` is a sum or a difference, ``step`` any
+            definition from one parent.
         parents: slots that are defined after it.
     """
 
@@ -180,10 +181,10 @@ _FREE = 0
 
 
 def _draw_definitions(draws: Draws, operations: int) -> _Slot:
-    """Definitions from the top, which is returned, downwards, for exactly so many operations.
+    """Draw definitions downwards with exactly this number of operations; returns the top.
 
-    A slot that waits costs one operation or more, so there are never fewer operations left than slots that wait. The
-    parents of a slot wait when it is defined, so that no parameter depends on itself.
+    An undefined slot costs at least one operation, so the remaining operations are never fewer than the undefined slots. The
+    parents of a slot are undefined when it is defined, so that no parameter depends on itself.
     """
     below = draws.below
     top = _Slot(_FREE)
@@ -198,7 +199,7 @@ def _draw_definitions(draws: Draws, operations: int) -> _Slot:
         size, fresh = 0, 0
         kind = below(16)
         if spare == 0:
-            # One operation for each: no parameter can be added, but one that waits can be a parent.
+            # One operation is left for each slot: no parameter can be added, but an undefined one can be a parent.
             if others >= 2 and kind < 3:
                 slot.shape, size = "pair", 2
             elif others and kind < 8:
@@ -237,18 +238,18 @@ def _draw_definitions(draws: Draws, operations: int) -> _Slot:
 
 
 def _evaluated(draws: Draws, top: _Slot, reverse: bool, distractors: int) -> Graph:
-    """Values, operators, places and distractors of drawn definitions."""
+    """Draw places, operators and distractors for drawn definitions, and compute the values."""
     below = draws.below
     slots = _parents_first(top)
     position = {id(slot): at for at, slot in enumerate(slots)}
     leaves = [at for at, slot in enumerate(slots) if not slot.parents]
     unknown = leaves[below(len(leaves))] if reverse else None
     open_places = 2 + below(2)
-    # Of groups, by the slot's group, or by −1, −2, … of the places without a total.
+    # Index of each place: by the group of its slots, or by −1, −2, … for places without a total.
     numbers: dict[int, int] = {}
     free = [slot for slot in reversed(slots) if slot.group == _FREE]
     for rank, slot in enumerate(free):
-        # The first two at different places.
+        # The first two slots are at different places.
         slot.group = -1 - (rank if rank < 2 else below(open_places))
     for slot in slots:
         numbers.setdefault(slot.group, len(numbers))
@@ -261,7 +262,7 @@ def _evaluated(draws: Draws, top: _Slot, reverse: bool, distractors: int) -> Gra
         else:
             nodes.append(_defined(below, nodes, numbers[slot.group], slot.shape, parents))
     groups = len(numbers)
-    # Never at a place with a total: the total would count it.
+    # A distractor is never at a place with a total, because the total would count it.
     open_groups = [number for key, number in numbers.items() if key < 0]
     for _ in range(distractors):
         pick = below(len(open_groups) + 1)
@@ -275,7 +276,7 @@ def _evaluated(draws: Draws, top: _Slot, reverse: bool, distractors: int) -> Gra
 
 
 def _parents_first(top: _Slot) -> list[_Slot]:
-    """All slots below ``top``, each after its parents, and near its first child: the order of a solution."""
+    """All slots below ``top``, each after its parents and close to its first child: the order of a solution."""
     order: dict[int, _Slot] = {}
 
     def visit(slot: _Slot) -> None:
@@ -291,7 +292,7 @@ def _parents_first(top: _Slot) -> list[_Slot]:
 def _defined(
     below: Callable[[int], int], nodes: Sequence[Node], group: int, shape: str, parents: tuple[int, ...]
 ) -> Node:
-    """A definition of the shape, with operator and constant that keep its value positive and small."""
+    """A definition of the shape, with an operator and a constant that keep its value positive and small."""
     given = [nodes[parent] for parent in parents]
     constant = 0
     if shape == "constant":
@@ -332,7 +333,7 @@ def _step(below: Callable[[int], int], value: int) -> tuple[Form, int]:
 
 
 def _apply(form: Form, constant: int, given: list[int], constant_term: int) -> int:
-    """A definition of numbers; ``constant_term`` stands where the constant is added, ``constant`` where it multiplies."""
+    """Evaluate a definition for numbers; ``constant_term`` is the constant in additions, ``constant`` in multiplications."""
     match form:
         case Form.CONSTANT | Form.MORE:
             return sum(given) + constant_term
@@ -347,11 +348,11 @@ def _apply(form: Form, constant: int, given: list[int], constant_term: int) -> i
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Ranks of names in a context's lists.
+    """Indices of names in a context's lists.
 
     Attributes:
-        places: of each group.
-        kinds: of each node; None for a total.
+        places: index of each group's place.
+        kinds: index of each node's kind; None for a total.
     """
 
     places: tuple[int, ...]
@@ -359,11 +360,11 @@ class Names:
 
 
 def draw_names(draws: Draws, graph: Graph, number: int) -> Names:
-    """Names of all parameters, from which ``number`` (0 ≤ number < :data:`MAX_PROBLEMS`) can be computed again.
+    """Draw the names of all parameters so that they encode ``number`` (0 ≤ number < :data:`MAX_PROBLEMS`).
 
-    Its three digits are the place of the top; how far all other places are from it, added, modulo the number of places
-    (never 0); and the kind of the top, or, for a total, the sum of the kinds at its place. All three can be read from the
-    names in a problem, whatever the order of its sentences, so two numbers never give the same problem.
+    The number has three mixed-radix digits: the place of the top; the sum of the distances of all other places from it, modulo
+    the number of places (never 0); and the kind of the top, or, for a total, the sum of the kinds at its place. All three follow
+    from the names in a problem in any order of its sentences, so two numbers never give the same problem.
     """
     below = draws.below
     rest, kind_digit = divmod(number, KINDS)
@@ -402,7 +403,7 @@ def draw_names(draws: Draws, graph: Graph, number: int) -> Names:
 
 
 def permuted(index: int, seed: int) -> int:
-    """A permutation of 0..MAX_PROBLEMS − 1, by seed: neighbours get unlike names."""
+    """Value at ``index`` of a permutation of 0..MAX_PROBLEMS − 1, by seed, so that neighbouring problems get different names."""
     draws = Draws(f"names/{seed}")
     factor = draws.below(MAX_PROBLEMS)
     while math.gcd(factor, MAX_PROBLEMS) != 1:

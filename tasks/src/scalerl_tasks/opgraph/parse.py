@@ -1,14 +1,14 @@
-"""Solutions as graphs: reads a solution, and compares it with the gold one, as arXiv 2512.07783 does.
+"""Parses solutions into graphs, and compares a solution with the gold one, as in arXiv 2512.07783.
 
-A node is a parameter by its name; the letter that a solution gives it does not matter. Its value is the last one that the
-solution evaluates for it; its parents are the parameters whose letters are on the right, also through intermediates.
-With V the nodes of the gold solution::
+A node is a parameter, identified by its name; the letter that a solution assigns to it does not matter. Its value is the last
+one that the solution evaluates for it. Its parents are the parameters whose letters are on the right, directly or through
+intermediates. With V the nodes of the gold solution::
 
     penalty = wrong values + wrong parents + missing nodes + min(extra nodes, |V|) + [the answer differs]
     process = max(0, 1 − penalty / |V|)
 
-Text is hostile: any string is parsed, in time linear in its length, and longer ones than :data:`MAX_CHARACTERS` are not
-read at all.
+The text is untrusted: any string is parsed, in time linear in its length. A string longer than :data:`MAX_CHARACTERS` has no
+nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_CHARACTERS: Final = 1 << 15
-"""Greatest length of a solution. One of 50 operations has about 6,000 characters."""
+"""Maximum length of a solution. A solution with 50 operations has about 6,000 characters."""
 
 _MAX_EXPRESSION: Final = 400
 _MAX_TOKENS: Final = 64
@@ -30,15 +30,15 @@ _LETTERS = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 _TOKENS = re.compile(r"\s*(?:([0-9]{1,15})|([A-Za-z])|([-+*()]))")
 
 Value = tuple[int, int]
-"""``(slope, offset)`` of a value ``slope * x + offset``, with x the unknown; numbers have a slope of 0."""
+"""``(slope, offset)`` of a value ``slope * x + offset`` with the unknown x; a number has slope 0."""
 
 UNDEFINED: Final = "?"
-"""The parent that stands for a letter that no step defines."""
+"""Parent in place of a letter that no step defines."""
 
 
 @dataclass(slots=True)
 class SolutionNode:
-    """What a solution says of a parameter; ``value`` is None where it evaluates to no number or linear form."""
+    """Value and parents of a parameter in a solution; ``value`` is None if it is neither a number nor a linear form."""
 
     value: Value | None = None
     parents: set[str] = field(default_factory=set)
@@ -49,13 +49,13 @@ class Comparison:
     """A solution's differences from the gold one.
 
     Attributes:
-        nodes: |V|, the number of nodes of the gold solution; 0 where there is none.
+        nodes: |V|, the number of nodes of the gold solution; 0 if there is none.
         values: nodes whose value differs.
         parents: nodes whose parents differ.
         missing: nodes that the solution does not have.
         extra: nodes that only the solution has.
         wrong_answer: the answer differs.
-        parsed: the solution has a step.
+        parsed: the solution has at least one step.
     """
 
     nodes: int
@@ -68,12 +68,12 @@ class Comparison:
 
     @property
     def penalty(self) -> int:
-        """See the module."""
+        """The penalty, as defined in the docstring of the module."""
         return self.values + self.parents + self.missing + min(self.extra, self.nodes) + self.wrong_answer
 
     @property
     def process(self) -> float:
-        """See the module; 0 without a gold graph, and of a solution without a step."""
+        """The process score, as defined in the docstring of the module; 0 without a gold graph or without a step."""
         return max(0.0, 1 - self.penalty / self.nodes) if self.nodes and self.parsed else 0.0
 
 
@@ -96,7 +96,7 @@ def compare(
 def parse(text: str) -> dict[str, SolutionNode]:
     """The nodes of a solution by name; empty if it has no step, or is too long.
 
-    What follows ``</solution>`` or ``<answer>`` is not read. A name that is defined twice counts as defined last.
+    Text after ``</solution>`` or ``<answer>`` is ignored. If a name is defined twice, the last definition counts.
 
     >>> nodes = parse("Define red kayaks as a; so a = 3. Define total number of boats as b; c = a + a = 3 + 3 = 6; "
     ...               "so b = 2 * c = 2 * 6 = 12.")
@@ -114,13 +114,13 @@ def parse(text: str) -> dict[str, SolutionNode]:
 
 
 class _Reader:
-    """Reads steps in order.
+    """Parses steps in order.
 
     Attributes:
-        nodes: read so far.
-        names: of the nodes, by letter.
-        through: the parents of each intermediate, by letter.
-        unknown: the letter of the node that has no number until the end.
+        nodes: nodes of the steps so far.
+        names: names of the nodes, by letter.
+        through: parents of each intermediate, by letter.
+        unknown: letter of the node that has no number until the end.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Reader:
         self.unknown = ""
 
     def read(self, part: str) -> None:
-        """A step: what follows ``Define``, to the next one."""
+        """Parse a step: the text from one ``Define`` to the next."""
         head, _, body = part.partition(";")
         name, found, letter = head.rpartition(" as ")
         letter = letter.strip()
@@ -149,10 +149,10 @@ class _Reader:
             self.unknown, node.value = letter, (1, 0)
 
     def _assign(self, node: SolutionNode, letter: str, target: str, right: list[str]) -> bool:
-        """``target = right[0] = …`` in the step of ``letter``; whether it evaluates that letter."""
+        """Process ``target = right[0] = …`` in the step of ``letter``; returns whether it evaluates that letter."""
         last = right[-1].strip()
         if last == target:
-            return False  # so x = x: an unknown
+            return False  # "so x = x": an unknown
         if target == self.unknown and target != letter:
             if _NUMBER.fullmatch(last):
                 self.nodes[self.names[target]].value = (0, int(last))
@@ -173,7 +173,7 @@ class _Reader:
 
 
 def _assigned(left: str) -> str:
-    """The letter that an equation with this left side assigns; none if the side is an expression."""
+    """The letter to which an equation with this left side assigns a value; empty if the side is an expression."""
     *before, last = left.split() or [""]
     expression = before and before[-1][-1] in "+-*/("
     return last if len(last) == 1 and last.isascii() and last.isalpha() and not expression else ""

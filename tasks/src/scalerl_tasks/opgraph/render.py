@@ -1,4 +1,4 @@
-"""Problems as text: the sentences that define the parameters, in any order, then the question."""
+"""Renders problems as text: the sentences that define the parameters, in random order, then the question."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scalerl_tasks.opgraph.graph import Draws, Form, Graph, Names
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A graph in the words of a context.
+    """A graph in the vocabulary of a context.
 
     Attributes:
-        graph: what is asked.
-        context: a name of :data:`~scalerl_tasks.opgraph.contexts.CONTEXTS`.
-        names: of the parameters, like ``"adult otters in Amber Hollow"``, by position in ``graph.nodes``.
-        sentences: of the problem, the question last.
+        graph: the operation graph.
+        context: a key of :data:`~scalerl_tasks.opgraph.contexts.CONTEXTS`.
+        names: names of the parameters, like ``"adult otters in Amber Hollow"``, by position in ``graph.nodes``.
+        sentences: sentences of the problem; the last one is the question.
     """
 
     graph: Graph
@@ -26,17 +26,17 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The prompt: the question, and the tag that a solution follows."""
+        """The prompt: the problem and its question, and the opening tag of the solution."""
         return f"<question> {' '.join(self.sentences)} </question> <solution>"
 
     @property
     def answer(self) -> int:
-        """The value of the parameter that is asked for."""
+        """The value of the parameter in question."""
         return self.graph.nodes[self.graph.asked].value
 
 
 def render(graph: Graph, context: str, names: Names, draws: Draws) -> Problem:
-    """The problem of a graph; ``draws`` shuffles its sentences."""
+    """Render a graph as a problem; ``draws`` shuffles the sentences."""
     words = CONTEXTS[context]
     named = tuple(
         words.total(names.places[node.group])

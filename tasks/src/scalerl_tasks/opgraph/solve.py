@@ -1,11 +1,11 @@
-"""Worked solutions: one step for each parameter that the answer needs, each after those that it is made of.
+"""Worked solutions: one step for each parameter that the answer needs, each after the steps of its parents.
 
-A step names its parameter, gives it a letter, and evaluates it; a sum of more than two terms, and one that is multiplied,
-has intermediates with letters of their own::
+A step names its parameter, assigns a letter to it, and evaluates it. A sum of more than two terms, or one that is multiplied,
+has intermediates with their own letters::
 
     Define tame cranes in Onyx Vale as d; e = a + b = 3 + 4 = 7; so d = 2 * e = 2 * 7 = 14.
 
-In a reverse problem the unknown is ``x``, values carry it (``2 * x + 4``), and the solution ends by solving for it.
+In a reverse problem the unknown is ``x``, values are linear forms in it (``2 * x + 4``), and the last sentence solves for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scalerl_tasks.opgraph.graph import Form, Node
 from scalerl_tasks.opgraph.render import Problem
 
 LETTERS = [letter for letter in string.ascii_letters if letter != "x"]
-"""Letters of parameters and intermediates, in the order of their use."""
+"""Letters of parameters and intermediates, in order of use."""
 UNKNOWN = "x"
 
 
@@ -26,11 +26,11 @@ class Step:
     """One step of a solution.
 
     Attributes:
-        name: of the parameter.
-        letter: of the parameter.
-        equations: of the intermediates, then of the parameter; without the letters' ``so`` and the marks between.
+        name: name of the parameter.
+        letter: letter of the parameter.
+        equations: equations of the intermediates, then of the parameter, without ``so`` and separators.
         parents: names of the parameters on the right.
-        value: where the step ends, as ``(slope, offset)`` of a value ``slope * x + offset``.
+        value: result of the step, as ``(slope, offset)`` of a value ``slope * x + offset``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Solution:
     Attributes:
         steps: one for each parameter that the answer needs.
         closing: the sentence that solves for the unknown; empty in a forward problem.
-        answer: the number asked for.
+        answer: the answer.
     """
 
     steps: tuple[Step, ...]
@@ -62,7 +62,7 @@ class Solution:
 
     @property
     def text(self) -> str:
-        """What follows the prompt."""
+        """The solution as text, to be appended to the prompt."""
         sentences = [*(step.text for step in self.steps), *([self.closing] if self.closing else [])]
         return f"{' '.join(sentences)} </solution> <answer> {self.answer} </answer>"
 
@@ -90,7 +90,7 @@ def solve(problem: Problem) -> Solution:
 
 
 def linear_text(slope: int, offset: int) -> str:
-    """``slope * x + offset``, as solutions write it.
+    """``slope * x + offset`` in the notation of solutions.
 
     >>> linear_text(2, -4), linear_text(1, 0), linear_text(0, 7)
     ('2 * x - 4', 'x', '7')
@@ -132,7 +132,7 @@ def _evaluation(node: Node, unknown: bool, given: list[tuple[str, tuple[int, int
 
 
 def _chain(pattern: str, given: list[tuple[str, tuple[int, int]]], value: tuple[int, int]) -> str:
-    """``a + b = 3 + 4 = 7``: with letters, with their values, evaluated; without repeating itself."""
+    """``a + b = 3 + 4 = 7``: the pattern with letters, with values, and evaluated, without equal neighbours."""
     product, difference = "*" in pattern, pattern == "{} - {}"
     values = []
     for rank, (_, (slope, offset)) in enumerate(given):
@@ -145,7 +145,7 @@ def _chain(pattern: str, given: list[tuple[str, tuple[int, int]]], value: tuple[
 
 
 def _closing(top: Node) -> str:
-    """Solves ``slope * x + offset = value``."""
+    """The sentence that solves ``slope * x + offset = value``."""
     parts = [f"{linear_text(top.slope, top.offset)} = {top.value}"]
     if top.offset:
         parts.append(f"{linear_text(top.slope, 0)} = {top.value - top.offset}")

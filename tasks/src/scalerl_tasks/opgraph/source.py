@@ -1,4 +1,4 @@
-"""Op-graph problems as a source of prompts: made from seed and index at each read."""
+"""Op-graph problems as a source of prompts: each read generates the problem from seed and index."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from scalerl_tasks.prompts import Prompt, check_index
 
 MODES = ("forward", "reverse")
 _MAX_SCALE = 10**9
-_VERSION = 1  # of all that a problem depends on: words, draws, sentences, solutions
+_VERSION = 1  # of everything that determines a problem: vocabulary, draws, sentences, solutions
 
 
 @dataclass(frozen=True, slots=True)
 class OpGraphTask:
-    """Which problems: all choices of a problem are drawn by its index.
+    """Settings of the problems; the index of a problem determines all draws within them.
 
     Attributes:
-        operations: least and greatest number of operations; each number between is as likely.
-        contexts: weights by name, as decimal texts; they sum to 1.
-        modes: ``forward`` (all is given, one parameter is asked for), ``reverse`` (one constant is unknown, the value at
-            the end is given); each is as likely.
-        distractors: greatest number of sentences that the answer does not need; each number from 0 is as likely.
-        seed: of the problems.
+        operations: minimum and maximum number of operations; drawn uniformly between them.
+        contexts: weights by name, as decimal text; they sum to 1.
+        modes: ``forward`` (all constants are given, the answer is the final value), ``reverse`` (the final value is given, the
+            answer is a constant); drawn uniformly.
+        distractors: maximum number of sentences that the answer does not need; drawn uniformly from 0 to this number.
+        seed: seed of the problems.
         size: number of problems.
     """
 
@@ -88,15 +88,15 @@ class OpGraphTask:
 
 
 def _scale(weights: Mapping[str, str]) -> int:
-    """The least number whose product with every weight is an integer."""
+    """The smallest positive integer whose product with every weight is an integer."""
     return math.lcm(*(Fraction(weight).denominator for weight in weights.values()))
 
 
 class OpGraphSource:
-    """A :class:`~scalerl_tasks.PromptSource` of op-graph problems; memory does not grow with size.
+    """A :class:`~scalerl_tasks.PromptSource` of op-graph problems; its memory does not depend on the number of problems.
 
-    Two indices never give the same problem, also not one with its sentences in another order. Problems of two seeds may
-    be the same, so held-out prompts come from :func:`scalerl_tasks.split_held_out`, never from a second seed.
+    Two indices never give the same problem, not even with its sentences in another order. Two seeds can give the same problem,
+    so held-out prompts come from :func:`scalerl_tasks.split_held_out`, never from a second seed.
 
     >>> prompt = OpGraphSource(OpGraphTask((3, 3)))[5]
     >>> prompt.labels, prompt.answer
@@ -108,7 +108,7 @@ class OpGraphSource:
         identity = {"kind": "op-graph", "version": _VERSION, **dataclasses.asdict(task)}
         self._digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._scale = _scale(task.contexts)
-        # In an order that does not depend on the mapping's, which an API server does not keep.
+        # Sorted, because an API server does not preserve the order of a mapping.
         shares = [
             (int(Fraction(weight) * self._scale), name) for name, weight in sorted(task.contexts.items())
         ]
@@ -139,7 +139,7 @@ class OpGraphSource:
         )
 
     def difficulty(self, index: int, /) -> float:
-        """Operations of the problem, without making it."""
+        """Number of operations of the problem, without generating it."""
         return float(self._operations(index)[0])
 
     def problem(self, index: int) -> Problem:
@@ -154,7 +154,7 @@ class OpGraphSource:
         return render(graph, context, draw_names(draws, graph, permuted(index, task.seed)), draws)
 
     def _operations(self, index: int) -> tuple[int, Draws]:
-        """Operations of the problem at ``index``, and what the rest of it is drawn from."""
+        """Number of operations of the problem at ``index``, and the source of randomness for its other draws."""
         check_index(index, self.task.size)
         draws = Draws(f"op-graph/{_VERSION}/{self.task.seed}/{index}/")
         low, high = self.task.operations

@@ -22,13 +22,13 @@ class OpGraphVerifier:
     """Scores a solution by its answer, its steps, or both; the parts of the verdict are the same for all three.
 
     ========================  =====================================================================================
-    ``opgraph-outcome``       1 when the answer is right
-    ``opgraph-blend``         .2 · outcome + .8 · process when the answer is right, else 0
-    ``opgraph-strict``        1 when the answer is right and process is 1
+    ``opgraph-outcome``       1 if the answer is right
+    ``opgraph-blend``         .2 · outcome + .8 · process if the answer is right, else 0
+    ``opgraph-strict``        1 if the answer is right and process is 1
     ========================  =====================================================================================
 
-    *process* is that of :mod:`scalerl_tasks.opgraph.parse`, against the prompt's own solution. Any prompt with a solution
-    in this notation can be graded, also one of a file.
+    *process* is the score of :mod:`scalerl_tasks.opgraph.parse`, compared with the prompt's solution. Any prompt with a solution
+    in this notation can be graded, including prompts from a file.
     """
 
     part_names = ("outcome", "process", "wrong_values", "wrong_parents", "missing_steps", "extra_steps")
