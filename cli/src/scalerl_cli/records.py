@@ -1,4 +1,4 @@
-"""A record of decisions, from wherever a person has it: a run's directory, its file, or standard input."""
+"""Reads a record of decisions from the directory of a run, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RecordProblem(Exception):
 
 
 def recorded(source: Path) -> tuple[str, bytes]:
-    """What to call it, and its content.
+    """The name of the record for messages, and its content.
 
-    source: a run's directory, or a ``decisions.jsonl``; ``-`` is standard input.
+    source: the directory of a run, or a ``decisions.jsonl``; ``-`` is standard input.
 
     Raises:
         RecordProblem

@@ -1,4 +1,4 @@
-"""The arguments of ``scalerl simulate``: light to import."""
+"""The arguments of ``scalerl simulate``. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from scalerl_cli.curves.arguments import not_negative
 POLICIES = {
     "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
-    "slotOrder": "to whoever asks first, as earlier releases",
-    "roundRobin": "slot order, equally many to all",
+    "slotOrder": "first come, first served, as in earlier releases",
+    "roundRobin": "slot order, the same number to each generator",
     "histoPipe": "RhymeRL's ranges of length, ascending and descending",
-    "oracle": "as byLength, with the lengths known in advance",
+    "oracle": "byLength with the lengths known in advance",
     "tailBatching": "RollPacker's rounds; synchronous",
     "april": "APRIL's rounds, which continue partial completions",
 }
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The arguments of the command."""
+    """Add the command and its arguments."""
     command = commands.add_parser(
         "simulate",
         help="simulate the work of a trace (spec.trace) under other schedules and on other clusters",

@@ -1,4 +1,4 @@
-"""Lines: one for each step (or every few seconds), and one for each thing that happens."""
+"""Progress as lines: one for each step or every few seconds, and one for each event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WAITING_SECONDS = 15.0
 
 
 class PlainView:
-    """Prints to standard output, each line whole and at once."""
+    """Prints lines to standard output, each flushed at once."""
 
     def __init__(self, run: ScaleRLRun) -> None:
         self._max_steps = run.spec.budget.max_steps
@@ -56,7 +56,7 @@ class PlainView:
             self._say(self._progress(snapshot), snapshot)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the view holds no resources."""
 
     def _progress(self, snapshot: Snapshot) -> str:
         status, rates = snapshot.status, snapshot.rates
