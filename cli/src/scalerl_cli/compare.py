@@ -119,7 +119,7 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for plan in member.runs:
             label = f"{member.label} (seed {plan.run.spec.seed})"
             if plan.digest in seen:
-                problems.append(f"{label} is the same run as {seen[plan.digest]}: leave one out")
+                problems.append(f"{label} is the same run as {seen[plan.digest]}: remove one")
             seen[plan.digest] = label
     if problems:
         raise Refused(*dict.fromkeys(problems))

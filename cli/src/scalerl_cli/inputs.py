@@ -38,8 +38,8 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
         document = next(d for d in documents if d is not None)
         for path, value in changes.items():
             _replace(document["spec"], path, value, str(file))
-        asked = ", ".join(changes)
-        run = parse_run(to_yaml(document), f"{file} with another {asked}")
+        changed = ", ".join(changes)
+        run = parse_run(to_yaml(document), f"{file} with another {changed}")
     base = file.resolve().parent
     spec = run.spec
     if spec.model.path is not None:
@@ -135,7 +135,7 @@ def head_problem(spec: RunSpec) -> SpecProblem | None:
         return None
     return SpecProblem(
         field,
-        f"its attention heads have {size} dimensions each, and vLLM on CPUs can do {', '.join(map(str, CPU_HEAD_SIZES))}",
+        f"its attention heads have {size} dimensions each, and vLLM on CPUs supports {', '.join(map(str, CPU_HEAD_SIZES))}",
         "hiddenSize / attentionHeads has to be one of these"
         if spec.model.scratch
         else "take another model, or GPUs",

@@ -105,7 +105,7 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
     if spec.generator.devices > 0 and not on_gpu and (found or on_cpu):
         return SpecProblem(
             "spec.generator.devices",
-            f"{spec.generator.devices} asked for, and the vLLM installed here is the build for CPUs",
+            f"{spec.generator.devices} requested, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
     if (

@@ -12,7 +12,7 @@ KEY: Final = RunPaths(Path()).decisions.name
 
 
 class RecordProblem(Exception):
-    """The record cannot be read; the message says why and what to do."""
+    """The record cannot be read; the message has the reason and what to do."""
 
 
 def recorded(source: Path) -> tuple[str, bytes]:

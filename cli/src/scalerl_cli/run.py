@@ -83,7 +83,7 @@ def run_spec(
         return BAD_INPUT
     say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     try:
-        outcome, interrupts = asyncio.run(_watch(spec, planner(spec), claimed, settings, started))
+        outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except RecordError as problem:
         say(f"the record of decisions cannot be used: {problem}", error=True)
@@ -145,7 +145,7 @@ def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirecto
         raise Refused(str(error)) from error
 
 
-async def _watch(
+async def _run_displayed(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
     view = LateView(spec)
@@ -195,7 +195,7 @@ def _finish(
             # correct the input and use the same --dir again.
             shutil.rmtree(directory.paths.root, ignore_errors=True)
             return BAD_INPUT
-    _leave_results(spec, directory, outcome)
+    _report_results(spec, directory, outcome)
     if failure is not None:
         return BAD_INPUT if failure.bad_input else FAILED
     if _is_held(outcome):
@@ -216,7 +216,7 @@ def _explain(failure: Failure) -> None:
     say(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
-def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
+def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
     from scalerl_cli.curves.problem import CurveProblem
     from scalerl_cli.curves.run_picture import draw_run
     from scalerl_cli.summary import summarize, table, write
@@ -238,7 +238,7 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult
             "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
         )
         say(f"held, because it was found broken: {reasons}", error=True)
-        say('what to do about it: docs/autoscaling.md, "A run that is held"', error=True)
+        say('see docs/autoscaling.md, "A run that is held"', error=True)
     if outcome.interrupted or _is_held(outcome):
         say(f"continue with: --resume --dir {_shown(paths.root)}")
 

@@ -213,7 +213,7 @@ def test_compare_separates_what_is_apart(tmp_path: Path, capsys: pytest.CaptureF
     assert "low.csv against base.csv" not in said  # base.csv is there twice, so it goes by its path
     assert f"low.csv against {base}: separates: worse, A .4" in said
     assert "does not separate" in said
-    assert "one run says nothing of other seeds" in said
+    assert "one run does not show the spread between seeds" in said
 
 
 def test_equal_compute_interval_is_students() -> None:

@@ -211,7 +211,7 @@ def test_negative_times_of_a_group_are_refused(
 def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "trace.jsonl", "--drafts", text])
-    assert "is not none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
+    assert "write none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
