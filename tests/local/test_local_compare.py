@@ -59,7 +59,7 @@ def test_compare_resumes_after_sigterm_and_leaves_a_table(tmp_path: Path) -> Non
         done.kill_everything()
     assert_nothing_left(interrupted)
     said = done.output.read_text()
-    assert "1 of 2: small, seed 0: finished before" in said
+    assert "1 of 2: small, seed 0: already finished" in said
     assert "2 of 2: grpo loss, seed 0: resumed" in said
     # No step was trained twice, and none is missing.
     assert [row["step"] for row in LocalRun(interrupted, done.process, done.output).metrics()] == [

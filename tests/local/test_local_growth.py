@@ -119,4 +119,4 @@ def test_autoscaler_adds_a_generator_for_a_waiting_trainer(tmp_path: Path) -> No
         check=False,
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
-    assert "each the same when made again" in replayed.stdout
+    assert "all reproduced" in replayed.stdout

@@ -1,4 +1,4 @@
-"""``scalerl compare``: runs what is not run yet, and puts all recipes into one table and one picture."""
+"""``scalerl compare``: makes the missing runs, and compares all recipes in one table and one picture."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ if TYPE_CHECKING:
     from scalerl_cli.curves.recipes import Recipe
 
 SPECS: Final = (".yaml", ".yml")
-"""Names of spec files end so; every other argument is a curve that is there already."""
+"""Suffixes of spec files; every other argument is an existing curve."""
 FAILED: Final = "failed: "
-"""How ``stop_reason`` begins of a run that failed."""
+"""Prefix of the ``stop_reason`` of a failed run."""
 
 Runner = Callable[[Planned, Path, bool], int]
-"""Sees a run through in a directory, resumed or not; its exit code."""
+"""Executes a run in a directory, resuming it if the flag is set; returns the exit code."""
 
 
 @dataclass
 class Member:
-    """A recipe of the comparison: runs to make, or a curve that is there."""
+    """A recipe of the comparison: runs to make, or an existing curve."""
 
     label: str
     runs: list[Planned] = field(default_factory=list)
+    """Runs of a spec, one for each seed; empty for an existing curve."""
     curve: Path | None = None
+    """File of an existing curve, or the directory of its run; None for a spec."""
 
 
 def run_compare(
@@ -58,19 +60,19 @@ def run_compare(
     planner: Callable[[ScaleRLRun], Plan],
     runner: Runner | None = None,
 ) -> int:
-    """Run what is missing, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
+    """Make the missing runs, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
 
-    runner: in place of ``scalerl run``, for tests.
+    runner: replaces ``scalerl run`` in tests.
     """
     from scalerl_cli.curves.problem import CurveProblem
 
-    def see_through(plan: Planned, directory: Path, resume: bool) -> int:
+    def run_planned(plan: Planned, directory: Path, resume: bool) -> int:
         started = time.monotonic()
         return run_spec(plan.run, directory, resume=resume, pins=(), planner=planner, started=started)
 
     try:
         members = _members(arguments)
-        directories = _run_all(members, arguments.dir, runner or see_through)
+        directories = _run_all(members, arguments.dir, runner or run_planned)
         return _report(members, directories, arguments)
     except Refused as refused:
         for line in refused.args:
@@ -85,11 +87,11 @@ def run_compare(
 
 
 class _Interrupted(Exception):
-    """A run was interrupted: the user wants the whole comparison to end."""
+    """The user interrupted a run, which ends the whole comparison."""
 
 
 def _members(arguments: argparse.Namespace) -> list[Member]:
-    """The recipes, in order; every spec is checked before any is run."""
+    """The recipes, in the order of the arguments; checks all specs before the first run starts."""
     problems: list[str] = []
     variants: list[Variant | None] = [None]
     for text in arguments.vary:
@@ -99,7 +101,7 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
             problems.append(str(problem))
     specs = [path for path in arguments.what if path.suffix in SPECS and not path.is_dir()]
     if not specs and (arguments.vary or arguments.seeds != 1):
-        problems.append("--vary and --seeds are of spec files, and none is given")
+        problems.append("--vary and --seeds apply to spec files, and none is given")
     members: list[Member] = []
     for path in arguments.what:
         if path not in specs:
@@ -117,7 +119,7 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for plan in member.runs:
             label = f"{member.label} (seed {plan.run.spec.seed})"
             if plan.digest in seen:
-                problems.append(f"{label} is the same run as {seen[plan.digest]}: leave one out")
+                problems.append(f"{label} is the same run as {seen[plan.digest]}: remove one")
             seen[plan.digest] = label
     if problems:
         raise Refused(*dict.fromkeys(problems))
@@ -127,18 +129,18 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for plan in member.runs
         for warning in warnings_of(plan.run.spec)
     ]
-    for line in dict.fromkeys(warnings):  # most variants have the same ones
+    for line in dict.fromkeys(warnings):  # most variants have the same warnings
         say(line, error=True)
     return members
 
 
 def _curve_name(path: Path, all_paths: Sequence[Path]) -> str:
-    """The name of the file or directory; the whole path where two have the same."""
+    """The name of the file or directory; the whole path where two have the same name."""
     return path.name if [other.name for other in all_paths].count(path.name) == 1 else str(path)
 
 
 def _runs(path: Path, variant: Variant | None, seeds: int, *, alone: bool) -> Member:
-    """A recipe with its seeds. alone: no other spec is given, so that a variant needs no more than its label."""
+    """A recipe with its seeds. alone: this is the only spec, so the label of a variant identifies the recipe."""
     run = read_spec(path, variant.changes if variant else None)
     name = run.metadata.name if alone else f"{run.metadata.name} ({path})"
     label = name if variant is None else variant.label if alone else f"{name}, {variant.label}"
@@ -153,7 +155,7 @@ def _runs(path: Path, variant: Variant | None, seeds: int, *, alone: bool) -> Me
 
 
 def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[str, Path]:
-    """The directory of each run, by its digest; runs that are missing or unfinished are made, one after the other.
+    """Make the missing and unfinished runs, one after the other; returns the directory of each run, by digest.
 
     Raises:
         _Interrupted, Refused
@@ -176,7 +178,7 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
         directory = directories[plan.digest]
         head = f"{number} of {len(plans)}: {plan.recipe}, seed {plan.run.spec.seed}"
         if _is_finished(directory):
-            say(f"{head}: finished before, in {directory}")
+            say(f"{head}: already finished, in {directory}")
             continue
         resume = RunPaths(directory).run_file.exists()
         changed = "" if resume else earlier_spec(plan, parent, names)
@@ -187,7 +189,7 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
 
 
 def _stop_reason(directory: Path) -> str:
-    """Why the run ended; empty if it has not."""
+    """Reason why the run ended; empty if it has not ended."""
     try:
         summary = json.loads(RunPaths(directory).summary.read_text(encoding="utf-8"))
         return str(summary["stop_reason"])
@@ -196,13 +198,13 @@ def _stop_reason(directory: Path) -> str:
 
 
 def _is_finished(directory: Path) -> bool:
-    """Whether nothing is left to run. A run that failed is tried again; one that is held as broken is not."""
+    """Whether the run has its result. A failed run is retried; a run that is held as broken is not."""
     reason = _stop_reason(directory)
     return bool(reason) and reason != INTERRUPTED and not reason.startswith(FAILED)
 
 
 def _failure(directory: Path) -> str:
-    """Why the run has no result; empty if it has one."""
+    """Reason why the run has no result; empty if it has one."""
     if _is_finished(directory):
         return ""
     return _stop_reason(directory) or "failed before its first step; the reason was printed above"
@@ -223,7 +225,9 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
     rows, findings, notes = table.rows(), list(table.findings()), list(table.notes())
     if units:
-        findings.append("compute is in different units: B, Cmid and the reward at equal compute say nothing")
+        findings.append(
+            "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
+        )
     replace_text(written[0], "\n".join(_markdown(rows, findings, notes)) + "\n")
     replace_text(written[1], _csv(list(table.csv_rows())))
     say()
@@ -242,7 +246,7 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
 
 
 def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:
-    """What the runs of a recipe left. One that failed, or has no curve, keeps nothing from the others."""
+    """Curves and fits of the runs of a recipe; leaves out failed runs and runs without a usable curve."""
     from scalerl_cli.curves.analysis import analyse
     from scalerl_cli.curves.columns import Columns
     from scalerl_cli.curves.problem import CurveProblem

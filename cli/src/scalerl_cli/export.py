@@ -1,4 +1,4 @@
-"""``scalerl export``: a checkpoint's model for others to load; the trainer's module does it in a process with torch."""
+"""``scalerl export``: the model of a checkpoint in Hugging Face format, by the trainer's module, which needs torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scalerl_cli.output import say
 
 
 def export(directory: Path, to: Path, step: int | None) -> int:
-    """Run ``scalerl_trainer.export``; its exit code."""
+    """Run ``scalerl_trainer.export``; returns its exit code."""
     if find_spec("scalerl_trainer") is None:
         say(
             "scalerl export needs the trainer's packages: use the trainer's image, or `make setup`",

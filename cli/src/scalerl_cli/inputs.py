@@ -1,4 +1,4 @@
-"""A run file as the commands use it: loaded, its paths made absolute, and what is wrong with it beyond its fields."""
+"""Loading of a run file with absolute paths, and the checks that need more than its fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     """Load a run file; paths in it are relative to its own folder.
 
-    changes: values by path in ``spec`` (``recipe.loss``) that replace those of the file; None takes a field out.
+    changes: values by path in ``spec`` (``recipe.loss``) that replace those of the file; None removes a field.
 
     Raises:
         SpecError: see :func:`scalerl_api.load.load_run`.
@@ -38,8 +38,8 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
         document = next(d for d in documents if d is not None)
         for path, value in changes.items():
             _replace(document["spec"], path, value, str(file))
-        asked = ", ".join(changes)
-        run = parse_run(to_yaml(document), f"{file} with another {asked}")
+        changed = ", ".join(changes)
+        run = parse_run(to_yaml(document), f"{file} with another {changed}")
     base = file.resolve().parent
     spec = run.spec
     if spec.model.path is not None:
@@ -62,7 +62,7 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
 
 
 def _replace(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
-    """Put ``value`` at a dotted path; what stood there is gone as a whole, so that a one-of has one alternative."""
+    """Set ``value`` at a dotted path. It replaces the whole previous value, so that a one-of keeps one alternative."""
     *sections, last = path.split(".")
     for name in sections:
         if spec.get(name) is None:
@@ -88,9 +88,9 @@ def _absolute(base: Path, path: str) -> str:
 
 
 def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
-    """What can be checked in milliseconds, before anything is started here: files, devices, memory.
+    """Problems that can be found in milliseconds, before any process starts: files, devices, memory.
 
-    What takes the task's own libraries is left to the run's first step, ``prepare``, and to
+    Checks that need the libraries of the task are done by the ``prepare`` process, the first of a run, and by
     :func:`task_problems`.
     """
     return [
@@ -107,13 +107,13 @@ def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's ``CPUAttentionBackend`` supports; with any other size its server ends after it has started."""
+"""Head sizes that vLLM's ``CPUAttentionBackend`` supports; with any other size, its server exits after it has started."""
 
 
 def head_problem(spec: RunSpec) -> SpecProblem | None:
-    """The size of an attention head, where generators run on CPUs and the model says it.
+    """An unsupported size of the attention heads, where generators run on CPUs and the configuration gives the size.
 
-    Left alone are attention of another kind (MLA) and configurations that say it in other words.
+    Models with another kind of attention (MLA), and configurations with other keys for the size, are not checked.
     """
     if spec.generator.devices > 0:
         return None
@@ -135,7 +135,7 @@ def head_problem(spec: RunSpec) -> SpecProblem | None:
         return None
     return SpecProblem(
         field,
-        f"its attention heads have {size} dimensions each, and vLLM on CPUs can do {', '.join(map(str, CPU_HEAD_SIZES))}",
+        f"its attention heads have {size} dimensions each, and vLLM on CPUs supports {', '.join(map(str, CPU_HEAD_SIZES))}",
         "hiddenSize / attentionHeads has to be one of these"
         if spec.model.scratch
         else "take another model, or GPUs",
@@ -143,7 +143,7 @@ def head_problem(spec: RunSpec) -> SpecProblem | None:
 
 
 def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
-    """What is wrong with the model, and missing in the folder that ``model.path`` names."""
+    """Problems of the model, and files that are missing in the folder of ``model.path``."""
     if (problem := head_problem(spec)) is not None:
         yield problem
     if model.path is None:
@@ -215,7 +215,7 @@ def _json_file(path: Path) -> dict[str, Any] | None:
 
 
 def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
-    """What this machine does not have."""
+    """Devices, packages and memory that the run needs and this machine does not have."""
     made = plan(run)
     if made.devices():
         try:
@@ -237,7 +237,7 @@ def _jsonl_problems(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
-    """What is wrong with the task: its source, held-out set and template, and ``answers`` of its answers."""
+    """Problems of the tasks: source, held-out set and template, and as many as ``answers`` reference answers of each set."""
     import scalerl_tasks as tasks
 
     try:
@@ -267,7 +267,7 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
                 tasks.check_answers(opened.train, verifier, answers)
         except tasks.TaskError as error:
             yield _source_problem(f"spec.{given.field}", given.section, error)
-    # All tasks leave the same prompts out of what is trained on.
+    # warmStart.jsonl is one file for all tasks, so it is checked once.
     own = spec.warm_start is not None and spec.warm_start.jsonl is not None
     for opened in every.tasks[: 1 if own else None]:
         yield from _mid_training_problems(spec, opened.train)
@@ -284,7 +284,7 @@ def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
 
 
 def _source_problem(where: str, task: TaskSpec, error: Exception) -> SpecProblem:
-    """What is wrong with the task at ``where``, at the field that is to be mended."""
+    """The problem of the task at ``where``, with the field that has to be corrected."""
     import scalerl_tasks as tasks
 
     field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
@@ -306,7 +306,7 @@ def _source_problem(where: str, task: TaskSpec, error: Exception) -> SpecProblem
 
 
 def _mid_training_problems(spec: RunSpec, train: PromptSource) -> Iterator[SpecProblem]:
-    """The first prompt of mid-training without a solution."""
+    """The first mid-training prompt that has no solution."""
     import scalerl_tasks as tasks
 
     if spec.warm_start is None:

@@ -1,6 +1,6 @@
-"""What this machine has, against what a run wants of it: CPUs, memory, and which vLLM is installed.
+"""Resources of this machine compared with the needs of a run: CPUs, memory, and the installed vLLM build.
 
-Meant to refuse the hopeless before anything starts; devices are the operator's to count.
+The checks refuse a run that cannot work before anything starts. The operator counts the devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHTS = "*.safetensors"
 
 
 def model_size(spec: RunSpec) -> ModelSize | None:
-    """None where only a download would tell, or ``config.json`` does not say."""
+    """Size of the model; None if it has to be downloaded first, or ``config.json`` does not give the size."""
     if spec.model.scratch is not None:
         return ModelSize.of_scratch(spec.model.scratch)
     if spec.model.path is None:
@@ -33,12 +33,12 @@ def model_size(spec: RunSpec) -> ModelSize | None:
         saved_as = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         stored = sum(file.stat().st_size for file in folder.glob(WEIGHTS))
     except (OSError, ValueError, AttributeError):
-        return None  # said elsewhere: the folder has no readable model
+        return None  # model_problems() reports a folder without a readable model
     return ModelSize.of_config(config, stored // _BYTES_BY_NAME.get(saved_as, 2))
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can still be had: of the machine, or of the cgroup where that is less."""
+    """Available memory of the machine or of the cgroup, whichever is less; None where neither can be read."""
     found = list(_limits(root))
     return min(found) if found else None
 
@@ -48,12 +48,12 @@ def _limits(root: Path) -> Iterator[int]:
         lines = (root / "proc/meminfo").read_text().splitlines()
         yield next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        pass  # not Linux as we know it: nothing is refused for memory
+        pass  # no readable /proc/meminfo: no run is refused for memory
     group = root / "sys/fs/cgroup"
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         lines = (group / "memory.stat").read_text().splitlines()
-        # Cached file pages count as used, and are given up when memory is wanted.
+        # memory.current includes cached file pages, which the kernel reclaims under memory pressure.
         cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
         yield limit - used + cached
     except (OSError, ValueError, StopIteration):
@@ -61,7 +61,10 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem | None:
-    """What to say when the run cannot fit; None when it can, or when that cannot be known."""
+    """A run that needs more memory than is available; None if it fits, or if either amount is unknown.
+
+    available: bytes; None measures them.
+    """
     size = model_size(spec)
     available = available_bytes() if available is None else available
     if size is None or available is None:
@@ -83,9 +86,11 @@ NUMA = "libnuma.so.1"
 
 
 def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = NUMA) -> SpecProblem | None:
-    """vLLM is built for CPUs or for GPUs, and each build runs on its own alone. ``path``: where to look for packages.
-    ``numa``: the system's library that the build for CPUs is linked against; ``make setup`` puts one into the
-    environment where the system has none.
+    """An installed vLLM build that does not run on the devices of the spec: one build is for CPUs, another for GPUs.
+
+    path: directories of packages; None is ``sys.path``.
+    numa: system library that the CPU build is linked against; ``make setup`` installs one into the environment where the
+        system has none.
     """
     where = list(sys.path if path is None else path)
     found = {d.name: d.version for d in importlib.metadata.distributions(name="vllm", path=where)}
@@ -100,7 +105,7 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
     if spec.generator.devices > 0 and not on_gpu and (found or on_cpu):
         return SpecProblem(
             "spec.generator.devices",
-            f"{spec.generator.devices} asked for, and the vLLM installed here is the build for CPUs",
+            f"{spec.generator.devices} requested, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
     if (
@@ -125,7 +130,7 @@ def _loads(library: str) -> bool:
 
 
 def cpus_problem(cpus: Sequence[int], allowed: set[int]) -> str:
-    """Which of ``cpus`` a process here cannot be kept on; empty when it can be on all of them."""
+    """A message with those of ``cpus`` to which a process cannot be pinned here; empty if there are none."""
     missing = sorted(set(cpus) - allowed)
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""``scalerl``: the arguments, and which command takes them."""
+"""``scalerl``: the argument parser, and the dispatch to the commands."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], Plan] = plan) -> int:
-    """The command; returns its exit code. ``planner`` says what runs for a spec."""
+    """Run the command; returns its exit code. ``planner`` makes the plan of processes for a spec."""
     started = time.monotonic()
     arguments = parser().parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""What the command says, to a reader who may leave without the run noticing; and how it writes files."""
+"""Printing that survives a closed pipe or a lost terminal, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 def say(text: str = "", *, error: bool = False) -> None:
-    """A line to standard output, or to standard error. With its reader gone (a closed pipe, a lost terminal), to nobody."""
+    """Print a line to standard output or standard error. After a write error (closed pipe, lost terminal), output is discarded."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -18,7 +18,7 @@ def say(text: str = "", *, error: bool = False) -> None:
 
 
 def mute(stream: TextIO) -> None:
-    """Send nowhere what was and will be written to ``stream``, also what the interpreter flushes at its end."""
+    """Redirect ``stream`` to the null device, including buffered output that the interpreter flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())
@@ -27,7 +27,7 @@ def mute(stream: TextIO) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole: whoever reads it meanwhile has the one before.
+    """Write a file atomically: until the end of the write, readers see the previous content.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""``scalerl plot``: the picture of a run, again."""
+"""``scalerl plot``: draws the picture of a run again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from scalerl_cli.output import say
 
 
 def plot(directory: Path) -> int:
-    """Draw ``curve.png`` from ``curve.csv``; also while the run is under way."""
+    """Draw ``curve.png`` from ``curve.csv``; works during the run too."""
     paths = RunPaths(directory)
     try:
-        run = load_accepted_run(paths.run_file)  # of a run that began, perhaps in an earlier release
+        run = load_accepted_run(paths.run_file)  # an earlier release may have started the run
         draw_run(paths, run)
     except (SpecError, CurveProblem) as problem:
         say(str(problem), error=True)

@@ -1,4 +1,4 @@
-"""A record of decisions, from wherever a person has it: a run's directory, its file, or standard input."""
+"""Reads a record of decisions from the directory of a run, a file, or standard input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ KEY: Final = RunPaths(Path()).decisions.name
 
 
 class RecordProblem(Exception):
-    """The record cannot be read; the message says why and what to do."""
+    """The record cannot be read; the message has the reason and what to do."""
 
 
 def recorded(source: Path) -> tuple[str, bytes]:
-    """What to call it, and its content.
+    """The name of the record for messages, and its content.
 
-    source: a run's directory, or a ``decisions.jsonl``; ``-`` is standard input.
+    source: the directory of a run, or a ``decisions.jsonl``; ``-`` is standard input.
 
     Raises:
         RecordProblem

@@ -1,4 +1,4 @@
-"""``scalerl replay``: make the recorded decisions of a run again, or see what another policy would have done."""
+"""``scalerl replay``: recomputes the recorded decisions of a run, also under another policy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scalerl_operator.autoscaling.replay import Alternative, replay_under, verif
 from scalerl_operator.autoscaling.vote import prior_runs
 
 _SHOWN = 20
-"""Differences in full; a record written over from some line on has them in all that follow."""
+"""Limit on printed differences: in a record that was overwritten from some line on, all later lines differ."""
 
 
 def replay(source: Path, policy: Path | None = None) -> int:
-    """Fail on any difference between the record and what follows from it.
+    """Recompute the decisions from the recorded observations; returns the exit code, which is 1 if any decision differs.
 
     source: see :func:`.records.recorded`.
-    policy: a run file; then its ``spec.autoscaling`` is put through the same moments instead, and what
-    it would have done differently is printed, also if that is nothing.
+    policy: a run file. Its ``spec.autoscaling`` then decides on the same observations, and the decisions that differ from
+        the recorded ones are printed; they are no failure.
     """
     try:
         path, content = recorded(source)
@@ -42,7 +42,7 @@ def replay(source: Path, policy: Path | None = None) -> int:
     if differences:
         return FAILED
     if policy is None:
-        say(f"{path}: {len(lines)} decisions, each the same when made again")
+        say(f"{path}: {len(lines)} decisions, all reproduced")
         _say_changes(lines)
         return DONE
     return _other(lines, policy)
@@ -64,26 +64,26 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
         say(str(error), error=True)
         return BAD_INPUT
     if spec.mode == "Off":
-        say(f"{policy}: spec.autoscaling.mode: Off decides nothing (set Advisory or Auto)", error=True)
+        say(f"{policy}: spec.autoscaling.mode: Off makes no decisions (set Advisory or Auto)", error=True)
         return BAD_INPUT
     others = list(replay_under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:
         say(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
         say(f"  {' ' * len(_when(other.line))}    other {_summary(other.decision)}")
-    say(f"{len(different)} of {len(others)} decisions would have been others under {policy}")
+    say(f"{len(different)} of {len(others)} decisions differ under {policy}")
     say(
         f"first stop: recorded {_first_stop(others, recorded=True)}, other {_first_stop(others, recorded=False)}"
     )
     if different:
         say(
-            "what was seen stays as recorded: a run that would have stopped or changed its size earlier continues here"
+            "observations stay as recorded: a run that would have stopped or changed its size earlier continues here"
         )
     return DONE
 
 
 def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
-    # Only now: numpy and scipy take half a second, and a plain replay asks nothing.
+    # Imported here: numpy and scipy take half a second, and a replay without another policy needs no new forecast.
     from scalerl_curvefit import CurveError
     from scalerl_curvefit.sidecar.answers import answer_forecast
 

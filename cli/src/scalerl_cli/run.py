@@ -1,4 +1,4 @@
-"""``scalerl run``: the operator's plan and policies on this machine, shown to a person."""
+"""``scalerl run``: executes the operator's plan and policies on this machine, and displays the progress."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(
     planner: Callable[[ScaleRLRun], Plan],
     started: float,
 ) -> int:
-    """See the run of a file through; returns the exit code. Nothing of it is left running."""
+    """Execute the run of a file until it ends; returns the exit code. No process of the run is left."""
     try:
         spec = read_spec(file)
     except Refused as refused:
@@ -72,7 +72,7 @@ def run_spec(
     planner: Callable[[ScaleRLRun], Plan],
     started: float,
 ) -> int:
-    """As :func:`run`, of a spec that :func:`read_spec` gave."""
+    """Same as :func:`run`, for a spec from :func:`read_spec`."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
@@ -83,7 +83,7 @@ def run_spec(
         return BAD_INPUT
     say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     try:
-        outcome, interrupts = asyncio.run(_watch(spec, planner(spec), claimed, settings, started))
+        outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except RecordError as problem:
         say(f"the record of decisions cannot be used: {problem}", error=True)
@@ -96,7 +96,10 @@ def run_spec(
 
 
 def parse_pins(pins: Sequence[str], allowed: set[int]) -> dict[Role, tuple[int, ...]]:
-    """``role=cpu,cpu`` each, of the CPUs that are ``allowed``.
+    """CPUs of each role, from pins of the form ``role=cpu,cpu``; they must be among ``allowed``.
+
+    Raises:
+        Refused: a pin of another form, or a CPU that is not allowed.
 
     >>> parse_pins(["trainer=0", "generator=1,2"], {0, 1, 2})
     {<Role.TRAINER: 'trainer'>: (0,), <Role.GENERATOR: 'generator'>: (1, 2)}
@@ -117,10 +120,10 @@ def parse_pins(pins: Sequence[str], allowed: set[int]) -> dict[Role, tuple[int, 
 
 
 def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
-    """A run file that can be run here, with ``changes`` (see :func:`scalerl_cli.inputs.load`).
+    """Load a run file, with ``changes`` (see :func:`scalerl_cli.inputs.load`), and check that it can be run here.
 
     Raises:
-        Refused: with every problem found.
+        Refused: lists every problem.
     """
     try:
         spec = load(file, changes)
@@ -142,7 +145,7 @@ def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirecto
         raise Refused(str(error)) from error
 
 
-async def _watch(
+async def _run_displayed(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
     view = LateView(spec)
@@ -161,7 +164,7 @@ async def _watch(
         nonlocal interrupts
         interrupts += 1
         what = (
-            "finishing the step and writing a checkpoint; once more to end everything now"
+            "finishing the step and writing a checkpoint; interrupt again to end everything now"
             if interrupts == 1
             else "ending everything now"
         )
@@ -170,7 +173,7 @@ async def _watch(
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever started us may have asked not to be disturbed: nohup, or a shell's `&`.
+        # The parent process may have set signals to be ignored: nohup, or a shell's `&`.
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, partial(interrupt, number))
     try:
@@ -188,11 +191,11 @@ def _finish(
     if failure is not None:
         _explain(failure)
         if failure.bad_input and failure.role is Role.PREPARE and fresh:
-            # Nothing was started with this input, so nothing is left of it, and the same --dir can be
-            # used once it is mended. The directory was empty before.
+            # No role started with this input. Removing the directory, which was empty before, lets the user
+            # correct the input and use the same --dir again.
             shutil.rmtree(directory.paths.root, ignore_errors=True)
             return BAD_INPUT
-    _leave_results(spec, directory, outcome)
+    _report_results(spec, directory, outcome)
     if failure is not None:
         return BAD_INPUT if failure.bad_input else FAILED
     if _is_held(outcome):
@@ -213,7 +216,7 @@ def _explain(failure: Failure) -> None:
     say(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
-def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
+def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
     from scalerl_cli.curves.problem import CurveProblem
     from scalerl_cli.curves.run_picture import draw_run
     from scalerl_cli.summary import summarize, table, write
@@ -235,7 +238,7 @@ def _leave_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult
             "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
         )
         say(f"held, because it was found broken: {reasons}", error=True)
-        say('what to do about it: docs/autoscaling.md, "A run that is held"', error=True)
+        say('see docs/autoscaling.md, "A run that is held"', error=True)
     if outcome.interrupted or _is_held(outcome):
         say(f"continue with: --resume --dir {_shown(paths.root)}")
 
@@ -245,6 +248,6 @@ def _is_held(outcome: RunResult) -> bool:
 
 
 def _shown(path: Path) -> Path:
-    """Relative to where the user stands, where that is shorter."""
+    """The path relative to the working directory, for a path inside it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

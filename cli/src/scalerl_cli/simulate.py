@@ -1,4 +1,4 @@
-"""``scalerl simulate``: the work of a trace under another schedule, or on another cluster."""
+"""``scalerl simulate``: simulates the work of a trace under another schedule, or on another cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     path = arguments.trace / "trace.jsonl" if arguments.trace.is_dir() else arguments.trace
     try:
         run = read_trace(path)
@@ -46,7 +46,10 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
     if decode.seconds(1) <= 0:
-        say(f"{path}: it says nothing of the speed of generation; give --decode", error=True)
+        say(
+            f"{path}: no group with a measured duration, so the speed of generation is unknown; give --decode",
+            error=True,
+        )
         return BAD_INPUT
     trainers = arguments.trainers or 1
     cluster = Cluster(

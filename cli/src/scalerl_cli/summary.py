@@ -1,4 +1,4 @@
-"""``summary.json``, and the same as a table."""
+"""``summary.json``, and its content as a table."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from scalerl_cli.view import labels
 from scalerl_operator.local.run import RunResult
 
 _FILE_WIDTH = 140
-"""Columns where nobody says how wide the reader's window is."""
+"""Columns of the table where standard output is no terminal."""
 
 
 def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
-    """What the run came to. Without a status of the coordinator there is nothing to report: give one.
+    """Result of a run, as JSON values.
 
-    Times and restarts under ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command;
-    all else counts over all incarnations of the run.
+    ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command; all other values cover the whole run,
+    including the time before it was resumed.
+
+    Raises:
+        ValueError: the outcome has no status of the coordinator.
     """
     status = outcome.status
     if status is None:
@@ -72,12 +75,12 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
 
 
 def write(path: Path, summary: dict[str, Any]) -> None:
-    """Replace the file as a whole."""
+    """Replace the file atomically."""
     replace_text(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as a person reads it."""
+    """Rows of the table: name and formatted value."""
     counts, startup = summary["counts"], summary["startup"]
     waited = ", ".join(f"{what} {labels.seconds(s)}" for what, s in startup["waited_seconds"].items())
     found = [
@@ -147,7 +150,7 @@ def _reward(summary: dict[str, Any], which: str) -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The summary as it is shown on standard output: as wide as a terminal, with its colours."""
+    """The table for standard output: on a terminal with its width and colours, elsewhere 140 columns wide."""
     from rich.console import Console
     from rich.table import Table
 

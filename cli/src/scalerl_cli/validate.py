@@ -1,4 +1,4 @@
-"""``scalerl validate``: every problem of every file."""
+"""``scalerl validate``: lists every problem of every file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from scalerl_cli.inputs import load, machine_problems, model_problems, task_prob
 from scalerl_cli.output import say
 
 _ANSWERS = 200
-"""Reference answers to try on the verifier, spread over the source; a mathematical one takes milliseconds."""
+"""Reference answers that are tested with the verifier, spread over the source; a mathematical answer takes milliseconds."""
 
 
 def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = False) -> int:
-    """Print what is wrong, one line a problem, or that a file is fine.
+    """Print each problem on a line, or ``ok`` for a file without any; returns the exit code.
 
-    show: print every value of the recipe too, and where it is from.
+    show: print every value of the recipe too, with its origin.
     """
     bad = 0
     for file in files:
@@ -47,7 +47,7 @@ def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = F
 
 
 def split_lines(spec: RunSpec) -> list[str]:
-    """What each stage may use of ``budget.maxComputeTokens``; nothing without a split."""
+    """Lines with the share of each stage in ``budget.maxComputeTokens``; empty without a split."""
     budget, first, rest = spec.budget, supervised_tokens(spec.budget), rl_tokens(spec.budget, spec.recipe)
     if budget.split is None or first is None or rest is None:
         return []
@@ -60,7 +60,7 @@ def split_lines(spec: RunSpec) -> list[str]:
 
 
 def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
-    """All that is wrong with one file; nothing is downloaded."""
+    """All problems of one file. Downloads nothing."""
     try:
         run = load(file)
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""What a comparison runs: variants of a spec, the seeds of each, and the directory of each run."""
+"""The runs of a comparison: variants of a spec, the seeds of each, and the directory of each run."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ NOT_OF_THE_RESULT: Final = (
     *("spec.suspend", "spec.trackers", "spec.checkpoint", "spec.trainer.export"),
     *("spec.recipe.preset", "spec.task.jsonl.path"),
 )
-"""Fields by which two runs may differ and have the same result. Of a preset its values count, of data the content."""
+"""Fields that do not change the result of a run. A preset is compared by its values, data by its content."""
 _HASH: Final = 8
-"""Characters of the hash in the name of a directory."""
+"""Characters of the digest in the name of a directory."""
 
 
 class VariantProblem(Exception):
-    """A ``--vary`` that cannot be read."""
+    """A ``--vary`` that cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Some fields of a spec replaced. changes: by path in ``spec``, as :func:`scalerl_cli.inputs.load` takes them."""
+    """A spec with some fields replaced."""
 
     label: str
     changes: Mapping[str, Any]
+    """New values by path in ``spec``, as :func:`scalerl_cli.inputs.load` takes them."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a comparison. prefix: of its directory's name. digest: of what decides its result, defaults left out: a field
-    that a later release adds changes no digest."""
+    """One run of a comparison."""
 
     recipe: str
     run: ScaleRLRun
     prefix: str
+    """Start of the name of its directory."""
     digest: str
+    """Digest of the fields that decide the result. Defaults are left out, so that a field that a later release adds does not
+    change it."""
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return f"{self.prefix}-{self.digest}"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a decimal is text, as specs have it: nobody has to quote it within quotes."""
+    """YAML in which a decimal number is text, as in specs, so that ``--vary`` needs no quotes within its quotes."""
 
 
 _LEFT_OUT: Final = "tag:yaml.org,2002:float"
@@ -68,10 +71,10 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_variant(text: str) -> Variant:
-    """``[LABEL:]FIELD=VALUE[;FIELD=VALUE…]``; a value is YAML, ``null`` takes the field out.
+    """Parse ``[LABEL:]FIELD=VALUE[;FIELD=VALUE…]``. A value is YAML; ``null`` removes the field.
 
     Raises:
-        VariantProblem: text of another form.
+        VariantProblem: the text has another form.
 
     >>> parse_variant("recipe.loss={ppoClip: {clipHigh: 0.26}}").changes
     {'recipe.loss': {'ppoClip': {'clipHigh': '0.26'}}}
@@ -98,10 +101,10 @@ def parse_variant(text: str) -> Variant:
 
 
 def planned(run: ScaleRLRun, recipe: str, variant: Variant | None) -> Planned:
-    """The place of a run in a comparison.
+    """A run with the name and the digest of its directory.
 
     Raises:
-        OSError: its data cannot be read.
+        OSError: the data or the model of the run cannot be read.
     """
     parts = [run.metadata.name, *([variant.label] if variant else []), f"seed {run.spec.seed}"]
     prefix = re.sub(r"[^a-z0-9]+", "-", " ".join(parts).lower()).strip("-")[:100]
@@ -111,9 +114,9 @@ def planned(run: ScaleRLRun, recipe: str, variant: Variant | None) -> Planned:
 
 
 def earlier_spec(plan: Planned, parent: Path, others: frozenset[str]) -> str:
-    """How the spec differs from that of an older run of the same name in ``parent``; empty if there is none.
+    """Difference between the spec and that of an older run of the same name in ``parent``; empty if there is no older run.
 
-    others: names of directories that are of the comparison.
+    others: names of the directories of this comparison, which are not older runs.
     """
     for old in sorted(parent.glob(f"{plan.prefix}-{'[0-9a-f]' * _HASH}")):
         if old.name in others:
@@ -129,7 +132,7 @@ def earlier_spec(plan: Planned, parent: Path, others: frozenset[str]) -> str:
 
 
 def changed_defaults(plan: Planned, directory: Path) -> str:
-    """Defaults by which a run of this digest differs: those of the release that made it. Empty if none does.
+    """Defaults that differ between this release and the one that made ``directory``; empty if none does.
 
     Raises:
         DirectoryProblem: the run file cannot be read.
@@ -137,7 +140,7 @@ def changed_defaults(plan: Planned, directory: Path) -> str:
     stored, current = stored_manifest(directory), plan.run.to_manifest()
     before, now = _deciding(stored), _deciding(current)
     changes = _changes(before, now, before.keys() & now.keys())
-    # Of a section of alternatives, the one that is not chosen is in no manifest.
+    # A manifest contains only the chosen alternative of a one-of, so the two manifests have no path of it in common.
     for name in ONE_OF:
         one, other = (manifest["spec"].get("recipe", {}).get(name) for manifest in (stored, current))
         if one and other and one.keys() != other.keys():
@@ -171,8 +174,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _data(run: ScaleRLRun) -> dict[str, Any]:
-    """What the spec names and does not hold: the data by its content, a model by the names, sizes and both
-    ends of its files."""
+    """Fingerprint of the files that the spec refers to: data by its content, a model by the names, sizes, and first and
+    last MiB of its files."""
     data: dict[str, Any] = {}
     for at, task in enumerate(run.spec.tasks):
         if task.jsonl is not None:
@@ -191,7 +194,7 @@ def _digest_of(path: Path, changed_ns: int) -> str:
 
 
 def _ends_of(path: Path) -> str:
-    """Digest of the first and the last MiB: other weights of the same shapes differ there too."""
+    """Digest of the first and the last MiB, which differ between weights of the same shapes."""
     with path.open("rb") as file:
         first = file.read(1 << 20)
         file.seek(max(0, path.stat().st_size - (1 << 20)))

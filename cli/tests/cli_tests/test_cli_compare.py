@@ -93,7 +93,7 @@ def test_compare_runs_each_variant_and_seed_once(
     capsys.readouterr()
     assert runs.compare(*words) == 0
     assert runs.calls == []
-    assert "1 of 4: small, seed 0: finished before" in capsys.readouterr().out
+    assert "1 of 4: small, seed 0: already finished" in capsys.readouterr().out
 
 
 def test_compare_resumes_what_was_interrupted(
@@ -187,7 +187,7 @@ def test_compare_checks_everything_before_it_runs_anything(
     assert "no.csv: neither a spec (.yaml), nor a curve" in said
     assert "same (seed 0) is the same run as small (seed 0)" in said
     assert runs.compare(write_plain(tmp_path / "c.csv"), "--seeds", "2") == 2
-    assert "--vary and --seeds are of spec files" in capsys.readouterr().err
+    assert "--vary and --seeds apply to spec files" in capsys.readouterr().err
     assert runs.calls == []
 
 
@@ -213,7 +213,7 @@ def test_compare_separates_what_is_apart(tmp_path: Path, capsys: pytest.CaptureF
     assert "low.csv against base.csv" not in said  # base.csv is there twice, so it goes by its path
     assert f"low.csv against {base}: separates: worse, A .4" in said
     assert "does not separate" in said
-    assert "one run says nothing of other seeds" in said
+    assert "one run does not show the spread between seeds" in said
 
 
 def test_equal_compute_interval_is_students() -> None:
@@ -320,7 +320,7 @@ def test_compare_of_real_processes_resumes_after_sigterm(tmp_path: Path) -> None
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 2: small, seed 0: finished before" in done.stdout
+    assert "1 of 2: small, seed 0: already finished" in done.stdout
     assert "2 of 2: b, seed 7: resumed" in done.stdout
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
         *("comparison.md", "comparison.csv", "comparison.png")

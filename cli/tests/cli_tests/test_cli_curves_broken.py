@@ -54,7 +54,7 @@ def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
     assert (made.fallen, made.fall.points) == (3, len(made.file.segment.curve) - 3)
     assert made.now == made.file.curve.now > made.fitted.now
     assert main(["fit", str(ill), "--plot", str(tmp_path / "out.png")]) == 0
-    assert "fitted are the 37 before the fall" in capsys.readouterr().out
+    assert "only the 37 points before the fall" in capsys.readouterr().out
     assert has_colour(tmp_path / "out.png", plotting.VERMILLION)
 
 

@@ -73,7 +73,7 @@ def test_every_line_that_is_printed_is_explained(tmp_path: Path, capsys: pytest.
         "eyond now a forecast departs by",
         "ate rise",
         "indcast",
-        "device-hour does",
+        "compute per device-hour",
     ):
         assert words in report
         assert words in PAGE

@@ -344,7 +344,7 @@ def test_a_column_that_is_not_asked_for_may_stand_twice(
     rows = [f"{s},{r},1,2" for s, r in zip(STEPS, REWARDS, strict=True)]
     path.write_text("step,acc,loss,loss\n" + "\n".join(rows))
     is_curve(read(path, "step", "acc"))
-    assert "column loss stands twice" in complaint(capsys, str(path), "--x", "step", "--y", "loss")
+    assert "column loss occurs 2 times" in complaint(capsys, str(path), "--x", "step", "--y", "loss")
 
 
 def test_the_likeliest_columns() -> None:

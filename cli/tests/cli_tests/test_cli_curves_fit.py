@@ -181,7 +181,7 @@ def test_a_run_of_ours_knows_its_rate(
     shown = text(capsys, str(write_run(tmp_path / "c.csv")), *more)
     assert ("at the margin, per device-hour" in shown) is per_device_hour
     rate = "500" if "--rate" in more else formatting.amount(RATE)
-    assert f"a device-hour does {rate} completion tokens" in shown
+    assert f"compute per device-hour: {rate} completion tokens" in shown
     assert ("reached at all with probability" in shown) is ("--target" in more)
 
 
@@ -191,7 +191,7 @@ def test_a_named_column_of_device_hours(tmp_path: Path, capsys: pytest.CaptureFi
     path = tmp_path / "hours.csv"
     path.write_text("\n".join(rows))
     assert "per unit of compute" in text(capsys, str(path))
-    assert "a device-hour does 250" in text(capsys, str(path), "--device-hours-column", "gpu_h")
+    assert "compute per device-hour: 250" in text(capsys, str(path), "--device-hours-column", "gpu_h")
 
 
 def test_edges_scales_and_alternatives_are_reported(

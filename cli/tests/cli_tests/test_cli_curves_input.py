@@ -45,17 +45,17 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
         ('compute,reward\n"1,000",0.2\n', ["'1,000' is not a number", "without thousands separators"]),
         ("compute,reward\n1,0.2\n2,NaN\n", ["line 3", "reward[1] is nan"]),
         ("compute,reward\n1,0.2\n2,-Infinity\n", ["line 3", "reward[1] is -inf"]),
-        ("compute,reward\n1,0.2\n2,n/a\n", ["'n/a' is not a number", "drop the row"]),
-        ("Compute,Reward,REWARD\n1,2,3\n", ["column reward stands twice"]),
+        ("compute,reward\n1,0.2\n2,n/a\n", ["'n/a' is not a number", "remove the row"]),
+        ("Compute,Reward,REWARD\n1,2,3\n", ["column reward occurs 2 times"]),
         ("compute,reward\n1,20.5\n2,31\n", ["line 2", "--scale=0,100"]),
         ("compute,reward\n1,0.2\n1_000,0.3\n", ["line 3, column compute", "not a number"]),
-        ("compute,reward,samples\n1,0.2,3.5\n", ["line 2, column samples", "3.5 is no count"]),
+        ("compute,reward,samples\n1,0.2,3.5\n", ["line 2, column samples", "3.5 is not a count"]),
         (
             "compute,reward,mixed_versions\n1,0.2,yes\n",
             ["line 2, column mixed_versions", "neither true nor false"],
         ),
         ("compute,reward,mixed_versions\n1,0.2,true\n", ["the weights changed", "wait"]),
-        ("compute,reward,reward\n1,2,3\n", ["reward stands twice"]),
+        ("compute,reward,reward\n1,2,3\n", ["reward occurs 2 times"]),
         ("compute,reward\n1,0.2\n2,x\n", ["line 3, column reward", "'x' is not a number"]),
         ("compute,reward\n1,0.2\n\n,0.3\n3,\n", ["1 points", "(2 rows are empty in compute or reward)"]),
         ("compute,reward,samples\n1,0.2,9\n2,0.3,\n", ["line 3, column samples: empty"]),
@@ -77,7 +77,7 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
         ("compute,reward,truncated_fraction\n" + GOOD.replace("\n", ",7\n"), ["truncated_fraction", "rates"]),
         (
             "compute,reward,device_seconds\n1,.1,5\n2,.2,9\n3,.3,8\n4,.4,9\n",
-            ["line 4, column device_seconds", "never go back"],
+            ["line 4, column device_seconds", "never decrease"],
         ),
         (
             "compute,reward,recipe\n" + "".join(f"{c},{0.01 * c},{'ab'[c > 9]}\n" for c in range(1, 12)),
@@ -223,7 +223,7 @@ def test_evaluations_of_mixed_weights_are_excluded_and_reported(
     assert 0.0 not in read.curve.reward
     for command in (["fit", str(path)], ["plan", "--from", str(path)]):
         assert main(command) == 0
-        assert "1 evaluation left out, for the weights changed" in capsys.readouterr().out
+        assert "1 evaluation left out, because the weights changed" in capsys.readouterr().out
 
 
 def test_a_run_whose_evaluation_set_changed_is_fitted_from_there(tmp_path: Path) -> None:

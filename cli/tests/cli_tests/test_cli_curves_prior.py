@@ -76,7 +76,7 @@ def test_none_that_can_count_is_an_error_that_lists_all(
     for command in (["fit", now], ["plan", "--from", now]):
         assert main([*command, "--prior", now, f"{now}.gone"]) == 2
         said = capsys.readouterr().err
-        assert "none of the 2 given can count" in said
+        assert "none of the 2 given runs can be used" in said
         assert f"{now}: the run itself" in said
         assert f"{now}.gone: " in said
 
@@ -95,7 +95,7 @@ def test_none_that_the_fit_can_use_is_an_error_too(
         assert main([*command, "--prior", *earlier]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert "none of the 3 given can count" in printed.err
+        assert "none of the 3 given runs can be used" in printed.err
         assert f"{other}: its rewards are of evaluation version v2, this run's of v1" in printed.err
         assert f"{short}: 3 points" in printed.err
         assert f"{behind}: its points go no further than this run's" in printed.err

@@ -114,7 +114,7 @@ def policy(tmp_path: Path, autoscaling: str) -> Path:
 def test_a_record_that_holds(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(directory)]) == 0
     said = capsys.readouterr().out
-    assert "13 decisions, each the same when made again" in said
+    assert "13 decisions, all reproduced" in said
     assert "STOP, stop (Suspend): P(gain at 2× the compute > 0.02) is" in said
 
 

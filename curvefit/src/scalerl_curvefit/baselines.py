@@ -1,4 +1,4 @@
-"""Baselines: the paper's grid search, and the power law that it advises against."""
+"""Baselines: the paper's grid search, and the power law that the paper advises against."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ CMID_VALUES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class GridSearch:
-    """The best pair of the grid.
+    """The curve of the best pair (A, Cmid) of the grid.
 
-    B: from `curve_fit`, unbounded.
+    B: unbounded least-squares estimate of `curve_fit`.
+    R0: fixed initial reward.
+    residual_sd: root mean square of the residuals.
     fits: number of `curve_fit` calls.
-    edges: edges of the grid on which the pair lies.
+    edges: edges of the grid on which the pair lies, such as "A high".
     """
 
     A: float
@@ -61,12 +63,12 @@ def paper_grid_search(
     cmid_values: FloatArray | None = None,
     r0: float | None = None,
 ) -> GridSearch:
-    """Least squares as the paper does it: SciPy's `curve_fit` for B alone at every pair of (A, Cmid).
+    """The least-squares method of the paper: SciPy's `curve_fit` for B alone at every pair of (A, Cmid).
 
-    a_values: `ARTICLE_A` if not given.
-    cmid_values: 100 linear values from the first compute to the last if not given; the article has 4,000 … 16,000 for a
-        run of 96,725 GPU-hours.
-    r0: held fixed; the first reward if not given, since the paper's value is not published [?].
+    a_values: `ARTICLE_A` by default.
+    cmid_values: by default 100 linear values from the first compute to the last; the article uses 4,000 … 16,000 for a run of
+        96,725 GPU-hours.
+    r0: fixed R0; the first reward by default, since the paper's value is not published [?].
 
     Raises TooFewPointsError under 3 points at compute > 0; RequestError for an empty grid or when no
     pair converges.
@@ -127,9 +129,11 @@ def paper_grid_search(
 
 
 def power_law(curve: Curve) -> PowerLaw:
-    """Least squares of R = A − D/C^B with A ≤ 1, B by a fine scan, A and D solved.
+    """Least-squares fit of R = A − D/C^B with A ≤ 1: a fine scan over B, with closed forms for A and D.
 
-    The paper's argument against it [P]: on (1.5k, 50k) of its 100k-GPU-hour run it gives A = 1.0.
+    The paper's argument against a power law [P]: on (1.5k, 50k) of its 100k-GPU-hour run it gives A = 1.0.
+
+    Raises TooFewPointsError under 3 points at compute > 0.
     """
     trained = curve.compute > 0
     compute, reward = curve.compute[trained], curve.reward[trained]

@@ -31,7 +31,7 @@ from .curve import Curve, FloatArray
 from .errors import RequestError
 
 CONSECUTIVE: Final = 3
-"""Evaluations that are averaged."""
+"""Number of evaluations that are averaged."""
 ERROR_RATE: Final = 0.01
 """α: probability that a run which never falls raises an alarm at any time."""
 WITHIN_NOISE: Final = 1.645
@@ -58,13 +58,13 @@ CUT_TO_SD: Final = 1.03
 class Fall:
     """A fall of the reward below its best by more than noise.
 
-    points: points of the segment before the fall; the last of them was within noise of the best.
-    compute: of the first evaluation after them.
+    points: number of points of the segment before the fall; the last of them was within noise of the best.
+    compute: compute of the first evaluation of the fall.
     best: highest mean of three evaluations.
     best_compute: compute of the last of those three.
     newest: mean of the last three evaluations.
-    noise: the fall that noise explains.
-    over: evaluations since the fall began.
+    noise: largest fall that noise explains.
+    over: number of evaluations since the fall began.
     """
 
     points: int
@@ -109,11 +109,11 @@ def detect_collapse(
     after: float = 0.0,
     start: float = 0.0,
 ) -> CollapseCheck:
-    """Alarm if the reward fell below its best by more than noise, or 10 % or more of the rollouts are truncated.
+    """Raise an alarm if the reward fell below its best by more than noise, or 10 % or more of the rollouts are truncated.
 
-    truncation: share of rollouts cut off at the length limit, of each point or the latest.
+    truncation: share of rollouts cut off at the length limit, for each point or for the latest only.
     least: smallest fall that matters.
-    after: evaluations up to this compute are acknowledged: they set no best and raise no alarm.
+    after: evaluations up to this compute are acknowledged: they do not count for the best and raise no alarm.
     start: compute of earlier recipes, for the message only.
 
     Checks the last segment only, and is stateless: an alarm that an earlier evaluation raised stays active until a mean
@@ -141,7 +141,7 @@ def detect_collapse(
 
 
 def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
-    """The fall that is active after the last evaluation, from evaluations `first` on; None without one."""
+    """The fall that is active after the last evaluation, from the evaluations from index `first` on; None without one."""
     reward = last.reward[first:]
     count = np.arange(MIN_HISTORY, reward.size + 1)
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
@@ -181,7 +181,7 @@ def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
 
 
 def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -> FloatArray:
-    """s after each `count` of evaluations from `first` on; at least `PAIRED` of the binomial sd at the `best` mean."""
+    """s after each number `count` of evaluations from index `first` on; at least `PAIRED` of the binomial sd at `best`."""
     reward = last.reward[first:]
     known = np.maximum(count - CONSECUTIVE, MIN_HISTORY)
     steps = np.unique(
@@ -199,7 +199,7 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -
 def difference_sd(reward: FloatArray, order: int = 3) -> float:
     """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend.
 
-    order: of the differences for slow noise; with 2 the curvature of a trend counts as noise too.
+    order: order of the differences for slow noise; with 2, the curvature of a trend counts as noise too.
     """
     steps = np.diff(reward)
     # Equal for independent noise; second differences contain less of a curved trend.

@@ -36,8 +36,9 @@ class Comparison:
     same_asymptote: the fitted A differ by at most .02. The larger B is better then, else the larger A.
     by: "A" or "B".
     better: UNDECIDED while either run is probably below its own midpoint, where recipes must not be compared [P].
-    probability: that the better recipe (the first, if none is better) has the larger A or B, from the two posteriors;
-        ties count half.
+    shared_a: mean of the fitted A; None unless `same_asymptote`.
+    probability: probability that the better recipe (the first, if none is better) has the larger A or B, from the two
+        posteriors; ties count half.
     doubts: reasons to distrust the result, such as an A that is set by its bound.
     """
 
@@ -53,11 +54,12 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class SeedComparison:
-    """The result of the paper's rule for two recipes with one or more runs each; fields as of `Comparison`.
+    """The result of the paper's rule for two recipes with one or more runs each; other fields as in `Comparison`.
 
-    first, second: the fits of each run; with a `shared_a`, the refits. same_asymptote: by the means of the fitted A.
-    better: by the means over the runs.
-    probability: that a run of the better recipe has the larger A or B than a run of the other one.
+    first, second: the fits of each run; with a `shared_a`, the refits.
+    same_asymptote: whether the means of the fitted A differ by at most .02.
+    better: the recipe with the larger mean over its runs.
+    probability: probability that a run of the better recipe has a larger A or B than a run of the other one.
     """
 
     first: tuple[Fit, ...]
@@ -95,7 +97,7 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
 def compare_seeds(
     a: Sequence[Curve], b: Sequence[Curve], settings: FitSettings | None = None
 ) -> SeedComparison:
-    """As `compare`, of recipes that were run with one or more seeds: their means of A, or of B at the mean A.
+    """Compare two recipes with one or more runs each: by their means of A, or of B at the mean A, as in `compare`.
 
     Raises what `fit` raises.
     """
@@ -124,7 +126,7 @@ def _fits(curves: Sequence[Curve], settings: FitSettings) -> tuple[Fit, ...]:
 
 
 def _mean(fits: Sequence[Fit], name: str) -> float:
-    """Mean over the runs of a least-squares parameter."""
+    """Mean of a least-squares parameter over the runs."""
     return float(np.mean([getattr(fitted.point, name) for fitted in fits]))
 
 

@@ -24,7 +24,7 @@ FloatArray = NDArray[np.float64]
 Labels = str | Sequence[str] | None
 
 UNIT_SCALE: Final = (0.0, 1.0)
-"""Rewards are pass rates already."""
+"""The rewards are pass rates."""
 SIGNED_SCALE: Final = (-1.0, 1.0)
 """Rewards of ±1 as in ScaleRL §A [P]: a mean r becomes the pass rate (r + 1)/2."""
 
@@ -51,7 +51,7 @@ class Curve:
         or device-hours at a constant efficiency). A point at 0 is the evaluation before training.
     reward : (n,) mean validation reward, within `scale`.
     samples : (n,) or one number: evaluation samples per point; gives the binomial noise floor.
-    eval_version, recipe : one label, or one a point. A new segment starts where a label changes.
+    eval_version, recipe : one label for all points, or one per point. A new segment starts where a label changes.
     scale : (lowest, highest) possible reward, mapped linearly onto [0, 1]; pass `SIGNED_SCALE` for ±1 rewards.
 
     Raises
@@ -103,7 +103,7 @@ class Curve:
 
     @property
     def first_trained(self) -> int:
-        """Index of the first point at compute > 0, which may be one past the end."""
+        """Index of the first point at compute > 0; the number of points if there is none."""
         return int(np.searchsorted(self.compute, 0.0, side="right"))
 
     def head(self, n: int) -> Curve:
@@ -120,8 +120,8 @@ class Curve:
     def segments(self) -> list[Segment]:
         """Split where the recipe or the evaluation version changes, in order.
 
-        The compute of a new recipe counts from the last point of the old one, since it starts from the reward that the
-        old one reached; a new evaluation version alone keeps the axis.
+        The compute of a new recipe counts from the last point of the old one, since it starts at the reward reached by then;
+        a new evaluation version alone keeps the axis.
         """
         n, changes = len(self), self._changes()
         if not changes:

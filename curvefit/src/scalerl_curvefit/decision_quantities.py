@@ -22,9 +22,9 @@ BLOCK_DRAWS: Final = 500
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
 TINY: Final = 1e-12
-"""Scale of the departure where it is 0: up to now, or by the settings."""
+"""Scale that replaces a departure scale of 0, as at now or with settings of 0."""
 SIZES: Final = (np.arange(8) + 0.5) / 8
-"""Quadrature points of the late rise's size, as shares of the largest."""
+"""Quadrature points for the size of the late rise, as shares of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Block:
 
 
 def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
-    """dR/dC at compute `at` (now, if not given): reward per unit of compute.
+    """dR/dC of the fitted curve at compute `at` (default: now), in reward per unit of compute.
 
-    Of the fitted curve: (A − R0)·B·s(1 − s)/C for the sigmoid, computed numerically for every family.
+    For the sigmoid it is (A − R0)·B·s(1 − s)/C; it is computed numerically for every family.
     """
     compute = fitted.now if at is None else _positive("at", at)
     drawn = draws(fitted)
@@ -67,7 +67,7 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
 
 
 def gain(fitted: Fit, to: float) -> Estimate:
-    """R(to) − R(now), departures and late rises included."""
+    """R(to) − R(now), including departures and late rises."""
     return Estimate.of(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
 
 
@@ -79,7 +79,7 @@ def p_gain_above(fitted: Fit, to: float, least: float) -> float:
 
 
 def p_reward_above(fitted: Fit, at: float, target: float) -> float:
-    """P(R(at) > target), of the reward itself, without evaluation noise."""
+    """P(R(at) > target) for the reward without evaluation noise."""
     return _p_above(forecast_pool(fitted), _positive("at", at), target)
 
 
@@ -92,7 +92,7 @@ def p_asymptote_above(fitted: Fit, target: float) -> float:
 def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
     """Compute at which the curve reaches `target`: Cmid·((T − R0)/(A − T))^{1/B} for the sigmoid.
 
-    Without departures: they depend on compute, which is the unknown here.
+    Departures are not included, since they depend on compute, which is the unknown here.
     """
     if not 0.0 < target < 1.0:
         raise RequestError(f"target is {target:g}; it must be between 0 and 1")
@@ -109,10 +109,10 @@ def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
 
 
 def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block:
-    """max over ΔC of value·E[R(now + ΔC) − R(now)] − price·ΔC.
+    """The block ΔC that maximizes value·E[R(now + ΔC) − R(now)] − price·ΔC.
 
-    value: of one unit of reward (1.0 = from pass rate 0 to 1).
-    price: of one unit of compute.
+    value: value of one unit of reward (from pass rate 0 to 1).
+    price: price of one unit of compute.
     horizon: total compute up to which blocks are considered, > now.
     """
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
@@ -127,10 +127,10 @@ def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block
 
 
 def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> float:
-    """P(R(compute) > level), level one number or one a draw.
+    """P(R(compute) > level); level is one number, or one per draw.
 
-    Departures and late rises are integrated in closed form: decisions compare this with thresholds, and must not depend
-    on the seed of the draws.
+    Departures and late rises are integrated in closed form: decisions compare the probability with thresholds, and must not
+    depend on the seed of the draws.
     """
     at = np.array([compute])
     (doublings,) = ahead.doublings(at)
@@ -140,7 +140,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
         ndtr, over / own, ahead.trend.headroom / own, 1.0 - (1.0 - ahead.late_rise) ** doublings
     )
     if ahead.gains is not None and doublings > 0:
-        # All draws of this expert have the same expected reward: the first stands for them.
+        # All draws of this expert have the same expected reward, so the first one is enough.
         of, dof = np.flatnonzero(ahead.from_earlier_runs), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
@@ -152,7 +152,11 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
 def _rises_above(
     below: Callable[[FloatArray], FloatArray], over: FloatArray, headroom: float, rising: float
 ) -> FloatArray:
-    """P(departure + late rise > −over), in units of the departure's scale. below: the departure's distribution function."""
+    """P(departure + late rise > −over); `over` and `headroom` are in units of the departure's scale.
+
+    below: cumulative distribution function of the departure.
+    rising: probability of a late rise.
+    """
     with_rise = below(over[:, None] + headroom * SIZES).mean(axis=1)
     return np.asarray((1.0 - rising) * below(over) + rising * with_rise)
 

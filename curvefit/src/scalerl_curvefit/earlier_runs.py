@@ -5,9 +5,9 @@
   over d doublings; ν0 and s0 are the prior for runs in general. Beyond the end of a record its own forecast is used,
   with its departure.
 - *Shape* (`ShapePrior`): the distribution of their fitted A, ln B and ln Cmid, with a spread between runs of at least
-  a floor. It reweights the nodes of the new run's posterior; a share of the broad prior remains, for a run unlike them.
+  a floor. It reweights the nodes of the new run's posterior; a share of the broad prior remains for a run that differs.
 - *Noise* of an evaluation, as pseudo-points.
-- *Late rises*: how many of their doublings rose after a flat one.
+- *Late rises*: number of their doublings with a rise after a flat one.
 
 The weight of a run is its similarity to the new one so far: in the level at the same compute and in the gain of the last
 doubling, each in units of the spread between the earlier runs. A run of another task usually has another level and little
@@ -67,7 +67,10 @@ PUBLIC_FLAT_RUNS: Final = 2.0
 
 @dataclass(frozen=True, eq=False)
 class EarlierRun:
-    """A finished run. curve: of one segment, in the unit, reward scale and evaluation set of the new run's."""
+    """A finished run.
+
+    curve: points of one segment, with the unit, reward scale and evaluation set of the new run.
+    """
 
     name: str
     curve: Curve
@@ -75,7 +78,11 @@ class EarlierRun:
 
 @dataclass(frozen=True, slots=True)
 class EarlierUse:
-    """Weight of an earlier run, from 0 to 1. reason: why it is below `REPORTED_BELOW`, else empty."""
+    """Weight of an earlier run.
+
+    weight: from 0 to 1.
+    reason: reason for a weight below `REPORTED_BELOW`, else empty.
+    """
 
     name: str
     weight: float
@@ -84,15 +91,15 @@ class EarlierUse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunSummary:
-    """What the prior needs of an earlier run.
+    """Summary of an earlier run for the prior.
 
-    doubling_k, level_k: log2 compute and smoothed reward, to its end, and by its own forecast beyond it.
+    doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
     end: log2 compute of its last point.
-    departure: sd per doubling beyond that.
-    shape, shape_sd: (3,) A, ln B, ln Cmid.
-    sigma: noise of an evaluation.
-    late: doublings that could have a late rise, and how many had one.
-    fell: compute at which it fell; only the points before are used.
+    departure: sd of its forecast per doubling beyond its end.
+    shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
+    sigma: noise sd of an evaluation.
+    late: number of doublings that could have a late rise, and number that had one.
+    fell: compute at which its reward fell, or None; only the points before are used.
     """
 
     doubling_k: FloatArray
@@ -106,7 +113,7 @@ class RunSummary:
     fell: float | None = None
 
     def level(self, doubling: FloatArray) -> FloatArray:
-        """The level at log2 compute."""
+        """Smoothed reward at log2 compute."""
         return np.asarray(np.interp(doubling, self.doubling_k, self.level_k))
 
 
@@ -115,8 +122,8 @@ class SummarizedRun:
     """An earlier run without its points.
 
     seed: hash of its points.
-    eval_version: of its last point.
-    summary: or the reason why there is none.
+    eval_version: evaluation version of its last point.
+    summary: its summary, or the reason why there is none.
     """
 
     name: str
@@ -127,7 +134,12 @@ class SummarizedRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapePrior:
-    """A, ln B and ln Cmid of the next run: independent Student's t with centre and spread (3,). strength: from 0 to 1."""
+    """Prior of A, ln B and ln Cmid of the new run: independent Student's t.
+
+    centre, spread: (3,) location and scale.
+    dof: degrees of freedom.
+    strength: weight of this prior against none, from 0 to 1.
+    """
 
     centre: FloatArray
     spread: FloatArray
@@ -135,7 +147,7 @@ class ShapePrior:
     strength: float = 1.0
 
     def reweight(self, nodes: Nodes) -> Nodes:
-        """The nodes of a sigmoid with this prior, mixed with none by `strength`."""
+        """The nodes of a sigmoid, reweighted by this prior with `strength`."""
         a, ln_b, ln_cmid = (
             self._density(i, x) for i, x in enumerate((nodes.a_js, nodes.ln_b_s, nodes.ln_cmid_s))
         )
@@ -154,10 +166,12 @@ class EarlierRunsPrior:
     """The prior for one run; None where the earlier runs have too little weight.
 
     uses: weight of each earlier run.
-    noise: sd of an evaluation, and its weight in pseudo-points.
-    late_rise: probability per doubling.
-    now: log2 compute.
-    summaries, weight: of the runs that could be fitted.
+    gains: prior of the gains over the next doublings.
+    shape: prior of the shape of the curve.
+    noise: noise sd of an evaluation, and its weight in pseudo-points.
+    late_rise: probability of a late rise per doubling.
+    now: log2 compute of the new run's last point.
+    summaries, weight: summary and weight of each earlier run that could be fitted.
     """
 
     uses: tuple[EarlierUse, ...]
@@ -170,7 +184,10 @@ class EarlierRunsPrior:
     weight: FloatArray = field(default_factory=lambda: np.zeros(0))
 
     def p_first_rise(self, public: float, least: float) -> float:
-        """Probability that a run which has gained less than `least` still rises by it. public: that of public curves."""
+        """Probability that a run which has gained less than `least` still rises by `least`.
+
+        public: this probability in public curves.
+        """
         flat = rose = 0.0
         for weight, summary in zip(self.weight, self.summaries, strict=True):
             until = summary.doubling_k <= self.now
@@ -187,7 +204,7 @@ class EarlierRunsPrior:
 def summarize(
     curve: Curve, pool: ForecastPool, settings: FitSettings, fell: float | None = None
 ) -> RunSummary:
-    """Summarize a finished run by its points and its own forecast."""
+    """Summarize a finished run from its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
     end = float(doubling[-1])
@@ -263,10 +280,11 @@ def earlier_runs_prior(
 def _similarity(
     level: FloatArray, gain: FloatArray, own_level: float, own: float, counts: NDArray[np.bool_]
 ) -> tuple[FloatArray, list[str]]:
-    """Similarity of each earlier run to the run so far, from 0 to 1, and the largest difference as a message.
+    """Similarity of each earlier run to the new run so far, from 0 to 1, and its largest difference as a message.
 
-    level, gain: of each at the compute of now, and over the last doubling.
-    counts: the runs that determine the spread between runs.
+    level, gain: level of each earlier run at the new run's compute, and its gain over the last doubling up to there.
+    own_level, own: level and gain of the new run.
+    counts: mask of the earlier runs that determine the spread between runs.
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
     z_level = (level - own_level) / np.hypot(MIN_LEVEL_SPREAD, between_level)
@@ -316,7 +334,7 @@ def _gains(
 
 
 def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> ShapePrior:
-    """Random effects: the variance between runs is their scatter minus their own uncertainty."""
+    """Random-effects estimate: the variance between runs is their scatter minus their own uncertainty."""
     shape_i3, sd_i3 = np.array([c.shape for c in summaries]), np.array([c.shape_sd for c in summaries])
     total = float(weight.sum())
     middle = weight @ shape_i3 / total
@@ -329,5 +347,7 @@ def _shape(summaries: Sequence[RunSummary], weight: FloatArray) -> ShapePrior:
 
 
 def _strength(total: float) -> float:
-    """0 at `MIN_TOTAL_WEIGHT`, 1 from a total weight of 1 on: a forecast does not jump where a run's weight vanishes."""
+    """Strength of the prior: 0 at `MIN_TOTAL_WEIGHT`, 1 from a total weight of 1 on, so that a forecast does not jump where the
+    weight of a run vanishes.
+    """
     return float(np.clip((total - MIN_TOTAL_WEIGHT) / (1.0 - MIN_TOTAL_WEIGHT), 0.0, 1.0))

@@ -22,7 +22,7 @@ LN2: Final = float(np.log(2.0))
 
 
 class Family(StrEnum):
-    """Which shape s(C) has."""
+    """Shape of s(C)."""
 
     SIGMOID = "sigmoid"
     STRETCHED = "stretched_exponential"

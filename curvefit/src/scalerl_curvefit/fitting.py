@@ -1,4 +1,4 @@
-"""Fits a curve to points: point estimate, posterior, identifiability, and the prior bounds that matter."""
+"""Fits a curve to points: point estimate, posterior, identifiability, and the prior bounds that limit it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sufficient_statistics import SufficientStatistics, sufficient_statistics
 from .trend import Trend, trend
 
 MIN_POINTS: Final = 4
-"""A curve has four parameters."""
+"""Fewest points that can be fitted: a curve has four parameters."""
 ENOUGH_POINTS: Final = 10
 MAX_P_BEFORE_CMID: Final = 0.2
 MAX_A_WIDTH: Final = 0.15
@@ -68,10 +68,10 @@ class Estimate:
 class Edge:
     """A prior bound with posterior mass next to it: the bound, not the data, sets the interval.
 
-    parameter: A, B, Cmid, rho or A - R0 (a curve does not fall).
+    parameter: A, B, Cmid, rho or A - R0 (at least 0, since a curve does not fall).
     side: "low" or "high".
-    bound: its value.
-    mass: posterior probability next to it.
+    bound: value of the bound.
+    mass: posterior probability next to the bound.
     """
 
     parameter: str
@@ -90,18 +90,18 @@ class Fit:
     rho: its AR(1) coefficient, posterior mean.
     point: the least-squares curve.
     identifiable: whether the points determine A.
-    doubts: if not, why.
+    doubts: reasons why they do not; empty if `identifiable`.
     edges: prior bounds with posterior mass next to them.
     p_before_cmid: probability that Cmid lies beyond the last point.
-    points_used: points at compute > 0.
-    burn_in_points: how many of them, the first, have less weight.
+    points_used: number of points at compute > 0.
+    burn_in_points: number of first points with less weight.
     now: compute of the last point.
-    nodes: the posterior of each of `settings.families`.
+    nodes: posterior of each of `settings.families`.
     trend: level and gain at the last point.
     draws: DRAWS curves of the first family, for the estimates.
     pool: DRAWS draws of the forecast pool, for the forecasts.
-    seed: hash of points, settings and earlier runs; seeds all draws.
-    prior: from earlier runs; None without any.
+    seed: hash of points, settings and earlier runs; seed of all draws.
+    prior: prior from earlier runs; None without any.
     """
 
     curve: Curve
@@ -147,8 +147,8 @@ def fit(
     and well under 100 ms at 10,000 (`sufficient_statistics`).
 
     earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier_runs`). Runs of
-    another evaluation version and runs too short to fit are left out; `Fit.earlier` gives the reason. Each `EarlierRun`
-    costs a fit of its own; a `SummarizedRun`, made with the same settings, costs none.
+        another evaluation version and runs too short to fit are left out; `Fit.earlier` gives the reason. Each `EarlierRun`
+        costs a fit; a `SummarizedRun`, made with the same settings, costs none.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def fit(
 
 
 def draws(fitted: Fit, n: int = DRAWS) -> Draws:
-    """`n` curves from the posterior of the first family; the same ones for the same fit and n."""
+    """`n` curves from the posterior of the first family; deterministic for a given fit and n."""
     _check_draws(n)
     if n == DRAWS:
         return fitted.draws
@@ -219,7 +219,7 @@ def draws(fitted: Fit, n: int = DRAWS) -> Draws:
 
 
 def forecast_pool(fitted: Fit, n: int = DRAWS) -> ForecastPool:
-    """`n` draws of the run's future rewards; the same ones for the same fit and n."""
+    """`n` draws of the run's future rewards; deterministic for a given fit and n."""
     _check_draws(n)
     if n == DRAWS:
         return fitted.pool
@@ -297,7 +297,11 @@ def content_seed(curve: Curve, settings: FitSettings | None = None, earlier: Seq
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """The points at compute > 0 for the likelihood, all (n,). burnt: how many of the first have less weight."""
+    """The points at compute > 0, and the prior, for the posterior; arrays are (n,).
+
+    precision: relative weight 1/sd of each point.
+    burnt: number of first points with less weight.
+    """
 
     compute: FloatArray
     ln_compute: FloatArray
@@ -345,7 +349,7 @@ def _prepare(curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | No
 
 
 def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[FloatArray, float]:
-    """Prior estimate of each point's sd (n,), from the binomial where samples are known, and its weight in pseudo-points."""
+    """Prior noise sd of each point (n,), from the binomial sd if samples are known, and its weight in pseudo-points."""
     if curve.samples is None:
         return np.full(reward.size, settings.noise_guess), settings.guess_dof
     # One rate for all points: at a rate of 0 or 1 the binomial sd is 0, but an evaluation is not free of noise.

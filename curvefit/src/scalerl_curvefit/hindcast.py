@@ -16,7 +16,7 @@ from .settings import FitSettings
 LOOKBACK_FACTORS: Final = (4.0, 2.0)
 """A hindcast is made at C_now divided by each of these."""
 MIN_POINTS: Final = 8
-"""Points at compute > 0 that a hindcast needs."""
+"""Fewest points at compute > 0 for a hindcast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Hindcast:
 
 
 def hindcasts(curve: Curve, settings: FitSettings | None = None) -> tuple[Hindcast, ...]:
-    """Hindcasts from a quarter and from half of the compute of one segment, where points suffice; each costs a fit."""
+    """Hindcasts from a quarter and from half of the compute of one segment, where there are enough points; each costs a fit."""
     made = []
     for back in LOOKBACK_FACTORS:
         count = int(np.searchsorted(curve.compute, curve.now / back * (1 + 1e-9), side="right"))

@@ -1,7 +1,7 @@
 """The point estimate: least squares by variable projection (Golub & Pereyra 1973).
 
-For given (Cmid, B) the model is linear in (A, R0), so that the search has two parameters only. The steps are
-Levenberg–Marquardt with Kaufman's Jacobian.
+For given (Cmid, B) the model is linear in (A, R0), so the search is over two parameters only, by Levenberg–Marquardt steps with
+Kaufman's Jacobian.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TINY: Final = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class LeastSquaresFit:
-    """One curve: R(C) = R0 + (A − R0)·s(C).
+    """The fitted curve R(C) = R0 + (A − R0)·s(C).
 
     residual_sd: root mean square of the (precision-weighted) residuals.
     """
@@ -129,6 +129,6 @@ def _jacobian(
 
 
 def _unit(vector: FloatArray) -> FloatArray:
-    """`vector` with length 1, or zeros if it is 0, as where s is 0 or 1 at all points."""
+    """`vector` scaled to length 1; zeros for a zero vector, which occurs if s is 0 or 1 at all points."""
     length = float(np.sqrt(vector @ vector))
     return vector / length if length > TINY else np.zeros_like(vector)

@@ -23,16 +23,19 @@ from .collapse import CONSECUTIVE, PAIRED, difference_sd
 from .curve import Curve, FloatArray
 
 LEAST: Final = 0.02
-"""Gain that counts as a rise."""
+"""Smallest gain that counts as a rise."""
 DOUBLINGS: Final = 117
+"""Number of doublings counted in the public curves."""
 SIZES: Final = (0.028, 0.049, 0.098, 0.108, 0.146, 0.151, 0.267)
 """Gains of the counted late rises."""
 CURVES: Final = 59
+"""Number of public curves."""
 SHARES: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+"""Shares of a record, in compute."""
 NOT_RISEN: Final = (9, 8, 6, 5, 4, 4)
-"""Curves that had not risen by each share."""
+"""Number of curves that had not risen by each share."""
 NEVER_LEARNS: Final = 0.5
-"""Prior probability."""
+"""Prior probability that a run which has gained nothing never learns."""
 TREND_FACTOR: Final = 4.0
 """The trend is fitted to the points from now divided by this, two doublings."""
 MIN_EVALUATIONS: Final = 10
@@ -43,10 +46,10 @@ MIN_EVALUATIONS: Final = 10
 class Plateau:
     """Evidence, without a fitted curve, on whether a run still gains.
 
-    share: of the compute budget, spent.
+    share: spent share of the compute budget.
     gained: best mean of three evaluations minus the first one.
-    slope, slope_sd: reward per doubling of compute, over the last two.
-    p_trend: probability that the gain by this trend exceeds the least one.
+    slope, slope_sd: reward per doubling of compute, over the last two doublings, and its sd.
+    p_trend: probability that the gain by this trend exceeds the smallest gain that matters.
     p_late: probability of a first rise later.
     """
 
@@ -59,12 +62,12 @@ class Plateau:
 
     @property
     def p_gain(self) -> float:
-        """P(gain > least), by the trend or by a first rise."""
+        """Probability of a gain that matters, by the trend or by a first rise."""
         return 1.0 - (1.0 - self.p_trend) * (1.0 - self.p_late)
 
 
 def late_rises(curve: Curve, least: float = LEAST) -> tuple[int, list[float]]:
-    """The doublings of a finished run that could have a late rise, and the gains of its late rises.
+    """Number of doublings of a finished run that could have a late rise, and the gains of its late rises.
 
     A late rise, in means of three evaluations: over the doubling up to a quarter or a half of the record the run gained
     less than `least` and was within `least` of its best; within the next doubling it rose by `least` or more.
@@ -84,7 +87,7 @@ def late_rises(curve: Curve, least: float = LEAST) -> tuple[int, list[float]]:
 
 
 def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
-    """At each point with compute > 0: share of the record, and mean of the last three evaluations."""
+    """(n,) share of the record, and mean of the last three evaluations, at each of the n points with compute > 0."""
     at = curve.first_trained
     totals = np.concatenate([[0.0], np.cumsum(curve.reward[at:])])
     n = np.arange(1, totals.size)
@@ -95,7 +98,7 @@ def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
 def p_late_rise(doublings: float, least: float, times: float = 1.0) -> float:
     """Probability that a late rise by `least` or more begins within `doublings`.
 
-    times: rate of late rises, as a multiple of that in public curves.
+    times: rate of late rises, as a multiple of the rate in public curves.
     """
     seen = sum(size >= least for size in SIZES)
     hazard = min(times * (seen + 0.5) / (DOUBLINGS + 1.0), 1.0)
@@ -109,14 +112,14 @@ def late_rise_sizes(least: float) -> tuple[float, float, float] | None:
 
 
 def p_first_rise(share: float) -> float:
-    """Probability that a run which has gained nothing at a share of its compute still rises."""
+    """Probability that a run still rises if it has gained nothing by `share` of its compute."""
     later = float(np.interp(share, SHARES, NOT_RISEN)) / CURVES
     learns = 1.0 - NEVER_LEARNS
     return learns * later / (learns * later + NEVER_LEARNS)
 
 
 def detect_plateau(curve: Curve, least: float, horizon: float, budget: float) -> Plateau | None:
-    """The evidence that one segment is flat; None with fewer than 10 evaluations in its last two doublings.
+    """Evidence on whether one segment is flat; None with fewer than 10 evaluations in its last two doublings.
 
     least: smallest gain that matters.
     horizon: multiple of now up to which the gain counts.

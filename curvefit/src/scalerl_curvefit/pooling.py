@@ -9,8 +9,8 @@ Two terms are added beyond the last point (*now*). The departure (model discrepa
 each doubling of compute and shrinks as rewards approach 1. A late rise is a second rise without a sign in the earlier
 points, at a constant rate per doubling.
 
-Earlier runs of the same task (`earlier_runs`) add a fourth expert: what they gained from the same compute on. Its weight
-is its precision relative to that of the others, at one doubling.
+Earlier runs of the same task (`earlier_runs`) add a fourth expert: their gains from the same compute on. Its weight is its
+precision relative to that of the others, at one doubling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .settings import FitSettings
 from .trend import Trend
 
 GOLDEN: Final = 0.5 * (5.0**0.5 - 1.0)
-"""Golden ratio: the fractional parts of its multiples are evenly spread, whatever their number."""
+"""Golden ratio: the fractional parts of its multiples are evenly spread for any number of them."""
 OWN_PRECISION_WEIGHT: Final = 0.5
 """Weight of the precision of the run's own forecasts; that of the earlier runs' gains has weight 1."""
 MAX_EARLIER_WEIGHT: Final = 0.95
@@ -41,13 +41,13 @@ NORMAL_QUANTILES: Final = np.linspace(-5.0, 5.0, 101)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GainPrior:
-    """Gains of the earlier runs beyond this compute, as Student's t.
+    """Distribution of the gain beyond now, from earlier runs: Student's t.
 
-    doublings: of compute beyond now, from 0.
-    mean, scale: of the gain at each of `doublings`; linear between, constant beyond.
+    doublings: (k,) doublings of compute beyond now, from 0.
+    mean, scale: (k,) location and scale of the gain at each of `doublings`; linear between them, constant beyond.
     dof: degrees of freedom.
     late_rise: probability, per doubling, of a rise that no earlier run had.
-    strength: from 0 to 1; factor of the expert's weight.
+    strength: factor of the expert's weight, from 0 to 1.
     """
 
     doublings: FloatArray
@@ -58,7 +58,7 @@ class GainPrior:
     strength: float
 
     def at(self, doublings: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Mean and scale."""
+        """Location and scale of the gain at these doublings beyond now."""
         return np.interp(doublings, self.doublings, self.mean), np.interp(
             doublings, self.doublings, self.scale
         )
@@ -66,14 +66,15 @@ class GainPrior:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForecastPool:
-    """Draws of a run's future rewards; all arrays (d,), one entry a draw.
+    """Draws of a run's future rewards; all arrays are (d,), one entry per draw.
 
-    curves: fitted curves, used up to now, and beyond it by the experts that are families.
-    expert: index into the families; their number for the trend; one more for the earlier runs.
-    departure: from the expected reward, in units of `departure_scale`.
-    late_rise: its probability per doubling.
-    rise_after, rise: doublings beyond now of the late rise, and its size.
-    noise: of one evaluation, standard normal.
+    curves: fitted curves; used up to now by all draws, and beyond by those whose expert is a family.
+    expert: index of the family; the number of families for the trend; that number plus one for the earlier runs.
+    gains: distribution of the earlier runs' gains; None without earlier runs.
+    departure: deviation from the expected reward, in units of `departure_scale`.
+    late_rise: probability of a late rise per doubling.
+    rise_after, rise: doublings beyond now at which the late rise begins, and its size.
+    noise: noise of one evaluation, standard normal.
     """
 
     curves: Draws
@@ -93,7 +94,7 @@ class ForecastPool:
 
     @property
     def from_earlier_runs(self) -> NDArray[np.bool_]:
-        """(d,) whether the draw's expert is the earlier runs' gains."""
+        """(d,) whether the expert of a draw is the earlier runs."""
         return np.asarray(self.expert == len(self.curves.families) + 1)
 
     @property
@@ -111,7 +112,7 @@ class ForecastPool:
     def expected(self, compute: FloatArray) -> FloatArray:
         """(d, c) rewards at compute (c,), without departures, late rises and evaluation noise.
 
-        Before now those of the fitted curves; from now on those of the experts, moved towards their mean.
+        Before now they are those of the fitted curves, from now on those of the experts, moved towards their mean.
         """
         reward_dc = self.curves.reward(compute)
         ahead = compute >= self.now
@@ -132,7 +133,7 @@ class ForecastPool:
         return reward_dc
 
     def departure_scale(self, compute: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(c,) scales of the departure at compute (c,): of the normal, and of Student's t for the earlier runs' expert."""
+        """(c,) scales of the departure at compute (c,): of the normal distribution, and of Student's t for the earlier runs."""
         doublings_c = self.doublings(compute)
         own = departure_sd(self.trend, self.settings) * doublings_c
         return own, own if self.gains is None else self.gains.at(doublings_c)[1]
@@ -170,8 +171,8 @@ def sample_forecast_pool(
 ) -> ForecastPool:
     """`n` draws of the forecast pool. Draws of the trend have curves of the first family up to now.
 
-    gains: of earlier runs.
-    late_rise: replaces that of the settings.
+    gains: distribution of the earlier runs' gains.
+    late_rise: probability of a late rise per doubling, in place of the settings'.
     """
     late_rise = settings.late_rise if late_rise is None else late_rise
     counts = systematic(np.array(settings.pool), n, random)
@@ -180,8 +181,8 @@ def sample_forecast_pool(
     curves = sample(nodes, own.astype(np.float64), n, random)
     expert = curves.family.copy()
     expert[np.flatnonzero(expert == 0)[:by_trend]] = len(nodes)
-    # Stratified, not random: late rises are rare, and the upper end of an interval depends on few of them. The sizes of
-    # those before any given compute are stratified too.
+    # Stratified instead of random: late rises are rare, and the upper end of an interval depends on few of them. The golden
+    # ratio stratifies the sizes of those before any given compute too.
     order = random.permutation(n)
     with np.errstate(divide="ignore"):
         rise_after = np.log1p(-(order + 0.5) / n) / np.log1p(-late_rise)
@@ -202,7 +203,7 @@ def sample_forecast_pool(
 
 
 def _with_gains(own: ForecastPool, gains: GainPrior, random: np.random.Generator) -> ForecastPool:
-    """The pool with some of its draws, at random from all experts, reassigned to the earlier runs' gains."""
+    """The pool with a random part of its draws, from all experts, reassigned to the earlier runs."""
     at, n = np.array([2.0 * own.now]), len(own)
     variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
     scale = float(gains.at(np.ones(1))[1][0])

@@ -38,11 +38,11 @@ MAX_STAGES: Final = 8
 LN_B_REACH: Final = 3.0
 """The grid of ln B reaches this many prior standard deviations."""
 NEGLIGIBLE: Final = 11.0
-"""Nodes whose peak density is below exp(−this) of the best are left out."""
+"""Nodes whose peak density is below exp(−NEGLIGIBLE) of the best are left out."""
 OUTSIDE: Final = -1e12
-"""ln prior of nodes beyond the prior's bounds: no weight, tempered or not, and finite."""
+"""ln prior of nodes outside the prior's bounds: finite, but without weight even if tempered."""
 TEMPERED_NODES: Final = 10.0
-"""Effective number of nodes with tempered weights: few, so that each stage shrinks the grid."""
+"""Effective number of nodes of tempered weights; small, so that each stage shrinks the grid."""
 CUT: Final = (1e-4, 1e-2)
 """Nodes below this share of the best are outside the next grid: with plain weights, and with tempered ones (which are
 wider than the mass)."""
@@ -56,10 +56,11 @@ A_REACH: Final = 4.5
 class GridSettings:
     """Resolution of a grid posterior.
 
-    coarse, fine: size of the first grid, ln Cmid × ln B, and of each refinement, along × across the ridge.
-    stages: at least this many.
-    nodes: effective number (1/Σw²) of shape nodes from which the grid is fine enough.
-    a_points: quadrature points of A at a node.
+    coarse: size of the first grid, ln Cmid × ln B.
+    fine: size of each refinement, along × across the ridge.
+    stages: smallest number of stages.
+    nodes: effective number (1/Σw²) of shape nodes from which on the grid is fine enough.
+    a_points: number of quadrature points of A at a node.
     """
 
     coarse: tuple[int, int] = (28, 14)
@@ -76,7 +77,15 @@ COARSE_GRID: Final = GridSettings(coarse=(22, 11), fine=(18, 10), stages=2, node
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Bounds and scales of the prior, from settings and points."""
+    """Bounds and scales of the prior, from settings and points.
+
+    ln_cmid, ln_b: bounds (low, high).
+    ln_b_mean, ln_b_sd: normal prior of ln B.
+    a_lowest, a_highest: bounds of A.
+    r0, r0_sd: normal prior of R0; the sd is for a noise sd of `noise_sd`.
+    noise_sd, noise_dof: prior noise sd of an evaluation, and its weight in pseudo-points.
+    ln_rho_weight_r: ln of the prior weight of each ρ.
+    """
 
     ln_cmid: tuple[float, float]
     ln_b: tuple[float, float]
@@ -115,7 +124,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Moments and prior; m: sums with 1 for each ρ, then with y."""
+    """Moments and prior, shaped for `_forms`; index m: HᵀΩ1 for each ρ, then HᵀΩy for each ρ."""
 
     ln_compute_k1: FloatArray
     ss_diagonal_rk: FloatArray
@@ -169,7 +178,7 @@ def make_prior(
 def grid_posterior(
     points: SufficientStatistics, prior: Prior, family: Family, effort: GridSettings = FINE_GRID
 ) -> Nodes:
-    """Refine the grid around the mass until it resolves it, then integrate over A."""
+    """Posterior of one family: refine the grid until it resolves the mass, then integrate over A."""
     sums = _sums(points, prior)
     step_21 = (sums.high_21 - sums.low_21) / np.array([effort.coarse]).T
     frame_22 = step_21 * np.eye(2)
@@ -244,7 +253,7 @@ def _forms(sums: _Sums, family: Family, shape_2g: FloatArray) -> _Forms:
 
 
 def _ln_weight(sums: _Sums, forms: _Forms) -> FloatArray:
-    """ln of the node's mass, with the integral over A as peak × width (exact enough to refine the grid)."""
+    """ln of each node's mass, with peak × width for the integral over A, which is exact enough to refine the grid."""
     low, high = sums.prior.a_lowest, sums.prior.a_highest
     peak = np.minimum(np.maximum(forms.b_rg / forms.q_rg, low), high)
     spread = forms.e0_rg + peak * (forms.q_rg * peak - 2.0 * forms.b_rg)
@@ -259,7 +268,7 @@ def _ln_sum(ln_weight_rg: FloatArray) -> FloatArray:
 
 
 def _tempered(ln_weight_g: FloatArray, enough: float) -> tuple[FloatArray, bool]:
-    """Weights (max 1) for the next grid, flattened where too few nodes share the mass, and whether they were."""
+    """Weights (max 1) for the next grid, tempered if too few nodes share the mass, and whether they are tempered."""
     relative_g = ln_weight_g - ln_weight_g.max()
     weight_g = np.exp(relative_g)
     if _effective(weight_g) >= enough:
@@ -293,7 +302,7 @@ def _refined(
     offset_2g = shape_2g - centre_21
     covariance_22 = (offset_2g * share_g) @ offset_2g.T + frame_22 @ frame_22.T / 12.0
     _, axes_22 = np.linalg.eigh(covariance_22)
-    axes_22 = axes_22[:, ::-1]  # the long axis first, as in Effort.fine
+    axes_22 = axes_22[:, ::-1]  # the long axis first, as in GridSettings.fine
     along_2g = axes_22.T @ offset_2g[:, heavy_g]
     margin_2 = 0.5 * np.abs(axes_22.T @ frame_22).sum(axis=1)
     start_2, stop_2 = along_2g.min(axis=1) - margin_2, along_2g.max(axis=1) + margin_2

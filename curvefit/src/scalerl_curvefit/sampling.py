@@ -16,9 +16,11 @@ from .posterior import Nodes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """Curves drawn from the posterior; all arrays (d,), one entry a draw.
+    """Curves drawn from the posterior; all arrays are (d,), one entry per draw.
 
-    sigma: stationary sd of the evaluation noise. rho: its AR(1) coefficient. family: index into `families`.
+    sigma: stationary sd of the evaluation noise.
+    rho: AR(1) coefficient of the noise.
+    family: index into `families`.
     """
 
     A: FloatArray
@@ -38,7 +40,7 @@ class Draws:
         with np.errstate(divide="ignore"):
             ln_compute_c1 = np.log(np.asarray(compute, dtype=np.float64))[:, None]
         ln_cmid, ln_b = np.log(self.Cmid), np.log(self.B)
-        # The long index last, transposed at the end: NumPy is several times slower over rows of a few columns.
+        # The long index comes last until the transposition: NumPy is several times slower over rows of a few columns.
         if len(self.families) == 1:
             return gain_share(self.families[0], ln_compute_c1, ln_cmid, ln_b).T
         share_cd = np.empty((ln_compute_c1.size, len(self)))
@@ -64,12 +66,12 @@ def interval(values: FloatArray) -> FloatArray:
 
 
 def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.random.Generator) -> Draws:
-    """`n` draws from the posteriors of several families with the given weights: systematic over nodes, exact within."""
+    """`n` draws from the posteriors of several families with the given weights: systematic over nodes, exact within a node."""
     counts = systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     a, b, cmid, r0, sigma, rho = columns
-    order = random.permutation(n)  # Nodes are sorted; the first draws must be a fair sample too.
+    order = random.permutation(n)  # nodes are sorted, and a prefix of the draws must be a fair sample too
     return Draws(
         A=a[order],
         B=b[order],
@@ -83,7 +85,7 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
 
 
 def systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
-    """Systematic sampling: how often each index is drawn, by n evenly spaced quantiles with one random offset."""
+    """Systematic sampling: number of draws of each index, from n evenly spaced quantiles with one random offset."""
     edges = weights / weights.sum()
     np.cumsum(edges, out=edges)
     edges *= n

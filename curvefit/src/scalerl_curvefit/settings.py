@@ -1,4 +1,4 @@
-"""Priors and choices of a fit, each with its reason."""
+"""Priors and constants of a fit, each with its reason."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from .families import Family
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
-    """Priors and choices of a fit. Their names and values are part of the seed of all draws (`fitting.content_seed`).
+    """Priors and constants of a fit. Their names and values are part of the seed of all draws (`fitting.content_seed`).
 
-    burn_in_fraction: share of points, the first, that have less weight, while `burn_in_keeps` others remain: the
-        equation holds after the first epoch (ScaleRL fits from ~1.5k GPU-h of 100k on [P]).
-    burn_in_sd_factor: factor of their noise sd.
+    burn_in_fraction: share of the points, from the first, that have less weight: the equation holds after the first epoch
+        (ScaleRL fits from ~1.5k GPU-h of 100k on [P]).
+    burn_in_keeps: smallest number of points with full weight.
+    burn_in_sd_factor: factor of the noise sd of the points with less weight.
     r0_sd: prior sd of R0 around the first reward; wide, since R0 extrapolates the fitted points to C → 0 and is not
         the evaluation at step 0.
     b_median, ln_b_sd: log-normal prior of B; the published values are 1.09 to 2.44 [P].
     cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
-    a_lowest, a_highest: A is uniform between them.
+    a_lowest, a_highest: bounds of the uniform prior of A.
     rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0: short series
         underestimate their correlation, and a correlation of 0 makes intervals too narrow.
     noise_share: prior noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
         the same prompts are paired, and scatter by .4 to 1.0 of it in four sources.
-    noise_floor: smallest sd of an evaluation, added in quadrature.
-    noise_guess: the prior sd where samples are not known.
-    noise_dof, guess_dof: weight of either prior in pseudo-points.
+    noise_floor: smallest noise sd of an evaluation, added in quadrature.
+    noise_guess: prior noise sd where samples are not known.
+    noise_dof, guess_dof: weights of the two noise priors in pseudo-points.
     families: curve families in the forecast pool. A, B, Cmid are those of the first.
-    pool: weights in the forecast pool: of each family in turn, and of the local trend.
+    pool: weights of each family, in order, and of the local trend in the forecast pool.
     trend_window: doublings of compute over which the weight of a point for the present level falls by e.
-    trend_damping: the trend's gain over the next doubling, as a share of that over the last.
-    pool_spread: 1 leaves the experts' forecasts in place, 0 moves all to their common mean.
+    trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
+    pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
     departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: a floor,
         and a share of the distance from the present level to 1, in quadrature.
     late_rise: probability of a late rise per doubling of compute, counted in `plateau`. Its size is uniform between 0

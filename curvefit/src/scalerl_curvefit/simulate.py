@@ -12,7 +12,7 @@ from .curve import Curve, FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B). R0 of the published rows is not published; .2 is ours."""
+    """R(C) = R0 + (A − R0)/(1 + (Cmid/C)^B). The paper does not publish R0; the default .2 is an assumption."""
 
     A: float
     B: float
@@ -30,7 +30,7 @@ SCALERL: Final = Truth(A=0.61, B=1.92, Cmid=2542.0)
 
 
 def ar1_noise(n: int, sigma: float, rho: float, random: np.random.Generator) -> FloatArray:
-    """(n,) stationary AR(1) noise of sd `sigma`."""
+    """(n,) stationary AR(1) noise with sd `sigma` and coefficient `rho`."""
     innovation = random.standard_normal(n) * sigma * np.sqrt(1.0 - rho * rho)
     innovation[0] = random.standard_normal() * sigma
     for i in range(1, n):

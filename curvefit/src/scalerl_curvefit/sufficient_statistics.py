@@ -1,7 +1,6 @@
-"""Sufficient statistics of the likelihood, of a size that does not grow with the number of points.
+"""Sufficient statistics of the likelihood; their size does not grow with the number of points.
 
-The model of n points is y = R0·(1 − s) + A·s + ε with ε an AR(1) sequence, so that every likelihood
-is made of quadratic forms aᵀΩ_ρ b with a, b ∈ {s, 1, y} and Ω_ρ the (tridiagonal) AR(1) precision in
+The model of n points is y = R0·(1 − s) + A·s + ε with ε an AR(1) sequence, so the likelihood consists of quadratic forms aᵀΩ_ρ b with a, b ∈ {s, 1, y} and Ω_ρ the (tridiagonal) AR(1) precision in
 units of the innovation variance. `s` is smooth in ln C: between knots it is taken as linear in ln C,
 s = H·s_knots, with knots at measured points. Then
 
@@ -41,7 +40,7 @@ class SufficientStatistics:
     rho_r: the AR(1) coefficients.
     ss_diagonal_kr, ss_neighbour_kr: HᵀΩH, so that sᵀΩs = Σ_k d_k s_k² + 2 Σ_k e_k s_k s_{k+1}.
     s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy.
-    one_one_r, one_y_r, y_y_r: the forms without s.
+    one_one_r, one_y_r, y_y_r: the forms 1ᵀΩ1, 1ᵀΩy and yᵀΩy.
     """
 
     n: int
@@ -57,7 +56,7 @@ class SufficientStatistics:
 
 
 def knot_count(n: int) -> int:
-    """About n/3 knots for n points, at least all of the first 64, at most 160."""
+    """Largest number of knots for n points: n/3, but at least 64 and at most 160."""
     return int(np.clip(n // 3, MIN_KNOTS, MAX_KNOTS))
 
 
@@ -123,7 +122,7 @@ def sufficient_statistics(
 
 @dataclass(frozen=True, slots=True)
 class _Interpolation:
-    """The interpolation H with the precisions P.
+    """The interpolation H with the diagonal matrix P of the precisions.
 
     sums: rows v (2, n) → HᵀPv (2, k).
     identity_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,) of HᵀPMPH, with M the identity, the ends
@@ -175,7 +174,7 @@ def _interpolation(ln_compute: FloatArray, precision: FloatArray, knot: NDArray[
 
 
 def _ends_of(values: FloatArray) -> FloatArray:
-    """The first and the last, the others 0."""
+    """`values` with all but the first and the last set to 0."""
     ends = np.zeros(values.size)
     ends[0], ends[-1] = values[0], values[-1]
     return ends

@@ -1,4 +1,4 @@
-"""The local trend: present level and gain of the last doubling of compute, without a curve family."""
+"""The local trend: present level and gain over the last doubling of compute, without a curve family."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .curve import FloatArray
 from .settings import FitSettings
 
 MIN_GAIN_POINTS: Final = 3
-"""Fewest points for the gain of the last doubling; points before it are added if needed."""
+"""Fewest points for the gain over the last doubling; earlier points are added if needed."""
 TINY: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Level and gain.
+    """Level and gain at the last point.
 
-    level: of the rewards now.
-    gain: over the last doubling of compute, or over all points if they span less; by least squares in log2 C.
+    level: smoothed reward now.
+    gain: gain over the last doubling of compute, or over all points if they span less; by least squares in log2 C.
     """
 
     level: float
@@ -36,7 +36,7 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
     """The trend at the last of these points (n,), n ≥ 3, all at compute > 0.
 
     The level is the value at C_now of a line through all points, with weight exp(−h/trend_window) for a point h doublings
-    ago: dense evaluations are averaged, of sparse ones the newest dominates.
+    ago: dense evaluations are averaged, and among sparse ones the newest dominates.
     """
     doublings = np.log2(compute / compute[-1])
     level, _ = _line(doublings, reward, np.exp(doublings / settings.trend_window))
@@ -48,7 +48,7 @@ def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Tre
 
 
 def smoothed(doubling: FloatArray, reward: FloatArray, at: FloatArray, window: float) -> FloatArray:
-    """(k,) rewards at log2 compute `at` (k,): weighted lines through the points (n,), weight exp(−h/window) at h doublings."""
+    """(k,) rewards at log2 compute `at` (k,), by local linear regression with weight exp(−h/window) at h doublings."""
     off_kn = doubling - at[:, None]
     away_kn = np.abs(off_kn)
     weight_kn = np.exp((away_kn.min(axis=1, keepdims=True) - away_kn) / window)
@@ -61,7 +61,7 @@ def smoothed(doubling: FloatArray, reward: FloatArray, at: FloatArray, window: f
 
 
 def _line(x: FloatArray, y: FloatArray, weight: FloatArray) -> tuple[float, float]:
-    """Value at x = 0 and slope of the weighted least-squares line; level where all weight is on one point."""
+    """Value at x = 0 and slope of the weighted least-squares line; slope 0 where all weight is on one x."""
     weight = weight / weight.sum()
     x_mean, y_mean = float(weight @ x), float(weight @ y)
     off = x - x_mean

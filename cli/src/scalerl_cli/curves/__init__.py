@@ -1,11 +1,10 @@
-"""``scalerl fit`` and ``scalerl plan``: a curve in a file, what it says, and what more compute would buy.
+"""``scalerl fit``, ``plan``, ``compare`` and ``report``: analyses of the curves of runs.
 
-Lives here: reading such a file and saying what is wrong with it (``source``), pace and prices
-(``pace``), one analysis from which text, JSON and picture all come (``analysis``), the tables a person
-reads and the pictures.
+This package contains: reading and checking of curve files (``source``), pace and prices (``pace``, ``costs``), the analysis
+that text, JSON and picture are made from (``analysis``), tables and pictures.
 
-Never lives here: statistics. Every number about the curve comes from ``scalerl_curvefit``; what is
-done here to one is a unit or a format. What each number means is in ``docs/forecast.md``.
+It does not contain statistics: every number about a curve comes from ``scalerl_curvefit``, and this package converts its unit
+or formats it. ``docs/forecast.md`` explains every number.
 
-matplotlib is imported when a picture is asked for, and numpy only once one of the two commands runs.
+matplotlib is imported when a picture is drawn, and numpy when one of the commands runs.
 """

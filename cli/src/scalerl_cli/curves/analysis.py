@@ -1,4 +1,4 @@
-"""One fit of one file: what text, JSON and picture are made of, so that they cannot disagree."""
+"""The fit of a file. Text, JSON and picture are all made from it, so that they cannot disagree."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ from scalerl_curvefit.fitting import MAX_A_WIDTH, MIN_POINTS
 from scalerl_curvefit.sampling import interval
 
 HEALTHY_TRUNCATED: Final = 0.05
-"""An alarm of truncation is over below this, as for the autoscaler [P]."""
-SAGS: Final = 0.01
-"""A past forecast that gave a reward as low as the one that came less than this probability makes the fit doubtful."""
+"""An alarm of truncation ends below this fraction of the completions, as for the autoscaler [P]."""
+MIN_HINDCAST_PROBABILITY: Final = 0.01
+"""A hindcast whose probability of a reward below the observed one is less than this makes the fit doubtful."""
 
 
 class State(StrEnum):
-    """What may be done with the fit.
+    """State of the fit.
 
-    INSUFFICIENT: the asymptote is not identifiable yet. OK: it is. BROKEN: an alarm of the check for collapse stands: the reward
-    fell below its best, or completions are cut off, so nothing is forecast.
+    INSUFFICIENT: the asymptote is not identifiable yet.
+    OK: the asymptote is identifiable.
+    BROKEN: an alarm of the collapse check is active (the reward fell below its best, or completions are truncated), so there
+        are no forecasts.
     """
 
     INSUFFICIENT = "INSUFFICIENT"
@@ -62,13 +64,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """A file, its fit, and the forecasts; all compute on the axis of the file.
+    """A file, its fit, and the forecasts; all compute is on the axis of the file.
 
-    fitted: of all points of the segment; of those before the fall where the reward fell below its best, for what came
-    after is not of that curve.
-    guarded: with the alarms that still stand.
-    hindcasts: forecasts that the fitted points allow to check. forecasts: at 2× now first, then as asked; none if
-    the run is broken. not_in_prior: earlier runs that were given and cannot count, with the reason.
+    fitted: the fit of all points of the last segment, or, after a fall of the reward, of those before the fall.
+    guarded: the collapse check, with the active alarms.
+    hindcasts: forecasts from earlier points, compared with later ones.
+    forecasts: first at 2× now, then at each requested compute; empty if the run is broken.
+    not_in_prior: name and reason of each given earlier run that cannot be used.
     """
 
     file: CurveFile
@@ -87,54 +89,54 @@ class Analysis:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why the asymptote should not be believed: those of the fit, and those of a fit that sags."""
+        """Reasons to distrust the asymptote: those of the fit, and hindcasts far above the observed reward."""
         return (
             *(self._worded(doubt) for doubt in self.fitted.doubts),
             *(
                 f"the reward at {formatting.amount(past.until + self.start)}, {self.scale.reward(past.observed)}, lies below "
-                f"{1 - SAGS:.0%} of the forecast made at {formatting.amount(past.made_at + self.start)}"
+                f"{1 - MIN_HINDCAST_PROBABILITY:.0%} of the forecast made at {formatting.amount(past.made_at + self.start)}"
                 for past in self.hindcasts
-                if past.below < SAGS
+                if past.below < MIN_HINDCAST_PROBABILITY
             ),
         )
 
     def _worded(self, doubt: str) -> str:
-        """A doubt of the fit, with rewards on the scale of the file."""
+        """The message of a doubt, with rewards on the scale of the file."""
         if doubt.startswith("90 % interval of A is "):
             widest = self.scale.difference(MAX_A_WIDTH, 2)
             return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
         return formatting.plain(doubt)
 
     def bound(self, edge: Edge) -> str:
-        """The bound that was met; of A and of A − R0 on the scale of the file."""
+        """The prior bound as text; those of A and A − R0 are on the scale of the file."""
         value = {"A": self.scale.level, "A - R0": self.scale.change}.get(edge.parameter, float)(edge.bound)
         return formatting.amount(value)
 
     @property
     def scale(self) -> RewardScale:
-        """Of the rewards of the file; those of the fit and the forecasts are pass rates."""
+        """Scale of the rewards in the file; the fit and the forecasts use pass rates."""
         return RewardScale(*self.file.curve.scale)
 
     @property
     def fall(self) -> Fall | None:
-        """None where the reward has not fallen."""
+        """The active fall of the reward; None if there is none."""
         return self.guarded.fall
 
     @property
     def why_broken(self) -> str:
-        """In a few words; ``guarded.reasons`` has the numbers."""
+        """Cause of BROKEN in a few words; ``guarded.reasons`` has the numbers."""
         if self.fall is None:
             return "completions are cut off at the length limit"
         return "the reward fell below its best"
 
     @property
     def fallen(self) -> int:
-        """How many of the last evaluations lie after the fall, and are not fitted."""
+        """Number of evaluations after the fall, which are not fitted."""
         return 0 if self.fall is None else self.fall.over
 
     @property
     def start(self) -> float:
-        """Compute spent on earlier recipes: what the fit's own axis lacks."""
+        """Compute spent on earlier recipes: the offset of the fit's axis on the axis of the file."""
         return self.file.segment.start
 
     @property
@@ -144,14 +146,14 @@ class Analysis:
 
     @property
     def twice(self) -> float:
-        """Twice the compute that this recipe has had."""
+        """Compute at which this recipe has had twice as much as now."""
         return 2.0 * self.fitted.now + self.start
 
     def ahead(self, at: Sequence[float], option: str) -> list[Forecast]:
         """Forecasts at compute on the file's axis.
 
         Raises:
-            CurveProblem: naming ``option``, for compute that lies before this recipe.
+            CurveProblem: a compute lies before the start of this recipe; the message names ``option``.
         """
         try:
             made = forecast(self.fitted, [compute - self.start for compute in at])
@@ -161,7 +163,7 @@ class Analysis:
         return [replace(point, compute=point.compute + self.start) for point in made]
 
     def bands(self, compute: FloatArray) -> FloatArray:
-        """(5, c) quantiles .05, .25, .5, .75, .95 of the reward itself at compute (c,) of the file's axis."""
+        """(5, c) quantiles .05, .25, .5, .75, .95 of the reward, without evaluation noise, at compute (c,) on the file's axis."""
         drawn = forecast_pool(self.fitted).reward(compute - self.start)
         return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
@@ -173,24 +175,24 @@ class Analysis:
 
     @property
     def earlier(self) -> tuple[EarlierUse, ...]:
-        """All earlier runs that were given, those that cannot count last."""
+        """All given earlier runs; those that cannot be used come last, with weight 0."""
         return (*self.fitted.earlier, *(EarlierUse(name, 0.0, reason) for name, reason in self.not_in_prior))
 
     @property
     def prior_json(self) -> list[dict[str, Any]]:
-        """`earlier` as ``--json`` prints it."""
+        """``earlier`` in the form of ``--json``."""
         return [{"run": use.name, "weight": use.weight, "reason": use.reason} for use in self.earlier]
 
     @property
     def power_law(self) -> PowerLaw:
-        """By least squares, for comparison only."""
+        """Least-squares power law, for comparison only."""
         return power_law(self.fitted.curve)
 
     def reach(self, target: float) -> ComputeToTarget:
         """Compute to a target, on the file's axis.
 
         Raises:
-            CurveProblem: for a target outside the scale of the file.
+            CurveProblem: the target is outside the scale of the file.
         """
         try:
             found = compute_to(self.fitted, self.scale.rate(target))
@@ -209,10 +211,10 @@ class Analysis:
     def as_json(
         self, target: float | None = None, budget: float | None = None, *, alternatives: bool = False
     ) -> dict[str, Any]:
-        """What ``--json`` prints; 90 % intervals.
+        """The object of ``--json``; intervals are 90 %.
 
         Raises:
-            CurveProblem: for a target or a budget that cannot be asked about.
+            CurveProblem: the target is outside the scale of the file, or the budget lies before this recipe.
         """
         fitted, going = self.fitted, self.state is not State.BROKEN
         points = [
@@ -252,15 +254,15 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
     """Fit the last segment with the runs of ``prior``, check for collapse, and forecast at 2× now and at each of ``at``.
 
     Raises:
-        CurveProblem: points that no curve can be fitted to, a compute that cannot be forecast at, or earlier runs
-            none of which can count.
+        CurveProblem: no curve can be fitted to the points, a compute lies before this recipe, or none of the earlier runs
+            can be used.
     """
     segment = file.segment.curve
     try:
         guarded = detect_collapse(segment)
         fall = guarded.fall
         before = segment if fall is None else segment.head(fall.points)
-        # A run that fell at once has no curve before the fall: it is BROKEN all the same.
+        # With too few points before the fall, all are fitted; the run is BROKEN either way.
         fitted = fit(
             before if len(before) - before.first_trained >= MIN_POINTS else segment,
             earlier=() if prior is None else prior.runs,
@@ -285,7 +287,7 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
 
 
 def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
-    """The fall, in words, with rewards on the scale of the file."""
+    """The message about the fall, with rewards on the scale of the file."""
     if fall is None:
         return ()
     scale = RewardScale(*file.curve.scale)
@@ -297,7 +299,7 @@ def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
 
 
 def _truncated(file: CurveFile) -> tuple[str, ...]:
-    """An alarm of truncation, of now or from before, that is not over."""
+    """The message about an active alarm of truncation, whether it was raised by the newest evaluation or an earlier one."""
     if file.truncation is None:
         return ()
     over = np.flatnonzero(file.truncation < HEALTHY_TRUNCATED)
@@ -316,5 +318,5 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
 
 
 def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:
-    """Median and 90 % bounds."""
+    """Median and bounds of the 90 % interval."""
     return {"median": estimate.median, "low": estimate.low, "high": estimate.high}

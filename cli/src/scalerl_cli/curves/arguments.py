@@ -26,7 +26,7 @@ def _add_report(commands: Commands) -> None:
         "report",
         help="show rewards and pass@k by label of the prompts, such as their difficulty",
         description="Tabulate and plot the newest evaluations of runs by label of the prompts (DIR/labels.csv), into report.md, "
-        ".csv and .png. docs/tasks.md says which prompts have labels.",
+        ".csv and .png. docs/tasks.md lists the prompts that have labels.",
     )
     report.add_argument(
         "runs",
@@ -40,7 +40,7 @@ def _add_report(commands: Commands) -> None:
         "--to",
         type=Path,
         metavar="DIR",
-        help="output directory (default: that of the run; of several, report)",
+        help="output directory (default: the run directory; report for several runs)",
     )
 
 
@@ -157,7 +157,7 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _add_columns(command: argparse.ArgumentParser) -> None:
-    """Which columns of a curve's file are read, and how."""
+    """Add the options that select and scale the columns of a curve file."""
     command.add_argument("--x", metavar="COLUMN", help="column with the compute (default: compute)")
     command.add_argument(
         "--y",
@@ -219,7 +219,7 @@ def _positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """The type of an argument that is a finite number from 0 on."""
+    """Argument type: a finite number ≥ 0."""
     value = _number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")

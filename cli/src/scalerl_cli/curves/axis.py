@@ -1,4 +1,4 @@
-"""The axes of all pictures: their numbers, and the lines and names that mark computes and levels on them."""
+"""Axes of the pictures: tick labels, and the labelled lines that mark computes and levels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scalerl_cli.curves.scale import RewardScale
 
 _RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 UNWIELDY: Final = 1e15
-"""Compute from which on an axis is in powers of ten: FLOPs, most often."""
+"""From this compute on, an axis is in powers of ten; usually compute is in FLOPs then."""
 UNIT: Final = RewardScale(0.0, 1.0)
 
 
 def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = False) -> None:
-    """Scale, limits, numbers and unit of the compute axis."""
+    """Set scale, limits, tick labels and label of the compute axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     if log:
@@ -33,16 +33,16 @@ def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = F
         else lambda value: tick(value / 10.0**power, high / 10.0**power)
     )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(float(value))))
-    said = [
+    qualifiers = [
         f"10{str(power).translate(_RAISED)} {unit}".rstrip() if power else unit,
         "logarithmic" if log else "",
     ]
-    of = ", ".join(word for word in said if word)
+    of = ", ".join(word for word in qualifiers if word)
     axes.set_xlabel(f"compute ({of})" if of else "compute")
 
 
 def tick(value: float, high: float) -> str:
-    """``20k``, ``1.5M``: a number short enough for an axis that ends at ``high``, all of one unit."""
+    """Short tick label such as ``20k`` or ``1.5M``; ``high``, the end of the axis, determines the unit of all its labels."""
     letter, size = next(
         (
             (c, p)
@@ -57,7 +57,7 @@ def tick(value: float, high: float) -> str:
 
 
 def reward_axis(axes: Any, values: Sequence[float], scale: RewardScale = UNIT) -> None:
-    """Limits around ``values`` within the scale, numbers with the digits that tell one from the next, and what is measured."""
+    """Set limits around ``values`` within the scale, tick labels with enough digits to differ, and the label of the axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     low, high = min(values), max(values)
@@ -72,9 +72,9 @@ def reward_axis(axes: Any, values: Sequence[float], scale: RewardScale = UNIT) -
 
 
 def mark_computes(axes: Any, marks: Sequence[tuple[float, str, str]]) -> int:
-    """Upright lines with their names above the axes: (compute, name, colour), raised where they would collide.
+    """Draw vertical lines with names above the axes: (compute, name, colour). Names that would collide go to a higher row.
 
-    Returns how many rows of names stand there.
+    Returns the number of rows of names.
     """
     low, high = axes.get_xlim()
     log = axes.get_xscale() == "log"
@@ -103,7 +103,7 @@ def mark_computes(axes: Any, marks: Sequence[tuple[float, str, str]]) -> int:
 
 
 def mark_asymptote(axes: Any, median: float, low: float, high: float, text: str, colour: str) -> None:
-    """The level A across the axes, its 90 % interval as a bar on the right edge, its value beside."""
+    """Draw the level A across the axes, its 90 % interval as a bar on the right edge, and its value beside the bar."""
     axes.axhline(median, color=colour, lw=0.9, ls=(0, (1, 2)), zorder=1)
     edge = axes.get_yaxis_transform()
     axes.plot(
@@ -119,7 +119,7 @@ def mark_asymptote(axes: Any, median: float, low: float, high: float, text: str,
 
 
 def mark_midpoint(axes: Any, low: float, high: float, colour: str) -> None:
-    """The 90 % interval of Cmid as a bar on the upper edge, as far as the axis reaches."""
+    """Draw the 90 % interval of Cmid as a bar on the upper edge, clipped to the axis."""
     left, right = axes.get_xlim()
     ends = [max(low, left), min(high, right)]
     axes.plot(
@@ -135,7 +135,7 @@ def mark_midpoint(axes: Any, low: float, high: float, colour: str) -> None:
 
 
 def name_level(axes: Any, level: float, text: str, colour: str) -> None:
-    """A name on the left above a level line, to be read also where other lines cross it."""
+    """Draw a name above the left end of a level line, with a white outline that keeps it readable across other lines."""
     from matplotlib.patheffects import withStroke
 
     axes.annotate(

@@ -1,4 +1,4 @@
-"""Which columns of a table are the curve: as named, as the project writes them, or as an export has only one."""
+"""Selects the columns of the curve in a table: by the options, by the project's own names, or the only series of an export."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.tables import Table, is_finite, is_number, number
 
 COMPANION: Final = re.compile(r"__(MIN|MAX)$")
-"""Of each series a W&B chart exports its band too."""
+"""Columns with the band of a series, which a W&B chart exports too."""
 OF_RUN: Final = " - "
-"""Between run and metric in the columns of a W&B chart."""
+"""Separator of run and metric in the column names of a W&B chart."""
 TENSORBOARD: Final = ["wall time", "step", "value"]
 KEYS: Final = ("key", "tag")
-"""Column with the metric's name in a tall table: MLflow's, TensorBoard's."""
+"""Column with the name of the metric in a tall table of MLflow or TensorBoard."""
 RUNS: Final = ("run_id", "run_uuid", "run")
 MOST_SHOWN: Final = 30
-"""Columns that a message lists."""
+"""Limit on the columns that a message lists."""
 
 _X_WORDS: Final = (
     r"^compute$",
@@ -34,7 +34,7 @@ _X_WORDS: Final = (
     r"epoch",
     r"time|hours|seconds|runtime",
 )
-"""What compute is called, likeliest first."""
+"""Patterns of names for compute, the likeliest first."""
 _Y_WORDS: Final = (
     (r"reward|score|(^|[/_ ])acc(uracy)?($|[/_@ ])|pass|success|solve|mean@", 4),
     (r"(^|[/_ ])(eval|val|valid|validation|test|held.?out)($|[-/_ ])", 3),
@@ -43,39 +43,43 @@ _Y_WORDS: Final = (
     (r"std|stderr|(^|[/_])(min|max)$|worst@|best@|maj@|loss|kl|grad|entropy|learning_rate|clip|len", -6),
     (r"time|timing|runtime|per_second|_step$|epoch|seed", -8),
 )
-"""What the reward of an evaluation is called, and what only looks like it."""
+"""Patterns in names of evaluation rewards, with their scores; negative for similar names of other metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What ``--x``, ``--y`` and ``--samples`` name; samples may be one count for all points."""
+    """The options ``--x``, ``--y`` and ``--samples``; None if not given."""
 
     x: str | None = None
+    """Column of the compute."""
     y: str | None = None
+    """Column or metric of the reward."""
     samples: str | None = None
+    """Column of the samples per evaluation, or one number for all points."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows that have a point of the curve.
-
-    table: without the rows that are empty in x or y. x, y: names of the columns.
-    named: whether they are others than compute and reward. skipped: rows left out.
-    """
+    """The selected columns, and the rows with a point of the curve."""
 
     table: Table
+    """The table without the rows that are empty in x or y."""
     x: str
+    """Name of the compute column."""
     y: str
+    """Name of the reward column."""
     named: bool
+    """Whether the columns have other names than compute and reward."""
     skipped: int
+    """Number of rows left out."""
 
 
 def choose(table: Table, wanted: Columns) -> Chosen:
-    """The columns of the curve, and the rows that have both.
+    """Select the columns of the curve, and the rows that have both.
 
     Raises:
-        CurveProblem: a column that is not there, or that nothing tells from others: with all that are there
-            and the likeliest two for each.
+        CurveProblem: a column is missing or ambiguous, or no row has both; the message lists the columns and the two
+            likeliest for each option.
     """
     if not table.lines:
         _pair(table, wanted)
@@ -93,12 +97,12 @@ def choose(table: Table, wanted: Columns) -> Chosen:
 
 
 def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
-    """Names of x and y."""
+    """Names of the columns x and y."""
     x = None if wanted.x is None else _named(table, wanted.x, "--x")
     y = None if wanted.y is None else _named(table, wanted.y, "--y")
     x = x or table.name("compute")
     y = y or table.name("reward")
-    # Only an export says which column is its axis, and whether it has one series.
+    # Only the format of an export determines its axis, and whether it has one series.
     axis, series = _export(table)
     if x is None and (y is None or wanted.y is not None):
         x = axis
@@ -108,27 +112,27 @@ def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
         return x, y
     missing = " and ".join(f"no column {name}" for name, of in (("compute", x), ("reward", y)) if of is None)
     first = f" in {','.join(table.header)[:80]!r}" if table.head_line else ""
-    said = f"{table.top}: {missing}{first}"
+    message = f"{table.top}: {missing}{first}"
     if all(is_number(name) for name in table.header):
-        raise CurveProblem(f"{said}; the first line names the columns: compute,reward[,samples]")
-    raise CurveProblem(f"{said}{_proposed(table)}")
+        raise CurveProblem(f"{message}; the first line names the columns: compute,reward[,samples]")
+    raise CurveProblem(f"{message}{_proposed(table)}")
 
 
 def _export(table: Table) -> tuple[str | None, list[str]]:
-    """Axis and series of a TensorBoard download or a W&B chart; (None, []) of any other table."""
+    """Axis and series of a TensorBoard download or a W&B chart; (None, []) for any other table."""
     if [name.lower() for name in table.header] == TENSORBOARD:
         return table.header[1], [table.header[2]]
     series = [name for name in table.header[1:] if OF_RUN in name and not COMPANION.search(name)]
     if not series or not table.header[0] or OF_RUN in table.header[0]:
         return None, []
-    # With another axis than the step, the chart has the step as a series.
+    # A chart over another axis than the step exports the step as a series.
     return table.header[0], [name for name in series if not name.endswith(f"{OF_RUN}_step")]
 
 
 def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
-    """Of a tall table, one value a row, the rows of one metric, in a column of its name; others as they are.
+    """Reduce a tall table (one value per row) to the rows of one metric, with a column of its name; return others unchanged.
 
-    With several runs a metric is called ``run - metric``, as in a W&B chart.
+    With several runs, a metric is named ``run - metric``, as in a W&B chart.
     """
     key = next((name for name in KEYS if table.names(name)), None)
     if key is None or not table.names("value") or not table.names("step"):
@@ -141,7 +145,7 @@ def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
     values = table.cells("value") or []
     series = {name: [values[i] for i in at] for name, at in rows.items()}
     if wanted.y is not None:
-        name = _called(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _tail(["step"], series))
+        name = _match(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _tail(["step"], series))
     elif len(series) == 1:
         name = next(iter(series))
     else:
@@ -157,23 +161,23 @@ def _named(table: Table, wanted: str, option: str) -> str:
     if found is not None:
         return found
     series = [name for name in table.header if not COMPANION.search(name)]
-    return _called(series, wanted, f"{table.top}: {option} {wanted}", _proposed(table))
+    return _match(series, wanted, f"{table.top}: {option} {wanted}", _proposed(table))
 
 
-def _called(names: Sequence[str], wanted: str, said: str, tail: str) -> str:
-    """The one of ``names`` that is ``wanted``; of a chart's also by the metric alone, if one run has it."""
+def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
+    """The name that equals ``wanted``, or, in a chart, the only name whose metric is ``wanted``."""
     found = [name for name in names if name == wanted] or [
         name for name in names if name.endswith(OF_RUN + wanted)
     ]
     if len(found) > 1:
-        raise CurveProblem(f"{said}: {len(found)} runs have it; name one: {_listed(found)}")
+        raise CurveProblem(f"{prefix}: {len(found)} runs have it; name one: {_listed(found)}")
     if not found:
-        raise CurveProblem(f"{said}: no such column{tail}")
+        raise CurveProblem(f"{prefix}: no such column{tail}")
     return found[0]
 
 
 def _proposed(table: Table) -> str:
-    """What is there, and the likeliest two for each."""
+    """The end of a message: the columns of the table, and the two likeliest for each option."""
     columns = {name: cells for name, cells in zip(table.header, table.columns, strict=True) if name}
     xs = likeliest_x(columns)
     return _tail(xs, {name: cells for name, cells in columns.items() if name not in xs}, list(columns))
@@ -181,12 +185,12 @@ def _proposed(table: Table) -> str:
 
 def _tail(xs: Sequence[str], series: dict[str, list[str]], listed: Sequence[str] = ()) -> str:
     likely = [("--x", xs), ("--y", likeliest_y(series))]
-    said = [
+    proposals = [
         " or ".join(f"{option} {shlex.quote(name)}" for name in names) for option, names in likely if names
     ]
     named = (
-        f"; name the columns, likeliest {', and '.join(said)}"
-        if said
+        f"; name the columns, likeliest {', and '.join(proposals)}"
+        if proposals
         else "; name the columns by --x and --y"
     )
     return f"{named}; there are {_listed(listed or list(series))}"
@@ -198,7 +202,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def likeliest_x(columns: dict[str, list[str]]) -> list[str]:
-    """The two columns that are most likely compute: numbers that never go back, by name."""
+    """The two columns that are most likely compute, by name, among numeric columns that never decrease."""
     ranked = []
     for name, cells in columns.items():
         rank = next((i for i, word in enumerate(_X_WORDS) if re.search(word, name.lower())), None)
@@ -222,6 +226,6 @@ def likeliest_y(columns: dict[str, list[str]]) -> list[str]:
 
 
 def _numeric(cells: Sequence[str]) -> bool:
-    """Whether what is not empty is numbers, by the first that there are."""
+    """Whether the first ``MOST_SHOWN`` non-empty cells are numbers."""
     given = [cell for cell in cells if cell][:MOST_SHOWN]
     return all(is_number(cell) for cell in given) and (bool(given) or not cells)

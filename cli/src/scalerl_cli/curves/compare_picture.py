@@ -1,4 +1,4 @@
-"""The picture of two recipes: the same curves on a linear and on a logarithmic axis."""
+"""The picture of two recipes: their curves on a linear and on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PENS: Final = ((plotting.BLUE, "o"), (plotting.VERMILLION, "s"))
 
 
 def draw_comparison(both: Pair, path: Path) -> None:
-    """Draw both curves, as the rule fitted them, into ``path``.
+    """Draw both curves, with the fits that the rule compares, into ``path``.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     with plotting.style():
         from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
 
 
 def _asymptotes(axes: Any, levels: list[Any]) -> None:
-    """A and B of both on the right edge, the lower one's text pushed down where they would overlap."""
+    """Draw A and B of both recipes on the right edge; the lower text is moved down where they would overlap."""
     bottom, top = axes.get_ylim()
     apart = 0.15 * (top - bottom)
     ordered = sorted(levels, key=lambda level: -level[0].median)

@@ -1,4 +1,4 @@
-"""Two recipes side by side: the paper's rule, and how far it can be believed."""
+"""Comparison of two recipes: the paper's rule, and the reasons to distrust its result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scalerl_curvefit import Better, Comparison, CurveError, compare
 from scalerl_curvefit.compare import A_MARGIN
 
 SETTLED: Final = 0.9
-"""Probability below which two recipes are not distinguished: then neither 90 % bound is passed."""
+"""Probability from which on two recipes are distinguished: a one-sided 90 % bound then excludes equality."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Two studies and what the rule says of them."""
+    """The analyses of two recipes, and the result of the rule for them."""
 
     first: Analysis
     second: Analysis
@@ -33,34 +33,34 @@ class Pair:
 
     @property
     def better(self) -> Better:
-        """As the rule says; undecided if either run is broken, for its curve has ended."""
+        """The better recipe by the rule; UNDECIDED if either run is BROKEN, because its curve has ended."""
         broken = State.BROKEN in (self.first.state, self.second.state)
         return Better.UNDECIDED if broken else self.ruled.better
 
     @property
     def probability(self) -> float | None:
-        """That the better one has the larger A or B; None where nothing is decided."""
+        """Probability that the better recipe has the larger A or B; None if undecided."""
         return None if self.better is Better.UNDECIDED else self.ruled.probability
 
     @property
     def doubts(self) -> list[str]:
-        """Why not to believe it yet, alarms included."""
-        said = []
+        """Reasons to distrust the result, including active alarms."""
+        reasons = []
         for name, made in zip(self.names, (self.first, self.second), strict=True):
             if made.state is State.BROKEN:
-                said += [f"{name}: BROKEN: {reason}" for reason in made.guarded.reasons]
-            said += [f"{name}: {doubt}" for doubt in (*made.doubts, *_bounds(made))]
+                reasons += [f"{name}: BROKEN: {reason}" for reason in made.guarded.reasons]
+            reasons += [f"{name}: {doubt}" for doubt in (*made.doubts, *_bounds(made))]
         if self.first.file.unit != self.second.file.unit and (
             self.first.file.named_unit and self.second.file.named_unit
         ):
-            said.append(
+            reasons.append(
                 f"compute is in {self.first.file.unit} on one side and in {self.second.file.unit} on the other; "
                 "B and Cmid cannot be compared"
             )
-        return said
+        return reasons
 
     def as_json(self) -> dict[str, Any]:
-        """What ``--json --compare`` prints."""
+        """The object of ``--json --compare``."""
         ruled = self.ruled
         return {
             "first": self.first.as_json(),
@@ -80,7 +80,7 @@ class Pair:
 
 
 def _bounds(made: Analysis) -> Iterator[str]:
-    """What a bound of the prior, and not the points, says of the curve. ρ is noise, not the curve."""
+    """Parameters that a bound of the prior determines instead of the points; without ρ, which describes the noise."""
     for edge in made.fitted.edges:
         if edge.parameter != "rho":
             at = f"{edge.parameter} is at its {edge.side} bound, {made.bound(edge)}"
@@ -94,7 +94,7 @@ def pair(first: Analysis, second: Analysis) -> Pair:
     """Compare by the paper's rule.
 
     Raises:
-        CurveProblem: if the refit at the common asymptote is not possible.
+        CurveProblem: the refit at the common asymptote is not possible.
     """
     try:
         ruled = compare(first.fitted.curve, second.fitted.curve)
@@ -104,7 +104,7 @@ def pair(first: Analysis, second: Analysis) -> Pair:
 
 
 def comparison_report(both: Pair) -> Iterator[str]:
-    """Lines of text."""
+    """The lines of the report."""
     ruled, (one, two) = both.ruled, both.names
     fits, scale = (both.first.fitted, both.second.fitted), both.first.scale
     rows = [["", one, two]]
@@ -150,7 +150,7 @@ def comparison_report(both: Pair) -> Iterator[str]:
 
 
 def _asked(both: Pair) -> Iterator[list[str]]:
-    """A row for each ``--at``."""
+    """A table row for each compute of ``--at``."""
     forecasts = both.first.forecasts[1:], both.second.forecasts[1:]
     for i, point in enumerate(forecasts[0] or forecasts[1]):
         cells = [both.first.scale.rewards(made[i]) if made else "–" for made in forecasts]
@@ -158,13 +158,13 @@ def _asked(both: Pair) -> Iterator[list[str]]:
 
 
 def verdict(both: Pair) -> str:
-    """Which is better, by what, with what probability."""
+    """Message with the better recipe, the compared parameter, and the probability."""
     ruled = both.ruled
     values = [getattr(fitted.point, ruled.by) for fitted in (ruled.first, ruled.second)]
     shown = [both.first.scale.reward(v, 3) if ruled.by == "A" else formatting.significant(v) for v in values]
     if both.probability is None:
         why = "a run is BROKEN" if both.better is not ruled.better else "a run is below its own midpoint"
-        return f"undecided: {why}, so that the rule does not apply; {ruled.by} {shown[0]} against {shown[1]} (least squares) says nothing yet"
+        return f"undecided: {why}, so the rule does not apply yet ({ruled.by} {shown[0]} against {shown[1]}, least squares)"
     if both.better is Better.TIE:
         return f"no difference: {ruled.by} {shown[0]} on both sides (least squares)"
     best, rest = (0, 1) if both.better is Better.FIRST else (1, 0)

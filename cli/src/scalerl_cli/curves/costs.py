@@ -1,4 +1,4 @@
-"""What each choice costs and gives: the rows of ``scalerl plan``."""
+"""Cost and expected gain of each choice: the rows of ``scalerl plan``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from scalerl_curvefit import Block, Estimate, Forecast, best_block, gain
 
 MULTIPLES: Final = (2, 4)
 POINTS: Final = 100.0
-"""Points of reward from 0 to 1: a value per point is a hundredth of the value of a pass rate of 1."""
+"""Points in a reward of 1: the value per point is for a difference of .01 in the pass rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """price: of a device-hour. value: of a point (.01) of reward. None if not given."""
+    """Prices in the user's currency; None if not given."""
 
     price: float | None
+    """Price of a device-hour."""
     value: float | None
+    """Value of a point (.01) of reward."""
 
     def worth(self, gained: Estimate | None, device_hours: float | None) -> tuple[float | None, float | None]:
-        """Cost of so many device-hours, and value of the median gain − cost; None where not known."""
+        """Cost of ``device_hours``, and value of the median gain − cost; None where unknown."""
         if self.price is None or device_hours is None:
             return None, None
         cost = self.price * device_hours
@@ -35,44 +37,46 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice, counted from now.
-
-    compute: in total, on the file's axis. more: of it still to be spent. forecast: of an evaluation
-    there. gain: of the reward itself, None for stopping. device_hours, wall_hours, cost, net (value of
-    the expected gain − cost): None where the file and the arguments do not say.
-    """
+    """One choice, counted from now. Hours and costs are None where the file and the arguments do not determine them."""
 
     name: str
     compute: float
+    """Total compute, on the file's axis."""
     more: float
+    """Compute still to be spent."""
     forecast: Forecast
+    """Forecast of an evaluation at ``compute``."""
     gain: Estimate | None
+    """Gain of the reward, without evaluation noise; None for stopping."""
     device_hours: float | None
     wall_hours: float | None
     cost: float | None
     net: float | None
+    """Value of the median gain − cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """So many generators: growing changes how fast compute is spent, not the curve.
-
-    speed: compute per hour against now. spent: (device_hours, wall_hours) of each option. worth: its
-    (cost, value − cost), None where not known.
-    """
+    """The options with another number of generators, which changes the speed of the run but not its curve."""
 
     generators: int
     devices: float
+    """Number of all devices."""
     speed: float
+    """Compute per hour, as a multiple of the present one."""
     spent: tuple[tuple[float, float], ...]
+    """Device-hours and wall-clock hours of each option."""
     worth: tuple[tuple[float | None, float | None], ...]
+    """Cost, and value − cost, of each option; None where unknown."""
 
 
 def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]) -> list[Option]:
-    """Stop now, 2×, 4× and each budget of further device-hours, by compute; none if the run is broken.
+    """The options to stop now, to continue to 2× and 4×, and to spend each budget of device-hours, sorted by compute.
+
+    Empty if the run is BROKEN.
 
     Raises:
-        CurveProblem: for a budget or a price without a known rate.
+        CurveProblem: a budget or a price is given, and the compute per device-hour is unknown.
     """
     if pace.rate is None and (budgets or prices.price is not None):
         given = "--budget" if budgets else "--price"
@@ -94,7 +98,7 @@ def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]
 
 
 def _option(made: Analysis, pace: Pace, prices: Prices, name: str, more: float, point: Forecast) -> Option:
-    # A budget of less than a float's last digit of now moves nothing.
+    # A budget below the floating-point precision of now does not change it.
     moves = made.fitted.now + more > made.fitted.now
     gained = gain(made.fitted, made.fitted.now + more) if moves else None
     device_hours = None if pace.rate is None else more / pace.rate
@@ -111,13 +115,12 @@ def growths(
     devices_per_generator: float,
     elasticity: float | None,
 ) -> list[Growth]:
-    """Device-hours and time of each option with so many generators; the first is what the run has now.
+    """Device-hours and time of each option with each number of ``generators``; the first is the present one.
 
-    Speed goes with devices to the power of the elasticity, so that device-hours go with their power of
-    1 − elasticity.
+    The speed is proportional to devices^elasticity, so the device-hours of an option are to devices^(1 − elasticity).
 
     Raises:
-        CurveProblem: for what has to be known and is not.
+        CurveProblem: the rate, the number of devices or the elasticity is unknown, or too few generators leave no device.
     """
     if not generators:
         return []
@@ -125,10 +128,10 @@ def growths(
     if pace.rate is None:
         raise CurveProblem(f"--generators: compute per device-hour is {pace.how}")
     if pace.devices is None:
-        raise CurveProblem("--generators: how many devices work now is not known; give --devices")
+        raise CurveProblem("--generators: the present number of devices is unknown; give --devices")
     if given is None:
         raise CurveProblem(
-            "--generators: how speed goes with devices was never measured in this run (their number has not changed); "
+            "--generators: the elasticity is unknown, because the number of devices of this run has not changed; "
             "give --elasticity, such as .8"
         )
     made = []
@@ -136,8 +139,8 @@ def growths(
         devices = pace.devices + (count - generators[0]) * devices_per_generator
         if devices <= 0:
             raise CurveProblem(
-                f"--generators: {count} of them leave {formatting.significant(devices)} devices of the {formatting.significant(pace.devices)} that work now; "
-                f"the first number is what the run has now, with {formatting.significant(devices_per_generator)} devices each"
+                f"--generators: {count} would leave {formatting.significant(devices)} of the present {formatting.significant(pace.devices)} devices; "
+                f"the first number is the present one, with {formatting.significant(devices_per_generator)} devices each"
             )
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
@@ -150,7 +153,7 @@ def growths(
 
 
 def paying_block(made: Analysis, pace: Pace, prices: Prices, choices: Sequence[Option]) -> Block | None:
-    """The block of further compute that pays best, up to the largest option; None without price and value."""
+    """The block of further compute with the largest net value, up to the largest option; None without price and value."""
     if prices.price is None or prices.value is None or pace.rate is None or not choices:
         return None
     horizon = made.fitted.now + max(option.more for option in choices)

@@ -1,4 +1,4 @@
-"""``scalerl fit``: what a curve says."""
+"""``scalerl fit``: fits a curve, and prints and draws the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scalerl_cli.output import say
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
-    """Fit, print, and draw if asked to; nothing is printed or written unless all of it can be."""
+    """Fit, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
     try:
         check_target(arguments.plot)
         _check_together(arguments)
@@ -35,7 +35,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
 
 
 def _check_together(arguments: argparse.Namespace) -> None:
-    """Raise CurveProblem for a question that a comparison does not answer."""
+    """Raise CurveProblem for an option that a comparison does not support."""
     alone = {
         "--target": arguments.target is not None,
         "--budget": arguments.budget is not None,
@@ -45,7 +45,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
     }
     asked = [option for option, given in alone.items() if given]
     if arguments.compare and asked:
-        raise CurveProblem(f"{', '.join(asked)}: not with --compare; ask it of each file alone")
+        raise CurveProblem(f"{', '.join(asked)}: not with --compare; use it with each file alone")
 
 
 def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:

@@ -25,10 +25,12 @@ def draw_fit(
     alternatives: bool = False,
     log: bool = False,
 ) -> None:
-    """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``. title: else the file's name.
+    """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``.
+
+    title: the file's name if empty.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     with plotting.style():
         from matplotlib.figure import Figure
@@ -41,10 +43,10 @@ def draw_fit(
 
 
 def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
-    """Draw the points of a curve that cannot be fitted yet, and ``why``.
+    """Draw the points of a curve that cannot be fitted yet, with the reason ``why`` in the title.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     with plotting.style():
         from matplotlib.figure import Figure

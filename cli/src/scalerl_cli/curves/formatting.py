@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Formats numbers for text and pictures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Interval(Protocol):
 
 LEADING_ZERO: Final = re.compile(r"(?<![\d.,])0(?=\.\d)")
 FARTHEST: Final = 100.0
-"""Times the compute so far: what needs more than this is printed as what never comes."""
+"""Multiple of the compute so far beyond which the compute to a target is printed as out of reach."""
 
 
 def plain(text: str) -> str:
-    """The one style of numbers below 1: ``.62`` and not ``0.62``, as papers write them."""
+    """Remove leading zeros: ``.62`` instead of ``0.62``, as in papers."""
     return LEADING_ZERO.sub("", text)
 
 
@@ -41,13 +41,13 @@ def reward(value: float, digits: int = 2) -> str:
 
 
 def digits(low: float, high: float) -> int:
-    """Decimals that an interval of rewards deserves."""
+    """Number of decimals for an interval of rewards, by its width."""
     width = high - low
     return 2 if width >= 0.02 else 3 if width >= 0.002 else 4
 
 
 def rewards(interval: Interval, n: int | None = None) -> str:
-    """``.62 (.60–.64)``, with ``n`` decimals, or as many as the interval deserves."""
+    """``.62 (.60–.64)``, with ``n`` decimals; None chooses them by the width of the interval."""
     n = digits(interval.low, interval.high) if n is None else n
     return f"{reward(interval.median, n)} ({span(reward(interval.low, n), reward(interval.high, n))})"
 
@@ -59,7 +59,7 @@ def amount(value: float) -> str:
 
 
 def amounts(interval: Interval) -> str:
-    """``2,540 (2,300–2,900)``: as many digits as show the interval's width, and its low end, by two of them."""
+    """``2,540 (2,300–2,900)``: enough digits that the width and the low end of the interval have two significant ones."""
     ends = [abs(v) for v in (interval.low, interval.median, interval.high)]
     width = interval.high - interval.low
     if width <= 0:
@@ -67,7 +67,7 @@ def amounts(interval: Interval) -> str:
     else:
         least = min([width, *(v for v in ends if v > width / 100.0)])
         low, median, high = (
-            # A positive one is never printed as 0.
+            # At least one significant digit: a positive value is never printed as 0.
             _written(v, max(1 - _size(least), -_size(v) if v else 0))
             for v in (interval.low, interval.median, interval.high)
         )
@@ -75,9 +75,10 @@ def amounts(interval: Interval) -> str:
 
 
 def reached(interval: Interval, now: float, start: float = 0.0) -> str:
-    """Compute at which something is reached, or that it is not within ``FARTHEST`` times the compute so far.
+    """Compute at which a target is reached, or a note that it is not within ``FARTHEST`` times the compute so far.
 
-    now: compute so far, counted from ``start``, as the interval is.
+    interval: total compute, on the axis of the file.
+    now: compute so far, counted from ``start``.
     """
     limit = start + FARTHEST * now
     beyond = f"{FARTHEST:.0f}×"
@@ -91,7 +92,7 @@ def reached(interval: Interval, now: float, start: float = 0.0) -> str:
 
 
 def compute(value: float, unit: str) -> str:
-    """``20,000 GPU-hours``; ``compute 20,000`` where nothing names the unit."""
+    """``20,000 GPU-hours``; ``compute 20,000`` without a unit."""
     return f"{amount(value)} {unit}" if unit else f"compute {amount(value)}"
 
 
@@ -106,7 +107,7 @@ def _size(value: float) -> int:
 
 
 def _written(value: float, places: int) -> str:
-    """Rounded to 10^−places; letters from a million on, exponents where neither helps."""
+    """Round to ``places`` decimals; suffixes M, G and T from a million on, exponents below 1e−4 and from 1e15 on."""
     rounded = round(value, places)
     if rounded == 0:
         return "0"
@@ -120,12 +121,12 @@ def _written(value: float, places: int) -> str:
 
 
 def span(low: str, high: str) -> str:
-    """``low–high``, with a word between where a dash would be misread."""
+    """``low–high``, or ``low to high`` for negative numbers, where a dash would be misread."""
     return f"{low} to {high}" if "−" in low + high else f"{low}–{high}"
 
 
 def probability(p: float) -> str:
-    """``.97``; never 0 or 1, which no finite number of draws shows."""
+    """``.97``; never 0 or 1, which a finite number of draws cannot show."""
     return "> .99" if p > 0.995 else "< .01" if p < 0.005 else reward(p)
 
 
@@ -137,7 +138,7 @@ def hours(value: float) -> str:
 
 
 def date(now: datetime, hours_ahead: float) -> str:
-    """The date so many hours ahead, to the minute; ``beyond 9999`` where calendars end."""
+    """The date ``hours_ahead`` from now, to the minute; ``beyond 9999`` after that year."""
     try:
         return (now + timedelta(hours=hours_ahead)).strftime("%Y-%m-%d %H:%M")
     except OverflowError:
@@ -145,7 +146,7 @@ def date(now: datetime, hours_ahead: float) -> str:
 
 
 def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Rows as lines, columns aligned, the first row its heads."""
+    """Lines with aligned columns; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

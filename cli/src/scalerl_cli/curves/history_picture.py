@@ -1,4 +1,4 @@
-"""The picture of epochs in ``scalerl report``: what recurs, how the prompts' lengths change, and which drafts are accepted."""
+"""The picture of epochs in ``scalerl report``: reused tokens, changes of the prompts' lengths, and accepted drafts."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def draw_epochs(rows: Sequence[EpochRow], path: Path) -> None:
 
 
 def _draw_parts(left: Any, right: Any, rows: Sequence[EpochRow], names: list[str]) -> None:
-    """Acceptance by position, and shares by difficulty; a line an epoch, the later the darker."""
+    """Draw acceptance by position and shares by difficulty; a line per epoch, later epochs darker."""
     last = max(row.epoch for row in rows)
-    # In order even where the first epoch lacks some.
+    # Sorted, because the first epoch may lack some difficulties.
     values = sorted({row.difficulty for row in rows if row.difficulty}, key=partial(label_order, ""))
     for name, epoch in dict.fromkeys((row.run, row.epoch) for row in rows):
         every, *parts = [row for row in rows if (row.run, row.epoch) == (name, epoch)]

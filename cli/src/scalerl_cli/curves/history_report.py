@@ -1,6 +1,7 @@
-"""Epochs in ``scalerl report``: how the responses to a prompt differ from those of the epoch before, of ``history.jsonl``.
+"""Epochs in ``scalerl report``: differences between the responses of consecutive epochs, from ``history.jsonl``.
 
-Whether speculation from history pays follows from the first figure, and whether lengths can be predicted from the third.
+The share of reused tokens shows whether speculative decoding from history pays, and the rank correlation whether lengths can
+be predicted.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
 
 POSITIONS: Final = (1, 2, 4, 8, 16, 32, 64)
-"""In a draft, of which the table has the acceptance."""
+"""Positions in a draft for which the table has the acceptance."""
 MOVED: Final = 0.1
-"""Of the ranks: RhymeRL calls a larger change of rank material."""
+"""Change of rank, as a share of all ranks, above which RhymeRL calls it material."""
 
 
 @dataclass(frozen=True)
 class EpochRow:
-    """The prompts of a run that were sampled for the n-th time, n from 2 on; with a difficulty, those of one value of it.
+    """The prompts of a run that were sampled for the n-th time (n ≥ 2), or those with one value of the difficulty.
 
-    reuse: share of the tokens in a run of eight or more that also occurs in a response of the epoch before; None where none
-        was compared. mean_tokens, previous_tokens: per response. rank_correlation: of the prompts' mean lengths in the two
-        epochs (Spearman); None where all are equal. moved: share of the prompts whose rank by length changed by more than
-        ``MOVED`` of the ranks. accepted: share of the drafted tokens; None where none were drafted. acceptance_length: tokens
-        that a decoding step yields of a response, and draft_length: those that are drafted for it, in the groups of
-        which generators reported drafts; None without any. by_position: in a draft.
+    difficulty: empty in the row of all prompts.
+    reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch; None if none
+        were compared.
+    mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.
+    rank_correlation: Spearman's, between the prompts' mean lengths in the two epochs; None if all lengths are equal.
+    moved: share of the prompts whose rank by length changed by more than ``MOVED`` of the ranks.
+    accepted: share of the drafted tokens that were accepted; None if none were drafted.
+    acceptance_length: tokens that a decoding step yields for a response; None without reported drafts.
+    draft_length: tokens that are drafted for a response in a decoding step; None without reported drafts.
+    drafted_by_position, accepted_by_position: tokens at each position in a draft.
     """
 
     run: str
@@ -56,16 +61,17 @@ class EpochRow:
 
     @property
     def accepted_at(self) -> list[float]:
-        """Share of the tokens at each position that were accepted, and all before them."""
+        """Share of the drafted tokens at each position that were accepted, together with all before them in their draft."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted for accepted, drafted in pairs if drafted]
 
 
 def epoch_rows(runs: Sequence[tuple[str, Path]]) -> list[EpochRow]:
-    """The rows of each run with a history, by run and epoch; after that of all prompts, those of each difficulty, if there are two.
+    """The rows of each run with a history, by run and epoch: one for all prompts, then one per difficulty if there are at
+    least two.
 
     Raises:
-        CurveProblem: a ``history.jsonl`` is not readable.
+        CurveProblem: a ``history.jsonl`` cannot be read.
     """
     rows = []
     for name, directory in runs:
@@ -83,7 +89,7 @@ def epoch_rows(runs: Sequence[tuple[str, Path]]) -> list[EpochRow]:
 
 
 def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
-    """What each difficulty is reported as, in order: many of them as ranges, like labels."""
+    """Reported value of each difficulty, in order; many difficulties are grouped into ranges, like labels."""
     from scalerl_coordinator.evaluation import fold_labels
 
     known = sorted(line.difficulty for line in lines if line.difficulty is not None)
@@ -92,7 +98,7 @@ def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
 
 
 def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
-    """The newest line of each prompt and visit. Partial lines are skipped: a kill leaves some."""
+    """The newest line of each prompt, by visit. Partial lines, which a kill leaves, are skipped."""
     found: dict[int, dict[tuple[int, int], HistoryLine]] = {}
     decode = msgspec.json.Decoder(HistoryLine).decode
     try:
@@ -143,7 +149,7 @@ def _sums(columns: Iterable[list[int]]) -> tuple[int, ...]:
 
 
 def _ranks(values: list[float]) -> np.ndarray:
-    """Ranks from 1 on; equal values have their mean rank. Shape (n,)."""
+    """(n,) ranks from 1; equal values have their mean rank."""
     from scipy.stats import rankdata
 
     ranks: np.ndarray = rankdata(values)
@@ -151,7 +157,7 @@ def _ranks(values: list[float]) -> np.ndarray:
 
 
 def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
-    """The header and a line a row; the run, and what was not measured, are left out."""
+    """The header and a line per row, without columns that were not measured, and without the run if there is only one."""
     runs = len({row.run for row in rows}) > 1
     drafts = any(row.acceptance_length is not None for row in rows)
     values = any(row.difficulty for row in rows)
@@ -191,7 +197,7 @@ def _percent(share: float | None) -> str:
 
 
 def epoch_csv(rows: Sequence[EpochRow]) -> str:
-    """The rows with all digits; counts by position have spaces between them."""
+    """The rows as CSV with all digits; counts by position are separated by spaces."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     fields = list(EpochRow.__dataclass_fields__)

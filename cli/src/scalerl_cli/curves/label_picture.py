@@ -1,4 +1,4 @@
-"""The picture of ``scalerl report``: a panel a set and label, the values of the label side by side."""
+"""The picture of ``scalerl report``: a panel per evaluation set and label, with the values of the label side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw_labels(rows: Sequence[Row], path: Path) -> None:
     """Draw the newest rewards, the first ones and pass@k of the largest k into ``path``.
 
     Raises:
-        CurveProblem: it cannot be written, or matplotlib is not installed.
+        CurveProblem: the picture cannot be written, or matplotlib is not installed.
     """
     plotting.check_target(path)
     panels = list(dict.fromkeys(row.key[:2] for row in rows))

@@ -1,5 +1,6 @@
-"""``scalerl report``: what runs can do by label of the prompts, such as their difficulty or context, and by task of a mix; and
-how their responses change from epoch to epoch."""
+"""``scalerl report``: rewards of runs by label of the prompts (such as difficulty or context) and by task of a mix, and changes
+of their responses between epochs.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +28,36 @@ PASS_AT: Final = "pass_at_"
 
 @dataclass(frozen=True)
 class Cell:
-    """Prompts with one value of a label.
-
-    first, last: reward of the oldest and of the newest evaluation. pass_at: by k, of the newest one.
-    """
+    """Results for the prompts with one value of a label."""
 
     prompts: int
+    """Number of prompts."""
     first: float
+    """Mean reward in the oldest evaluation."""
     last: float
+    """Mean reward in the newest evaluation."""
     pass_at: dict[int, float]
+    """pass@k in the newest evaluation, by k."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One value of a label, as the runs of one name do on it: the mean of their cells."""
+    """One value of a label for the runs of one name."""
 
     key: Key
     name: str
     runs: int
+    """Number of runs."""
     cell: Cell
+    """Mean over the runs."""
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Print the tables, and write ``report.md``, ``.csv`` and ``.png``, of mixes ``report-tasks.csv``, with a history
-    ``report-history.csv`` and ``.png``; returns the exit code."""
+    """Print the tables and write the files of :func:`write_report`; returns the exit code."""
     runs = named_runs(arguments.runs)
     try:
         tasks, epochs = task_rows(runs), epoch_rows(runs)
-        # Prompts may have no labels; tasks and epochs are reported all the same.
+        # Tasks and epochs are reported even if the prompts have no labels.
         unlabelled = bool(tasks or epochs) and not any(
             RunPaths(directory).labels.exists() for _, directory in runs
         )
@@ -73,7 +76,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def named_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
-    """Names and run directories of ``DIR`` and ``NAME=DIR``.
+    """Names and run directories of arguments ``DIR`` and ``NAME=DIR``.
 
     >>> named_runs(["runs/a", "blend=runs/b"])
     [('a', PosixPath('runs/a')), ('blend', PosixPath('runs/b'))]
@@ -88,10 +91,10 @@ def named_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def read_labels(directory: Path) -> dict[Key, Cell]:
-    """The breakdown in ``labels.csv`` of a run.
+    """The results by label in ``labels.csv`` of a run.
 
     Raises:
-        CurveProblem: there is none, or it is not readable.
+        CurveProblem: the file is missing or cannot be read.
     """
     path = RunPaths(directory).labels
     try:
@@ -119,23 +122,23 @@ def read_labels(directory: Path) -> dict[Key, Cell]:
             raise CurveProblem(
                 f"{path}, line {number}: no row of {', '.join(LABEL_COLUMNS)} ({error!r})"
             ) from error
-        # Rows of a set are in the order of versions.
+        # The rows of a set are in the order of versions, so the first one of a key is the oldest evaluation.
         first = cells[key][1].first if key in cells else reward
         cells[key] = version, Cell(prompts, first, reward, pass_at)
     newest: dict[str, int] = {}
     for (of, _, _), (version, _) in cells.items():
         newest[of] = max(version, newest.get(of, 0))
-    # A value that only older evaluations have is of another evaluation set.
+    # A value without a row in the newest evaluation belongs to an earlier content of the set.
     return {key: cell for key, (version, cell) in cells.items() if version == newest[key[0]]}
 
 
 def report_rows(
     runs: Sequence[tuple[str, Path]], wanted_set: str | None = None, wanted_label: str | None = None
 ) -> list[Row]:
-    """Rows by set, label, value and name; runs of the same name are averaged.
+    """Rows sorted by set, label, value and name; runs of the same name are averaged.
 
     Raises:
-        CurveProblem: a run has no breakdown, none has the set or label, or runs of a name have not the same prompts.
+        CurveProblem: a run has no results by label, no run has the set or label, or runs of one name have different prompts.
     """
     by_name: dict[str, list[tuple[Path, dict[Key, Cell]]]] = {}
     for name, directory in runs:
@@ -175,7 +178,7 @@ def _mean(cells: list[Cell]) -> Cell:
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """The header and a line a row; columns that are the same everywhere are left out."""
+    """The header and a line per row, without the set, the run or the number of runs where all rows have the same."""
     ks = sorted({k for row in rows for k in row.cell.pass_at})
     sets, names = len({row.key[0] for row in rows}) > 1, len({row.name for row in rows}) > 1
     seeds = any(row.runs > 1 for row in rows)
@@ -207,7 +210,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 def _tables(
     rows: Sequence[Row], tasks: Sequence[TaskRow], epochs: Sequence[EpochRow]
 ) -> list[list[list[str]]]:
-    """Those that have lines."""
+    """The tables that have rows."""
     return [
         *([table(rows)] if rows else []),
         *([task_table(tasks)] if tasks else []),
@@ -218,11 +221,12 @@ def _tables(
 def write_report(
     rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = (), epochs: Sequence[EpochRow] = ()
 ) -> list[Path]:
-    """Write ``report.md``, and of the rows there are ``report.csv`` and ``.png``, of tasks ``report-tasks.csv``, of epochs
-    ``report-history.csv`` and ``.png``, into ``folder``, which is made.
+    """Write ``report.md`` into ``folder``, which is created, and the files of the non-empty tables; returns their paths.
+
+    Rows: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Epochs: ``report-history.csv`` and ``.png``.
 
     Raises:
-        CurveProblem: one cannot be written.
+        CurveProblem: a file cannot be written.
     """
     from scalerl_cli.curves.history_picture import draw_epochs
     from scalerl_cli.curves.label_picture import draw_labels

@@ -1,4 +1,4 @@
-"""How much compute a device-hour does, how many devices work, and what more of them would do."""
+"""Compute per device-hour, number of devices, and elasticity of the speed in the number of devices."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from scalerl_cli.curves.formatting import amount
 from scalerl_cli.curves.source import CurveFile
 
 LEAST_CHANGE: Final = 1.25
-"""Ratio of the most to the fewest devices from which an elasticity can be measured."""
+"""Smallest ratio of the most to the fewest devices from which an elasticity can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of a run, as it went lately.
-
-    rate: compute per device-hour; None if not known. how: where it comes from, or what is missing.
-    devices: that work at once; None if not known.
-    elasticity: d ln(compute per hour)/d ln(devices), None unless the number of devices has changed.
-    """
+    """Pace of a run over the last doubling of its compute."""
 
     rate: float | None
+    """Compute per device-hour; None if unknown."""
     how: str
+    """Source of the rate, or what is missing to determine it."""
     devices: float | None
+    """Mean number of devices in use; None if unknown."""
     elasticity: float | None
+    """d ln(compute per hour)/d ln(devices); None unless the number of devices has changed."""
 
 
 def pace_of(file: CurveFile, rate: float | None = None, devices: float | None = None) -> Pace:
-    """Measured over the last doubling of compute, so that what counts is how the run goes now.
+    """The pace over the last doubling of compute, so that it describes the present.
 
-    rate, devices: given by the user, in place of what the file says.
+    rate, devices: values of the user, which replace the measured ones.
     """
     compute = file.curve.compute
     begin = len(compute) - len(file.segment.curve)

@@ -1,4 +1,4 @@
-"""``scalerl plan``: what more compute would buy."""
+"""``scalerl plan``: expected reward, cost and date of each option for more compute."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from scalerl_curvefit import Block
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """All that the plan says; ``when`` is the moment it is counted from."""
+    """The content of a plan."""
 
     made: Analysis
     pace: Pace
     prices: Prices
     elasticity: float | None
+    """The given elasticity, else the measured one; None if unknown."""
     when: datetime
+    """Start of the options."""
     options: list[Option]
     growths: list[Growth]
     block: Block | None
 
 
 def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int:
-    """Plan, print, and draw if asked to; nothing is printed or written unless all of it can be."""
+    """Plan, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
     try:
         check_target(arguments.plot)
         outlook = _outlook(arguments, when or datetime.now().astimezone())
@@ -65,7 +67,7 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
     pace = pace_of(file, arguments.rate, arguments.devices)
     prices = Prices(arguments.price, arguments.value_per_point)
     if prices.value is not None and prices.price is None:
-        raise CurveProblem("--value-per-point: give --price too, or there is nothing to weigh it against")
+        raise CurveProblem("--value-per-point needs --price, the cost that the value is compared with")
     choices = options(made, pace, prices, arguments.budget)
     grown = growths(
         pace, prices, choices, arguments.generators, arguments.devices_per_generator, arguments.elasticity
@@ -77,20 +79,17 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
 
 
 def plan_report(outlook: Outlook) -> Iterator[str]:
-    """Lines of text."""
+    """The lines of the report."""
     made, pace = outlook.made, outlook.pace
     yield f"{made.file.path}: now at {formatting.compute(made.now, made.file.unit)}"
     yield from left_out(made)
     yield from prior(made)
     if made.file.segments > 1:
         yield f"  only the last recipe or evaluation version is fitted, from line {made.file.first_line} on"
-    yield (
-        f"  a device-hour does {formatting.amount(pace.rate)} of it ({pace.how})"
-        if pace.rate
-        else f"  compute per device-hour: {pace.how}"
-    )
+    rate = f"{formatting.amount(pace.rate)} ({pace.how})" if pace.rate else pace.how
+    yield f"  compute per device-hour: {rate}"
     if pace.devices is not None:
-        yield f"  {formatting.significant(pace.devices)} devices work"
+        yield f"  {formatting.significant(pace.devices)} devices in use"
     yield ""
     if made.state is State.BROKEN:
         yield f"no plan: {made.why_broken} (BROKEN)"
@@ -98,7 +97,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
         return
     yield from formatting.table(_rows(outlook))
     if made.start:
-        yield "  2× and 4× are multiples of what this recipe has had"
+        yield "  2× and 4× are multiples of the compute of this recipe so far"
     if outlook.block is not None:
         yield ""
         yield _block(outlook)
@@ -107,14 +106,14 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
         yield from _grown(outlook)
     if made.state is State.INSUFFICIENT:
         yield ""
-        yield "INSUFFICIENT: the asymptote is not identifiable yet; lean on the near rows only"
+        yield "INSUFFICIENT: the asymptote is not identifiable yet; rely on the nearest rows only"
         yield from (f"  {doubt}" for doubt in made.doubts)
     yield ""
     yield "what the numbers mean: docs/forecast.md"
 
 
 def _rows(outlook: Outlook) -> list[list[str]]:
-    """Columns that nothing is known for are left out."""
+    """Rows of the table of options, without columns whose values are unknown."""
     choices, made = outlook.options, outlook.made
     rows = [["", "total compute", "reward (90 %)", "gain (90 %)"]]
     rows += [
@@ -167,7 +166,7 @@ def _grown(outlook: Outlook) -> Iterator[str]:
     how = "as measured in this run" if outlook.elasticity == outlook.pace.elasticity else "as given"
     yield (
         f"with other numbers of generators (elasticity {formatting.significant(outlook.elasticity or 0.0, 2)}, {how}); "
-        "the rewards stay the same, for growing changes how fast compute is spent, not the curve"
+        "the rewards stay the same: the number of generators changes the speed, not the curve"
     )
     head = [""]
     for grown in outlook.growths:
@@ -190,7 +189,7 @@ def _grown(outlook: Outlook) -> Iterator[str]:
 
 
 def as_json(outlook: Outlook) -> dict[str, Any]:
-    """What ``--json`` prints; what is not known is null."""
+    """The object of ``--json``; unknown values are null."""
     made, pace, block = outlook.made, outlook.pace, outlook.block
     return {
         "state": str(made.state),

@@ -1,4 +1,4 @@
-"""The picture of a plan: what each choice is expected to give."""
+"""The picture of a plan: the forecast of each choice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def draw_plan(outlook: Outlook, path: Path) -> None:
-    """Draw the choices on the curve, with their cost where it is known; times are in the table.
+    """Draw the choices on the curve, with their costs where known; their dates are in the table.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     with plotting.style():
         from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def _choices(axes: Any, outlook: Outlook) -> None:
     marks = [(made.now, "stop now", plotting.INK)]
     marks += [(option.compute, _name(outlook, option), plotting.VERMILLION) for option in going]
     block, rate = outlook.block, outlook.pace.rate
-    # A young run's best block is not to be spent by.
+    # The best block of a run whose asymptote is not identifiable is no basis for a decision.
     if block is not None and rate is not None and block.compute > 0 and made.state is State.OK:
         hours = formatting.amount(float(f"{block.compute / rate:.2g}"))
         marks.append((made.now + block.compute, f"pays best: +{hours} h", plotting.GREEN))

@@ -1,4 +1,4 @@
-"""What all pictures share: paper, pens, points, bands, and saving as a whole; ``axis`` has the axes."""
+"""Common parts of the pictures: style, colours, points, bands, legend, and atomic saving; ``axis`` has the axes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ GREEN: Final = "#009E73"
 PURPLE: Final = "#8A4F7D"
 INK: Final = "#222222"
 FAINT: Final = "#777777"
-"""Okabe–Ito colours, distinguished by colour-blind readers too; the purple a shade darker, to be read as text."""
+"""Okabe–Ito colours, which colour-blind readers can distinguish; the purple is darker, so that text in it is readable."""
 
 COLUMN: Final = (7.6, 5.2)
-"""Width and height in inches of a picture that fills a page's column."""
+"""Width and height in inches of a picture as wide as a column of a page."""
 FORMATS: Final = (".png", ".pdf", ".svg")
 DPI: Final = 300
 GRID: Final = 300
-"""Computes that a band is drawn through."""
+"""Number of computes at which a band is evaluated."""
 MOST_BARS: Final = 400
-"""More points than this are drawn as a cloud without error bars."""
+"""More points than this are drawn as small dots without error bars."""
 Z90: Final = 1.645
 
 _STYLE: Final = {
@@ -59,7 +59,7 @@ _STYLE: Final = {
 
 
 def check_target(path: Path | None) -> None:
-    """Raise CurveProblem unless a picture can be put there; called before anything is computed."""
+    """Raise CurveProblem unless a picture can be written to ``path``; called before anything is computed."""
     if path is None:
         return
     if path.suffix.lower() not in FORMATS:
@@ -73,7 +73,7 @@ def check_target(path: Path | None) -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """The style of our pictures, for the length of a ``with``, whatever the user's own settings are."""
+    """Context manager that applies the style of the pictures, independently of the user's matplotlib settings."""
     import matplotlib
 
     context: AbstractContextManager[None] = matplotlib.rc_context(
@@ -83,10 +83,10 @@ def style() -> AbstractContextManager[None]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write beside, then put in place, so that a picture is there as a whole or not at all.
+    """Write a picture atomically, through a temporary file in the same directory.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     staging = path.with_name(f".{path.stem}.new{path.suffix.lower()}")
     # No date and no version in the file: the same points give the same picture.
@@ -104,7 +104,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def wilson(reward: FloatArray, samples: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """90 % Wilson intervals (low, high) of pass rates, all (n,); at 0 and 1 they keep a width."""
+    """90 % Wilson intervals (low, high) of pass rates, all (n,); their width is positive at 0 and 1 too."""
     share = Z90**2 / samples
     centre = (reward + share / 2.0) / (1.0 + share)
     half = Z90 * np.sqrt(reward * (1.0 - reward) / samples + share / (4.0 * samples)) / (1.0 + share)
@@ -122,13 +122,14 @@ def draw_points(
     burn_in: int = 0,
     burn_in_label: str | None = None,
 ) -> None:
-    """The evaluations, with binomial error bars where the samples behind them are known.
+    """Draw the evaluations, with binomial error bars where the number of samples is known.
 
-    burn_in: how many of the first at compute above 0 are the fit's burn-in; they are hollow.
+    start: compute that is added to the compute of the curve.
+    burn_in: number of first points at compute > 0 that are the burn-in of the fit; they are hollow.
     """
     compute, reward = curve.compute + start, scale.level(curve.reward)
     if len(curve) > MOST_BARS:
-        # Behind the curve, which it would hide.
+        # Behind the curve, which the dots would hide.
         axes.plot(compute, reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True)
         axes.plot([], [], ".", color=colour, ms=5, mew=0, label=label)
         return
@@ -160,7 +161,7 @@ def draw_points(
 
 
 def draw_fallen(axes: Any, curve: Curve, scale: RewardScale, start: float, fallen: int) -> None:
-    """Crosses on the last ``fallen`` evaluations; nothing where there was no fall."""
+    """Draw crosses on the last ``fallen`` evaluations."""
     if fallen:
         axes.plot(
             curve.compute[-fallen:] + start,
@@ -174,7 +175,7 @@ def draw_fallen(axes: Any, curve: Curve, scale: RewardScale, start: float, falle
 
 
 def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str) -> None:
-    """Forecasts as they are printed: of an evaluation made there, its noise included."""
+    """Draw forecasts of an evaluation, including its noise, as they are printed."""
     median = np.array([point.median for point in drawn])
     below = median - np.array([point.low for point in drawn])
     above = np.array([point.high for point in drawn]) - median
@@ -195,7 +196,7 @@ def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate
 
 
 def samples_text(curve: Curve) -> str:
-    """What the error bars are, for the legend; empty where there are none."""
+    """Description of the error bars for the legend; empty without error bars."""
     if curve.samples is None or len(curve) > MOST_BARS:
         return ""
     low, high = int(curve.samples.min()), int(curve.samples.max())
@@ -204,18 +205,18 @@ def samples_text(curve: Curve) -> str:
 
 
 def burn_in_text(points: int) -> str:
-    """What hollow points are, for the legend."""
+    """Description of the hollow points for the legend."""
     return f"the first {points:,}: burn-in"
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """Of ``axes``, under all of the figure, where it can hide nothing."""
+    """Draw the legend of ``axes`` below the whole figure, where it does not cover anything."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=2, columnspacing=1.6)
 
 
 def extent(curve: Curve, scale: RewardScale) -> list[float]:
-    """Rewards between which everything that is drawn of the points lies."""
+    """Lowest and highest reward of the drawn points, including their error bars."""
     if curve.samples is None or len(curve) > MOST_BARS:
         low, high = curve.reward, curve.reward
     else:
@@ -231,7 +232,7 @@ def draw_bands(
     median: str | None = None,
     of: str = "the curve",
 ) -> None:
-    """Median, 50 % and 90 % bands; in the legend only if the median is given a name."""
+    """Draw median, 50 % and 90 % bands; they are in the legend only if ``median`` names them."""
     named = median is not None
     axes.fill_between(
         compute,

@@ -1,4 +1,4 @@
-"""``--prior``: earlier runs that count in a fit, and those that cannot, each with the reason."""
+"""``--prior``: earlier runs for the prior of a fit, and those that cannot be used, with the reasons."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from scalerl_curvefit import EarlierRun
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """runs: to fit with. left_out: name and reason of the others, in the order given."""
+    """The earlier runs that were given."""
 
     runs: tuple[EarlierRun, ...] = ()
+    """Runs for the fit."""
     left_out: tuple[tuple[str, str], ...] = ()
+    """Name and reason of each other run, in the order given."""
 
 
 def read_prior(
@@ -32,10 +34,10 @@ def read_prior(
     unit: str | None,
     columns: Columns,
 ) -> Prior:
-    """The runs at ``paths``, directories or files as ``read_curve`` takes them, as a prior for the run of ``file``.
+    """Read the runs at ``paths``, directories or files as for ``read_curve``, as a prior for the run of ``file``.
 
     Raises:
-        CurveProblem: none of them can count; each is named with its reason.
+        CurveProblem: none of them can be used; the message has the reason for each.
     """
     found: list[tuple[float, str, CurveFile]] = []
     left_out: dict[str, str] = {}
@@ -52,7 +54,7 @@ def read_prior(
             left_out[str(path)] = str(problem)
     newest = {name for _, name, _ in sorted(found, key=lambda one: one[0])[-MAX_EARLIER_RUNS:]}
     left_out |= {
-        name: f"older than {MAX_EARLIER_RUNS} others, which count"
+        name: f"older than {MAX_EARLIER_RUNS} others, which are used"
         for _, name, _ in found
         if name not in newest
     }
@@ -64,9 +66,9 @@ def read_prior(
 
 
 def none_counts(left_out: Iterable[tuple[str, str]]) -> CurveProblem:
-    """The error for earlier runs, as name and reason, of which each is left out."""
+    """The error for earlier runs, as name and reason, none of which can be used."""
     reasons = [f"  {name}: {reason}" for name, reason in left_out]
-    return CurveProblem("\n".join([f"--prior: none of the {len(reasons)} given can count:", *reasons]))
+    return CurveProblem("\n".join([f"--prior: none of the {len(reasons)} given runs can be used:", *reasons]))
 
 
 def _earlier(
@@ -77,12 +79,12 @@ def _earlier(
     unit: str | None,
     columns: Columns,
 ) -> CurveFile:
-    """Raise CurveProblem, with the reason, where it cannot count."""
+    """Read an earlier run; raises CurveProblem with the reason if it cannot be used."""
     if (path / "curve.csv" if path.is_dir() else path).resolve() == file.path.resolve():
         raise CurveProblem("the run itself")
     earlier = read_curve(path, scale, unit, None, columns)
     if (earlier.segment.start > 0) != (file.segment.start > 0):
-        raise CurveProblem("compute counts from a change of recipe in one of the two runs alone")
+        raise CurveProblem("compute counts from a change of recipe in only one of the two runs")
     if earlier.named_unit and file.named_unit and earlier.unit != file.unit:
         raise CurveProblem(f"its compute is in {earlier.unit}, this run's in {file.unit}")
     if spec is not None and earlier.path.name == "curve.csv":
@@ -93,10 +95,10 @@ def _earlier(
 
 
 def _spec(directory: Path) -> RunSpec | None:
-    """Of a run's directory; None where there is none: then task and model are what the caller says.
+    """Spec of the run in a directory; None without a run file: then the user is responsible for the same task and model.
 
     Raises:
-        CurveProblem: it cannot be read.
+        CurveProblem: the run file cannot be read.
     """
     file = RunPaths(directory).run_file
     if not file.exists():

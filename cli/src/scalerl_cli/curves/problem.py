@@ -1,7 +1,7 @@
-"""What is wrong with the input, in one line."""
+"""The error for invalid input files and options."""
 
 from __future__ import annotations
 
 
 class CurveProblem(Exception):
-    """Names the file, the line or column where there is one, and what to do. Nothing was written."""
+    """The input is invalid. The message has the file, the line or column if known, and what to do. Nothing was written."""

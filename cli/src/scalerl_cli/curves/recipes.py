@@ -1,4 +1,4 @@
-"""Any number of recipes side by side, each with one or more runs: the paper's rule, and the reward at equal compute."""
+"""Comparison of any number of recipes with one or more runs each: the paper's rule, and the reward at equal compute."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from scalerl_curvefit.sampling import interval
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A recipe and what its runs left.
-
-    files: curves of the runs that have one. made: fits of those that can be fitted. problems: why a curve cannot be.
-    failures: a reason for each run that failed; its curve is in no fit.
-    """
+    """A recipe with the results of its runs."""
 
     label: str
     files: tuple[CurveFile, ...] = ()
+    """Curves of the runs that have one."""
     made: tuple[Analysis, ...] = ()
+    """Fits of the curves that can be fitted."""
     problems: tuple[str, ...] = ()
+    """Reason for each curve that cannot be fitted."""
     failures: tuple[str, ...] = ()
+    """Reason for each failed run, whose curve is not fitted."""
 
     def parameter(self, name: str) -> Estimate | None:
-        """Median and 90 % interval of a parameter of a run of this recipe, over the draws of all its fits."""
+        """Median and 90 % interval of a parameter of one run of this recipe, over the draws of all its fits."""
         if not self.made:
             return None
         low, median, high = interval(
@@ -45,7 +45,7 @@ class Recipe:
 
     @property
     def state(self) -> str:
-        """The worst of its fits, and how many runs failed or cannot be fitted."""
+        """The worst state of its fits, and the numbers of failed runs and of runs without a fit."""
         states = {made.state for made in self.made}
         worst = [s for s in (State.BROKEN, State.INSUFFICIENT, State.OK) if s in states][:1]
         counts = [(len(self.failures), "failed"), (len(self.problems), "without a fit")]
@@ -53,29 +53,28 @@ class Recipe:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why its fits are not to be believed yet, each once."""
+        """Reasons to distrust its fits, without duplicates."""
         return tuple(dict.fromkeys(doubt for made in self.made for doubt in made.doubts))
 
     def reward_at(self, compute: float) -> EqualCompute | None:
-        """None where no curve reaches so far."""
+        """Mean reward of the runs at ``compute``; None if no curve reaches it."""
         return EqualCompute.of([at for file in self.files if (at := _interpolated(file, compute))])
 
 
 @dataclass(frozen=True)
 class EqualCompute:
-    """The mean reward of a recipe's runs at one compute, as evaluated: no fit is in it.
-
-    mean: over the runs. variance: of one run: that between the runs, but at least that of an evaluation's samples; 0 where
-    it is unknown. runs: how many.
-    """
+    """The mean reward of the runs of a recipe at one compute, interpolated between evaluations, without a fit."""
 
     mean: float
+    """Mean over the runs."""
     variance: float
+    """Variance of one run: between the runs, but at least that of the samples of an evaluation; 0 if unknown."""
     runs: int
+    """Number of runs."""
 
     @classmethod
     def of(cls, found: Sequence[tuple[float, float]]) -> EqualCompute | None:
-        """From (reward, variance of the evaluation) of each run."""
+        """The mean of runs with these (reward, variance of the evaluation); None without runs."""
         if not found:
             return None
         rewards, noise = np.array(found).T
@@ -84,14 +83,16 @@ class EqualCompute:
 
     @property
     def interval(self) -> Estimate | None:
-        """90 %: Student's t over the runs; of one run the evaluation's samples alone. None where the noise is unknown."""
+        """90 % interval: Student's t over the runs, or, for one run, from the samples of its evaluation; None if the noise is
+        unknown.
+        """
         if not self.variance:
             return None
         half = _t90(self.runs - 1) * math.sqrt(self.variance / self.runs)
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def minus(self, other: EqualCompute) -> Estimate | None:
-        """The difference with its 90 % interval."""
+        """Difference of the means with its 90 % interval; None if the noise of either is unknown."""
         if not (self.variance and other.variance):
             return None
         freedom = (self.runs - 1) + (other.runs - 1) if min(self.runs, other.runs) > 1 else 0
@@ -101,14 +102,14 @@ class EqualCompute:
 
 
 def _t90(freedom: int) -> float:
-    """Half width of a 90 % interval in standard errors; the normal distribution's where the spread of runs is unknown."""
+    """Half width of a 90 % interval in standard errors, by Student's t; by the normal distribution for ``freedom`` 0."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 0.95)) if freedom else 1.645
 
 
 def _interpolated(file: CurveFile, compute: float) -> tuple[float, float] | None:
-    """Reward and variance of its noise between the two evaluations around ``compute``, on the file's axis."""
+    """Reward at ``compute`` on the file's axis, interpolated between evaluations, and variance of its noise; None outside them."""
     curve = file.segment.curve
     x, y = curve.compute + file.segment.start, curve.reward
     if not x[0] <= compute <= x[-1]:
@@ -123,38 +124,41 @@ def _interpolated(file: CurveFile, compute: float) -> tuple[float, float] | None
 
 @dataclass(frozen=True, eq=False)
 class Against:
-    """A recipe against the first one. ruled: None where either has no fit. apart: of the reward at equal compute."""
+    """Comparison of a recipe with the first one."""
 
     base: Recipe
+    """The first recipe."""
     recipe: Recipe
     ruled: SeedComparison | None
+    """Result of the paper's rule; None if either recipe has no fit."""
     apart: Estimate | None
+    """Difference of the rewards at equal compute; None if unknown."""
 
     @property
     def better(self) -> Better:
-        """By the paper's rule; undecided where a run is BROKEN, for its curve has ended."""
+        """The better recipe by the paper's rule; UNDECIDED if a run is BROKEN, because its curve has ended."""
         broken = any(made.state is State.BROKEN for made in (*self.base.made, *self.recipe.made))
         return Better.UNDECIDED if self.ruled is None or broken else self.ruled.better
 
     @property
     def separates(self) -> bool:
-        """By the rule, with a probability of `SETTLED` and without a doubt of either fit."""
+        """Whether the rule decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
         decided = self.better in (Better.FIRST, Better.SECOND)
         doubted = self.base.doubts or self.recipe.doubts
         return decided and self.ruled is not None and self.ruled.probability >= SETTLED and not doubted
 
     @property
     def beyond_noise(self) -> bool:
-        """The 90 % interval of the difference at equal compute leaves out 0."""
+        """Whether the 90 % interval of the difference at equal compute excludes 0."""
         return self.apart is not None and not self.apart.low <= 0.0 <= self.apart.high
 
     @property
     def separates_at_equal_compute(self) -> bool:
-        """The same, where each side has the runs that tell the spread between seeds."""
+        """Whether the difference is beyond noise and each side has at least two runs, which show the spread between seeds."""
         return self.beyond_noise and min(len(self.base.files), len(self.recipe.files)) > 1
 
     def values(self) -> tuple[float, float] | None:
-        """Mean over the runs of the least-squares A or B that the rule compares, of base and recipe."""
+        """The compared least-squares A or B of base and recipe, each a mean over its runs; None without a comparison."""
         if self.ruled is None:
             return None
         one, two = (
@@ -166,22 +170,23 @@ class Against:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Recipes in the order they were given, the first one the base that the others are compared with."""
+    """Recipes in the order given; the others are compared with the first one."""
 
     recipes: tuple[Recipe, ...]
     scale: RewardScale
     unit: str
+    """Unit of compute; empty if unknown or not the same in all files."""
 
     @cached_property
     def compute(self) -> float | None:
-        """The most that every curve with a fit reaches. One that ended before it could be fitted compares nothing."""
+        """Largest compute that all fitted curves reach, in the unit of the files; None without a fit."""
         fitted = [made.fitted.curve for recipe in self.recipes for made in recipe.made]
         ends = [float(curve.compute[-1]) for curve in fitted]
         return min(ends, default=None)
 
     @cached_property
     def against(self) -> tuple[Against, ...]:
-        """All but the first, each against the first."""
+        """The comparison of each other recipe with the first one."""
         base = self.recipes[0]
         return tuple(self._against(base, recipe) for recipe in self.recipes[1:])
 
@@ -194,11 +199,11 @@ class Table:
         return Against(base, recipe, ruled, two.minus(one) if one and two else None)
 
     def reward(self, recipe: Recipe) -> EqualCompute | None:
-        """At the common compute."""
+        """Mean reward of a recipe at the common compute."""
         return None if self.compute is None else recipe.reward_at(self.compute)
 
     def rows(self) -> list[list[str]]:
-        """The table as it is printed, its heads first."""
+        """Rows of the printed table; the first one is the header."""
         at = "–" if self.compute is None else formatting.amount(self.compute)
         rows = [["recipe", "runs", "A", "B", "Cmid", f"reward at {at}", "state"]]
         for recipe in self.recipes:
@@ -222,13 +227,13 @@ class Table:
         return self.scale.rewards(reached.interval)
 
     def findings(self) -> Iterator[str]:
-        """What separates and what does not, a line or more a recipe."""
+        """Result of each comparison, then failures, problems and doubts of each recipe, as lines."""
         for both in self.against:
             yield f"{both.recipe.label} against {both.base.label}: {self._rule(both)}"
             if both.apart is not None:
                 seeds = both.beyond_noise and not both.separates_at_equal_compute
                 how = (
-                    "more than the samples explain, but one run says nothing of other seeds"
+                    "more than the samples explain, but one run does not show the spread between seeds"
                     if seeds
                     else "separates"
                     if both.separates_at_equal_compute
@@ -241,7 +246,7 @@ class Table:
             )
 
     def _rule(self, both: Against) -> str:
-        """The paper's rule in words."""
+        """Result of the paper's rule as text."""
         values = both.values()
         if both.ruled is None or values is None:
             return "nothing to fit on one side"
@@ -266,10 +271,10 @@ class Table:
         return "–" if shared is None else self.scale.reward(shared, 3)
 
     def notes(self) -> Iterator[str]:
-        """What the numbers are."""
+        """Explanations of the numbers, for below the table."""
         margin = self.scale.difference(A_MARGIN, 2)
         yield (
-            "A, B, Cmid: median and 90 % interval of the fit, over all runs of a recipe: of one run of it, not of their mean."
+            "A, B, Cmid: median and 90 % interval for one run of a recipe (not for the mean), over the fits of all its runs."
         )
         yield (
             f"A recipe separates from the first one by A where the least-squares A differ by more than {margin}, else by B at "
@@ -277,7 +282,7 @@ class Table:
         )
         yield (
             "Reward at equal compute: evaluations, interpolated, at the most compute that all runs have; mean and 90 % interval "
-            "over the runs. With one run the interval is of the evaluation's samples alone, and says nothing of other seeds."
+            "over the runs. With one run the interval is of the evaluation's samples alone, without the spread between seeds."
         )
         if len(self.against) > 1:
             chance = formatting.amount(0.1 * len(self.against))
@@ -286,7 +291,7 @@ class Table:
             yield f"Compute is in {self.unit}."
 
     def csv_rows(self) -> Iterator[dict[str, Any]]:
-        """A row a recipe, as numbers."""
+        """Rows of ``comparison.csv``, one per recipe, with all digits."""
         against = {id(both.recipe): both for both in self.against}
         for recipe in self.recipes:
             row: dict[str, Any] = {"recipe": recipe.label, "runs": len(recipe.files), "state": recipe.state}

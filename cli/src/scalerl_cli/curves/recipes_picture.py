@@ -19,17 +19,17 @@ COLOURS: Final = (
     "#56B4E9",
     plotting.INK,
 )
-"""Of Okabe and Ito; beyond seven recipes the marker changes."""
+"""Okabe–Ito colours; after seven recipes the marker changes."""
 MARKERS: Final = "os^Dv"
 _BANDS: Final = 2
-"""More recipes than this are drawn without the bands of their fits, which would hide each other."""
+"""Limit on the recipes that are drawn with the bands of their fits; more bands would cover each other."""
 
 
 def draw_recipes(table: Table, path: Path) -> None:
     """Draw every curve and its fit into ``path``.
 
     Raises:
-        CurveProblem: if it cannot be written.
+        CurveProblem: the picture cannot be written.
     """
     with plotting.style():
         from matplotlib.figure import Figure
@@ -59,7 +59,7 @@ def _panel(axes: Any, table: Table, *, log: bool) -> None:
             shown += [float(y.min()), float(y.max())]
         for made in recipe.made:
             first = made.file.segment.curve.compute
-            # Up to the last point: what lies beyond it is a forecast.
+            # The curve is drawn up to the last point only; beyond it, it would be a forecast.
             last = made.fitted.now * (1.0 - 1e-6)
             grid = np.linspace(float(first[first > 0][0]), last, plotting.GRID) + made.start
             bands = table.scale.level(made.bands(grid))

@@ -1,4 +1,4 @@
-"""What ``scalerl fit`` prints. Each line has its section in ``docs/forecast.md``."""
+"""The text output of ``scalerl fit``. ``docs/forecast.md`` has a section for each line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MEANINGS = {
 def report(
     made: Analysis, pace: Pace, target: float | None, budget: float | None, alternatives: bool
 ) -> list[str]:
-    """Lines of text.
+    """The lines of the report.
 
     Raises:
-        CurveProblem: for a target or a budget that cannot be asked about.
+        CurveProblem: the target is outside the scale of the file, or the budget lies before this recipe.
     """
     sections = [
         _points(made),
@@ -33,8 +33,8 @@ def report(
         parameters(made),
         _verdict(made),
         _ahead(made, pace, target, budget),
-        _beside(made) if alternatives else (),
-        _trust(made),
+        _alternatives(made) if alternatives else (),
+        _basis(made),
         ["what the numbers mean: docs/forecast.md"],
     ]
     lines: list[str] = []
@@ -51,11 +51,11 @@ def _points(made: Analysis) -> Iterator[str]:
     yield from prior(made)
     if made.fallen:
         yield (
-            f"  fitted are the {fitted.points_used} before the fall, up to {formatting.amount(fitted.now + made.start)}: "
-            "what came after is not of their curve"
+            f"  only the {formatting.count(fitted.points_used, 'point')} before the fall, up to "
+            f"{formatting.amount(fitted.now + made.start)}, are fitted"
         )
     if len(fitted.curve) > fitted.points_used:
-        yield "  the evaluation at compute 0 is drawn but not fitted: ln 0 has no place on the curve"
+        yield "  the evaluation at compute 0 is drawn but not fitted, because the fit uses ln C"
     if file.segments > 1:
         yield (
             f"  only the last of {file.segments} segments is fitted, from line {file.first_line} on: before it another "
@@ -68,18 +68,18 @@ def _points(made: Analysis) -> Iterator[str]:
 
 
 def left_out(made: Analysis) -> Iterator[str]:
-    """The columns, where they are not those of a run's own file, and rows that are not on the curve."""
+    """Lines with the columns, unless they are named compute and reward, and with the numbers of rows left out."""
     file = made.file
     if file.named:
         yield f"  compute is column {file.x}, reward is column {file.y}"
     if file.skipped:
         yield f"  {formatting.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
     if file.mixed:
-        yield f"  {formatting.count(file.mixed, 'evaluation')} left out, for the weights changed meanwhile (mixed_versions)"
+        yield f"  {formatting.count(file.mixed, 'evaluation')} left out, because the weights changed meanwhile (mixed_versions)"
 
 
 def prior(made: Analysis) -> Iterator[str]:
-    """Which earlier runs count, for how much where it is not nearly all, and which do not."""
+    """Lines with the earlier runs that count, and the reason for each that is left out or has less than full weight."""
     if not made.earlier:
         return
     counting = [use for use in made.earlier if use.weight > 0]
@@ -102,7 +102,7 @@ def _headline(made: Analysis) -> Iterator[str]:
 
 
 def parameters(made: Analysis) -> list[str]:
-    """The curve as the paper writes it, with 90 % intervals."""
+    """Lines with the equation of the curve and its parameters, with 90 % intervals."""
     fitted = made.fitted
     rows = [
         ["A", made.scale.rewards(fitted.A), MEANINGS["A"]],
@@ -118,9 +118,9 @@ def _verdict(made: Analysis) -> Iterator[str]:
         yield "state: BROKEN"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
         if made.fall is None:
-            yield "  look at the completions: do they repeat themselves, or does the task need a longer limit"
+            yield "  check the completions: they may repeat themselves, or the task may need a longer limit"
         else:
-            yield "  look at the run: a collapsed policy, a broken verifier, a changed evaluation set"
+            yield "  check the run for a collapsed policy, a broken verifier or a changed evaluation set"
     elif made.state is State.INSUFFICIENT:
         yield "state: INSUFFICIENT: the asymptote is not identifiable yet"
         yield from (f"  {doubt}" for doubt in made.doubts)
@@ -154,7 +154,8 @@ def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | Non
     yield "still to be gained"
     yield from formatting.table(rows)
     if pace.rate is not None:
-        yield f"  a device-hour does {formatting.amount(pace.rate)} {made.file.unit or 'of compute'} ({pace.how})"
+        rate = f"{formatting.amount(pace.rate)} {made.file.unit}".rstrip()
+        yield f"  compute per device-hour: {rate} ({pace.how})"
     if reach is not None:
         yield ""
         yield (
@@ -173,12 +174,12 @@ class Scaled:
         self.median, self.low, self.high = median * factor, low * factor, high * factor
 
 
-def _beside(made: Analysis) -> Iterator[str]:
+def _alternatives(made: Analysis) -> Iterator[str]:
     if made.state is State.BROKEN:
         return
     law = made.power_law
     twice = float(law.reward(np.array(2.0 * made.fitted.now)))
-    yield "beside it, for comparison only"
+    yield "alternatives, for comparison only"
     last = float(made.file.segment.curve.reward[-1])
     yield from formatting.table(
         [
@@ -191,9 +192,9 @@ def _beside(made: Analysis) -> Iterator[str]:
     )
 
 
-def _trust(made: Analysis) -> Iterator[str]:
+def _basis(made: Analysis) -> Iterator[str]:
     fitted = made.fitted
-    yield "what this rests on"
+    yield "basis of the forecasts"
     if fitted.burn_in_points:
         yield f"  the first {formatting.count(fitted.burn_in_points, 'point')} count less (burn-in)"
     noise = fitted.sigma
@@ -206,7 +207,7 @@ def _trust(made: Analysis) -> Iterator[str]:
     for past in made.hindcasts:
         yield (
             f"  hindcast: at {formatting.amount(past.made_at + made.start)} the forecast for "
-            f"{formatting.amount(past.until + made.start)} was {made.scale.rewards(past)}; {made.scale.reward(past.observed)} came"
+            f"{formatting.amount(past.until + made.start)} was {made.scale.rewards(past)}; observed {made.scale.reward(past.observed)}"
         )
     if not made.hindcasts:
         yield "  hindcasts: none, too few points at half of the compute"

@@ -1,4 +1,4 @@
-"""``curve.png`` of a run: the picture of its fit, or of the points alone while no curve can be fitted to them."""
+"""``curve.png`` of a run: the picture of its fit, or of the points alone while they cannot be fitted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.curves.problem import CurveProblem
 
 NO_MATPLOTLIB = "pictures need matplotlib, which is not installed here: pip install 'matplotlib>=3.10'"
-"""Only the operator's image is without it, where the commands that print work all the same."""
+"""Only the operator's image lacks matplotlib; commands that print work there."""
 
 
 def draw_run(paths: RunPaths, run: ScaleRLRun) -> None:
     """Draw ``curve.png`` from ``curve.csv``.
 
     Raises:
-        CurveProblem: no points, or the picture cannot be written.
+        CurveProblem: there are no points, or the picture cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise CurveProblem(f"{paths.curve_picture}: {NO_MATPLOTLIB}")
@@ -38,7 +38,7 @@ def draw_run(paths: RunPaths, run: ScaleRLRun) -> None:
 
 
 def budget_compute(compute: float, done: int, most: int | None) -> float | None:
-    """Compute at step ``most``, which the budget allows, if the steps to come are like the ``done`` ones that took ``compute``.
+    """Compute at step ``most``, the budget's limit, extrapolated from ``compute`` after ``done`` steps; None without either.
 
     >>> budget_compute(5000.0, 25, 100)
     20000.0

@@ -1,4 +1,4 @@
-"""Rewards on the scale of their file: fits are of pass rates from 0 to 1, what is printed and drawn is not."""
+"""Conversion between pass rates from 0 to 1, which are fitted, and rewards on the scale of the file, which are shown."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Values = TypeVar("Values", float, FloatArray)
 
 @dataclass(frozen=True, slots=True)
 class RewardScale:
-    """The lowest and the highest possible reward of a file, as ``--scale`` says."""
+    """The lowest and the highest possible reward of a file, from ``--scale``."""
 
     low: float
     high: float
 
     @property
     def size(self) -> float:
-        """From the lowest to the highest."""
+        """Difference between the highest and the lowest reward."""
         return self.high - self.low
 
     @property
     def is_unit(self) -> bool:
-        """Whether rewards are pass rates in the file too."""
+        """Whether the rewards in the file are pass rates."""
         return (self.low, self.high) == (0.0, 1.0)
 
     def level(self, rate: Values) -> Values:
@@ -51,31 +51,31 @@ class RewardScale:
         return Estimate(*(self.change(v) for v in (interval.median, interval.low, interval.high)))
 
     def digits(self, of_rate: int = 2) -> int:
-        """Decimals that say as much of a reward of the file as ``of_rate`` decimals of a pass rate."""
+        """Decimals of a reward of the file with the same precision as ``of_rate`` decimals of a pass rate."""
         return max(of_rate - math.floor(math.log10(self.size)), 0)
 
     def reward(self, rate: float, digits: int = 2) -> str:
-        """``.62``, on a scale of 100 ``62``; digits are those of the pass rate."""
+        """``.62``, or ``62`` on a scale of 100; ``digits`` are those of the pass rate."""
         return formatting.reward(self.level(rate), self.digits(digits))
 
     def difference(self, rate: float, digits: int = 3) -> str:
-        """``.037``, on a scale of 100 ``3.7``."""
+        """A difference: ``.037``, or ``3.7`` on a scale of 100."""
         return formatting.reward(self.change(rate), self.digits(digits))
 
     def rewards(self, interval: formatting.Interval) -> str:
-        """``.62 (.60–.64)``, on a scale of 100 ``62 (60–64)``."""
+        """``.62 (.60–.64)``, or ``62 (60–64)`` on a scale of 100."""
         n = self.digits(formatting.digits(interval.low, interval.high))
         return formatting.rewards(self.levels(interval), n)
 
     def differences(self, interval: formatting.Interval) -> str:
-        """As ``rewards``, of a difference."""
+        """A difference with its interval: ``.02 (.00–.05)``."""
         n = self.digits(formatting.digits(interval.low, interval.high))
         return formatting.rewards(self.changes(interval), n)
 
     def gains(self, interval: formatting.Interval) -> str:
-        """``+.02 (.00–.05)``."""
+        """A signed difference with its interval: ``+.02 (.00–.05)``."""
         return ("+" if interval.median >= 0 else "") + self.differences(interval)
 
     def width(self, interval: formatting.Interval) -> str:
-        """Of an interval of rewards, with the digits it is printed with."""
+        """Width of an interval of rewards, with the digits of the printed interval."""
         return self.difference(interval.high - interval.low, formatting.digits(interval.low, interval.high))

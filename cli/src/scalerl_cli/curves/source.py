@@ -1,4 +1,4 @@
-"""A curve file as the commands use it: read, checked, each complaint with its line."""
+"""Reads and checks curve files; error messages name the line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment
 from scalerl_curvefit.curve import FloatArray
 
 RUN_UNIT: Final = "completion tokens"
-"""What a run's own ``curve.csv`` counts compute in."""
+"""Unit of compute in the ``curve.csv`` of a run."""
 RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "mean_tokens"})
-"""Columns by which a run's own file is known."""
+"""Columns that identify the ``curve.csv`` of a run."""
 SECONDS_PER_HOUR: Final = 3600.0
 THOUSANDS: Final = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
 _PASS_AT: Final = re.compile(r"pass_at_(\d+)")
@@ -28,36 +28,39 @@ STEPS: Final = re.compile(r"(^|[/_ ])step$", flags=re.IGNORECASE)
 
 @dataclass(frozen=True, eq=False)
 class CurveFile:
-    """A curve and what its file says beside it.
-
-    curve: all points. segment: the last stretch of one recipe and one evaluation version, which is
-    what gets fitted. first_line: where it begins in the file. segments: how many there are.
-    mixed: rows left out, of evaluations during which the weights changed: they lie on no one point of
-    the curve, and the autoscaler leaves them out too.
-    x, y: the columns that were read; named: whether they are others than compute and reward.
-    skipped: rows left out, with an empty cell in one of them.
-    unit: of compute; empty if nothing says so. named_unit: whether anything does.
-    device_hours, wall_hours: used up to each point, (n,). version: weight version of each point, (n,). truncation: share of completions cut off at the
-    length limit, (n + mixed,): of every row, as the autoscaler looks at the newest whatever it is of.
-    None where the file does not have them.
-    """
+    """A curve with the other columns of its file, which are None where the file does not have them."""
 
     path: Path
     curve: Curve
+    """All n points."""
     segment: Segment
+    """The last segment of one recipe and one evaluation version, which is fitted."""
     segments: int
+    """Number of segments."""
     first_line: int
+    """Line of the file at which the last segment begins."""
     mixed: int
+    """Number of evaluations left out because the weights changed during them, as in the autoscaler."""
     x: str
+    """Column of the compute."""
     y: str
+    """Column of the reward."""
     named: bool
+    """Whether the columns have other names than compute and reward."""
     skipped: int
+    """Number of rows left out because compute or reward is empty."""
     unit: str
+    """Unit of compute; empty if unknown."""
     named_unit: bool
+    """Whether the user, the kind of file or the column name determines the unit."""
     truncation: FloatArray | None
+    """(n + mixed,) share of completions cut off at the length limit, in all rows: the autoscaler uses the newest one too."""
     device_hours: FloatArray | None
+    """(n,) cumulative device-hours."""
     wall_hours: FloatArray | None
+    """(n,) cumulative wall-clock hours."""
     version: FloatArray | None = None
+    """(n,) weight versions."""
 
 
 def read_curve(
@@ -67,10 +70,10 @@ def read_curve(
     device_hours_column: str | None = None,
     columns: Columns | None = None,
 ) -> CurveFile:
-    """Read ``path``, or ``curve.csv`` in it where it is a directory.
+    """Read the file ``path``, or ``curve.csv`` in the directory ``path``.
 
     Raises:
-        CurveProblem: missing, not CSV, no such column, or a row that cannot be (its line is named).
+        CurveProblem: the file is missing or in no known format, a column is missing, or a row is invalid (with its line).
     """
     if path.is_dir():
         path = path / "curve.csv"
@@ -81,7 +84,7 @@ def read_curve(
     samples = _samples(table, columns.samples if columns else None)
     pass_at = _PASS_AT.fullmatch(chosen.y)
     if pass_at and samples is not None and not (columns and columns.samples):
-        samples = samples // int(pass_at[1])  # so many tries, each of K completions
+        samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
 
     def head(n: int) -> Curve:
@@ -118,15 +121,15 @@ def read_curve(
 
 
 def _unit(x: str) -> str:
-    """What a column of compute is counted in, by its name."""
+    """Unit of a compute column, from its name; empty if it gives none."""
     return "" if x.lower() == "compute" else "steps" if STEPS.search(x) else x
 
 
 def numbers(table: Table, name: str) -> FloatArray:
-    """A column as (n,) numbers; NaN and infinity pass here, so that the curve refuses them.
+    """A column as (n,) numbers. NaN and infinity are accepted here; ``Curve`` refuses them.
 
     Raises:
-        CurveProblem: no such column, or a cell that is no number.
+        CurveProblem: the column is missing, or a cell is not a number.
     """
     cells = table.cells(name)
     if cells is None:
@@ -136,60 +139,63 @@ def numbers(table: Table, name: str) -> FloatArray:
     except ValueError:
         bad = next(i for i, cell in enumerate(cells) if not is_number(cell))
         what = f"{cells[bad]!r} is not a number" if cells[bad] else "empty"
-        raise CurveProblem(f"{table.where(bad)}, column {name}: {what}; {_mended(cells[bad])}") from None
+        raise CurveProblem(f"{table.where(bad)}, column {name}: {what}; {_correction(cells[bad])}") from None
 
 
-def _mended(cell: str) -> str:
-    """What to do about a cell that is no number."""
+def _correction(cell: str) -> str:
+    """Advice for a cell that is not a number."""
     if cell.endswith("%") and is_number(cell[:-1]):
         return "write it without the percent sign, and give --scale=0,100"
     if THOUSANDS.match(cell):
         return "write numbers without thousands separators"
     if is_number(cell.replace(",", ".")):
         return "write decimals with a point"
-    return "mend the cell or drop the row"
+    return "correct the cell or remove the row"
 
 
 def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
-    """A column of hours used so far: finite, not negative, never going back."""
+    """(n,) hours from a cumulative column, which must be finite, not negative and never decrease.
+
+    per_hour: units of the column in an hour.
+    """
     hours = numbers(table, name)
     bad = ~np.isfinite(hours) | (hours < 0)
     bad[1:] |= ~bad[1:] & ~bad[:-1] & (np.diff(hours) < 0)
     if bad.any():
         i = int(np.argmax(bad))
         raise CurveProblem(
-            f"{table.where(i)}, column {name}: {hours[i]:g} cannot be what was used so far; "
-            "it must be finite and never go back: mend the column or rename it"
+            f"{table.where(i)}, column {name}: {hours[i]:g} is not a cumulative amount; "
+            "the column must be finite, not negative and never decrease: correct or rename it"
         )
     return hours / per_hour
 
 
 def _seconds(table: Table, name: str) -> FloatArray | None:
-    """A column of seconds used so far, as hours; None if there is none."""
+    """(n,) hours from a column of cumulative seconds; None without the column."""
     return _so_far(table, name, SECONDS_PER_HOUR) if table.names(name) else None
 
 
 def _whole(table: Table) -> tuple[Table, int]:
-    """The rows of evaluations of one weight version each, and how many others there were."""
+    """The rows whose evaluation has a single weight version, and the number of others."""
     cells = table.cells("mixed_versions")
     if cells is None:
         return table, 0
     for i, cell in enumerate(cells):
         if cell.lower() not in ("true", "false"):
             raise CurveProblem(
-                f"{table.where(i)}, column mixed_versions: {cell!r} is neither true nor false; mend the cell"
+                f"{table.where(i)}, column mixed_versions: {cell!r} is neither true nor false; correct the cell"
             )
     kept = [i for i, cell in enumerate(cells) if cell.lower() == "false"]
     if not kept:
         raise CurveProblem(
-            f"{table.path}: during each of the {len(cells)} evaluations the weights changed (mixed_versions); "
-            "wait for one of a single version"
+            f"{table.path}: the weights changed during each of the {len(cells)} evaluations (mixed_versions); "
+            "wait for an evaluation of a single version"
         )
     return table.take(kept), len(cells) - len(kept)
 
 
 def _samples(table: Table, wanted: str | None) -> FloatArray | None:
-    """Samples behind each point, (n,): of the column, or one count for all; None if nothing says so."""
+    """(n,) samples per point, from the column, or one number for all; None if neither is given."""
     name = wanted or "samples"
     if not table.names(name):
         if wanted is None:
@@ -201,7 +207,7 @@ def _samples(table: Table, wanted: str | None) -> FloatArray | None:
     if bad.any():
         i = int(np.argmax(bad))
         raise CurveProblem(
-            f"{table.where(i)}, column {name}: {counts[i]:g} is no count; "
+            f"{table.where(i)}, column {name}: {counts[i]:g} is not a count; "
             "give whole numbers, or leave the column out"
         )
     return counts
@@ -216,7 +222,7 @@ def _rates(table: Table, name: str) -> FloatArray | None:
         i = int(np.argmax(bad))
         raise CurveProblem(
             f"{table.where(i)}, column {name}: {rates[i]:g}; rates lie between 0 and 1: "
-            "mend the column or rename it"
+            "correct or rename the column"
         )
     return rates
 
@@ -228,10 +234,10 @@ def _checked(
     reward: FloatArray,
     scale: tuple[float, float],
 ) -> Curve:
-    """The curve; of what it refuses, the first line that it refuses.
+    """The curve of all points; if ``Curve`` refuses them, the error names the first line with a bad point.
 
-    Every check of a curve looks at a point or at neighbours, so a prefix is refused exactly if the
-    first bad point is in it.
+    Bisection over prefixes: all checks are of a point or of neighbours, so a prefix is refused if and only if it contains the
+    first bad point.
     """
     try:
         return head(len(reward))
@@ -252,8 +258,8 @@ def _checked(
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
         hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
         raise CurveProblem(
-            f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards are counted "
-            f"otherwise, give their range with --scale=LOW,HIGH ({hint})"
+            f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
+            f"range, give it with --scale=LOW,HIGH ({hint})"
         ) from None
     except InputError as error:
         raise CurveProblem(f"{where}: {error}") from error

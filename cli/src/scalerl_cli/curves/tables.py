@@ -1,4 +1,4 @@
-"""Files of numbers as tools write them, read into one table: CSV, JSON logs, and verl's console lines."""
+"""Reads files with the numbers of a run into a table: CSV, JSON logs, and console logs of verl."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any, Final
 from scalerl_cli.curves.problem import CurveProblem
 
 MOST_BYTES: Final = 256 * 2**20
-"""A larger file is refused: its cells would fill a laptop's memory, and a curve has far fewer points."""
+"""Limit on the size of a file: the cells of a larger one could fill a laptop's memory, and a curve has far fewer points."""
 _QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
 """Colours that Ray writes around the name of a worker."""
 _CONSOLE: Final = re.compile(r"(?:^|\s)step:(\d+) - (\S+:.*)$", flags=re.M)
-"""A line of verl's console logger, behind whatever Ray puts before it."""
+"""A line of verl's console logger, after the prefix of Ray."""
 _NUMPY: Final = re.compile(r"^np\.\w+\((.*)\)$")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by column, empty where a row has none.
-
-    header: column names as the file writes them; a name may occur twice.
-    columns: of each header entry the cells, each (n,). lines: where each row is in the file.
-    head_line: line of the header; 0 where the file has none. counted: what `lines` counts.
-    """
+    """Cells by column; a cell is empty where a row has no value."""
 
     path: Path
     header: list[str]
+    """Column names as in the file; a name may occur twice."""
     columns: list[list[str]]
+    """Cells (n,) of each column, in the order of the header."""
     lines: list[int]
+    """(n,) position of each row in the file, in units of ``counted``."""
     head_line: int = 0
+    """Line of the header; 0 if the file has none."""
     counted: str = "line"
+    """Unit of ``lines``: line or entry."""
 
     def where(self, row: int) -> str:
         """File and line of a row, for messages."""
@@ -50,19 +50,19 @@ class Table:
         return f"{self.path}, line {self.head_line}" if self.head_line else str(self.path)
 
     def names(self, wanted: str) -> list[str]:
-        """Header entries that are ``wanted``; without regard to case where none is exactly."""
+        """Header entries that equal ``wanted``; if there are none, those that do without regard to case."""
         exact = [name for name in self.header if name == wanted]
         return exact or [name for name in self.header if name.lower() == wanted.lower()]
 
     def name(self, wanted: str) -> str | None:
-        """The header entry that is ``wanted``; None if there is none.
+        """The header entry for ``wanted``; None if there is none.
 
         Raises:
-            CurveProblem: if there are several.
+            CurveProblem: there are several.
         """
         found = self.names(wanted)
         if len(found) > 1:
-            raise CurveProblem(f"{self.top}: column {wanted} stands twice; keep one")
+            raise CurveProblem(f"{self.top}: column {wanted} occurs {len(found)} times; keep one")
         return found[0] if found else None
 
     def cells(self, wanted: str) -> list[str] | None:
@@ -71,17 +71,17 @@ class Table:
         return None if found is None else self.columns[self.header.index(found)]
 
     def take(self, rows: list[int]) -> Table:
-        """Only these rows."""
+        """The table with these rows only."""
         columns = [[column[i] for i in rows] for column in self.columns]
         lines = [self.lines[i] for i in rows]
         return Table(self.path, self.header, columns, lines, self.head_line, self.counted)
 
 
 def read_table(path: Path) -> Table:
-    """Read a file in any of the formats above.
+    """Read a file in any of the formats of this module.
 
     Raises:
-        CurveProblem: missing, too large, not text, not of these formats, or without rows.
+        CurveProblem: the file is missing, too large, not text, in another format, or has no rows.
     """
     text = _text(path)
     if text.lstrip()[:1] in ("{", "["):
@@ -107,7 +107,7 @@ def _text(path: Path) -> str:
 
 
 def _from_json(path: Path, text: str) -> Table | None:
-    """``trainer_state.json``, a list of its entries, or one object a line; None if it is no JSON."""
+    """``trainer_state.json``, a list of its entries, or one object per line; None if the text is not JSON."""
     try:
         whole = json.loads(text)
     except RecursionError as error:
@@ -122,7 +122,7 @@ def _from_json(path: Path, text: str) -> Table | None:
 
 def _from_json_lines(path: Path, text: str) -> Table | None:
     rows: list[tuple[int, dict[str, str]]] = []
-    # Not splitlines: JSON may hold other ends of lines in its words, and progress bars return without a new line.
+    # Not splitlines: JSON strings may contain other line separators, and progress bars write a carriage return alone.
     every = text.split("\n")
     for line, row in enumerate(every, start=1):
         if row.strip():
@@ -144,7 +144,7 @@ def _from_json_lines(path: Path, text: str) -> Table | None:
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, str]:
-    """Numbers and words of an entry; of verl's JSON lines the metrics are under ``data``."""
+    """Numbers and strings of an entry; in verl's JSON lines the metrics are under ``data``."""
     inner = entry.get("data")
     if isinstance(inner, dict):
         entry = {**entry, **inner}
@@ -156,7 +156,7 @@ def _flat(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def _console(text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """``step:4 - critic/score/mean:0.2 - …`` by line number."""
+    """Rows of lines such as ``step:4 - critic/score/mean:0.2 - …``, with their line numbers."""
     for number, line in enumerate(text.split("\n"), start=1):
         found = _CONSOLE.search(_ESCAPES.sub("", line))
         if found:
@@ -164,14 +164,14 @@ def _console(text: str) -> Iterator[tuple[int, dict[str, str]]]:
             for part in found[2].split(" - "):
                 name, _, value = part.rpartition(":")
                 if name:
-                    # Behind the last number Ray may say that it has repeated the line.
+                    # Ray may append a note that the line was repeated.
                     value = (value.split() or [""])[0]
                     row[name.strip()] = _NUMPY.sub(r"\1", value)
             yield number, row
 
 
 def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: str = "line") -> Table:
-    """One column for each name that occurs."""
+    """The table with a column for each name that occurs."""
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
     for line, row in rows:
@@ -192,7 +192,7 @@ def _from_csv(path: Path, text: str) -> Table:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
     try:
         for row in reader:
-            # A name of several lines would break the one line of a message.
+            # Messages have one line, so names must not have several.
             cells = [cell.strip().replace("\n", " ").replace("\r", " ") for cell in row]
             if any(cells):
                 rows.append(cells)
@@ -213,17 +213,17 @@ def _from_csv(path: Path, text: str) -> Table:
 
 
 def _delimiter(text: str) -> str:
-    """The one that the header has most of, outside quotes."""
+    """The most frequent delimiter in the header, outside quotes."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     bare = _QUOTED.sub("", first)
     return max((",", ";", "\t"), key=bare.count)
 
 
 def number(cell: str) -> float:
-    """As ``float``, which would take 1_000 too.
+    """Parse a number like ``float``, but refuse underscores such as in 1_000.
 
     Raises:
-        ValueError: not a number.
+        ValueError: the cell is not a number.
     """
     if "_" in cell:
         raise ValueError(cell)
@@ -231,7 +231,7 @@ def number(cell: str) -> float:
 
 
 def is_number(cell: str) -> bool:
-    """Whether ``number`` reads it; NaN and infinity are numbers here, so that the curve refuses them."""
+    """Whether ``number`` can parse the cell. NaN and infinity are numbers here; ``Curve`` refuses them."""
     try:
         number(cell)
     except ValueError:
@@ -240,5 +240,5 @@ def is_number(cell: str) -> bool:
 
 
 def is_finite(cell: str) -> bool:
-    """Whether it is a number that can lie on a curve."""
+    """Whether the cell is a finite number."""
     return is_number(cell) and math.isfinite(number(cell))

@@ -1,4 +1,4 @@
-"""The tasks of mixes in ``scalerl report``: what each had and came to in training, of ``metrics.jsonl``."""
+"""The tasks of mixes in ``scalerl report``: groups, rewards and lengths of each in training, from ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
 
 _ENDS: Final = 10
-"""A tenth of the steps is the beginning, a tenth the end."""
+"""The first and the last rewards are over the first and the last 1/``_ENDS`` of the steps."""
 
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task of a run over all its steps.
-
-    first, last: mean score of the completions in the first and last tenth of the steps; None where none was graded.
-    """
+    """A task of a run over all its steps."""
 
     run: str
     task: str
     groups: int
+    """Number of groups."""
     share: float
-    """Of the run's groups."""
+    """Share in the groups of the run."""
     filtered: int
+    """Number of filtered groups."""
     rollouts: int
+    """Number of completions."""
     first: float | None
+    """Mean score of the completions in the first tenth of the steps; None if none was graded."""
     last: float | None
+    """Mean score of the completions in the last tenth of the steps; None if none was graded."""
     mean_tokens: float
+    """Mean tokens of a completion."""
     truncated_fraction: float
+    """Share of the completions cut off at the length limit."""
 
 
 def task_rows(runs: Sequence[tuple[str, Path]]) -> list[TaskRow]:
     """The rows of each run with a mix, by run and task.
 
     Raises:
-        CurveProblem: a ``metrics.jsonl`` is not readable.
+        CurveProblem: a ``metrics.jsonl`` cannot be read.
     """
     return [row for name, directory in runs for row in _of_run(name, directory)]
 
@@ -84,7 +88,7 @@ def _reward(steps: list[dict[str, dict[str, float]]], task: str) -> float | None
 
 
 def task_table(rows: Sequence[TaskRow]) -> list[list[str]]:
-    """The header and a line a row; the run is left out where there is one."""
+    """The header and a line per row, without the run if there is only one."""
     runs = len({row.run for row in rows}) > 1
     head = [
         *(["run"] if runs else []),
@@ -110,7 +114,7 @@ def task_table(rows: Sequence[TaskRow]) -> list[list[str]]:
 
 
 def task_csv(rows: Sequence[TaskRow]) -> str:
-    """The rows with all digits."""
+    """The rows as CSV with all digits."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     fields = list(TaskRow.__dataclass_fields__)

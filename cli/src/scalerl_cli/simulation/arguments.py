@@ -1,4 +1,4 @@
-"""The arguments of ``scalerl simulate``: light to import."""
+"""The arguments of ``scalerl simulate``. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from scalerl_cli.curves.arguments import not_negative
 POLICIES = {
     "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
-    "slotOrder": "to whoever asks first, as earlier releases",
-    "roundRobin": "slot order, equally many to all",
+    "slotOrder": "first come, first served, as in earlier releases",
+    "roundRobin": "slot order, the same number to each generator",
     "histoPipe": "RhymeRL's ranges of length, ascending and descending",
-    "oracle": "as byLength, with the lengths known in advance",
+    "oracle": "byLength with the lengths known in advance",
     "tailBatching": "RollPacker's rounds; synchronous",
     "april": "APRIL's rounds, which continue partial completions",
 }
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The arguments of the command."""
+    """Add the command and its arguments."""
     command = commands.add_parser(
         "simulate",
         help="simulate the work of a trace (spec.trace) under other schedules and on other clusters",
@@ -31,13 +31,23 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--policy",
         action="append",
         choices=POLICIES,
-        help="schedule; may be repeated (default: that of the trace)",
+        help="schedule; may be repeated (default: the trace's)",
     )
-    command.add_argument("--generators", type=_positive, metavar="N", help="default: those of the trace")
     command.add_argument(
-        "--trainers", type=_positive, metavar="N", help="times the speed of the trace's trainer (default: 1)"
+        "--generators", type=_positive, metavar="N", help="number of generators (default: the trace's)"
     )
-    command.add_argument("--concurrency", type=_positive, metavar="N", help="default: that of the trace")
+    command.add_argument(
+        "--trainers",
+        type=_positive,
+        metavar="N",
+        help="speed of the trainer, in multiples of the trace's (default: 1)",
+    )
+    command.add_argument(
+        "--concurrency",
+        type=_positive,
+        metavar="N",
+        help="sequences that a generator samples at once (default: the trace's)",
+    )
     command.add_argument(
         "--max-staleness-steps", type=int, metavar="K", help="k of PipelineRL-k (default: the trace's scheme)"
     )
@@ -46,22 +56,23 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         type=_drafts,
         metavar="DRAFTS",
-        help="speculative decoding: none, traced (that of each group in the trace), or TOKENS:DRAFTED of a verification, from the "
-        "second time on that a prompt is sampled; may be repeated (default: traced)",
+        help="speculative decoding: none, traced (as in the trace), or TOKENS:DRAFTED per verification, from the second time on "
+        "that a prompt is sampled; may be repeated (default: traced)",
     )
     command.add_argument(
         "--max-draft-tokens",
         type=_positive,
         metavar="N",
-        help="longest draft (default: the run's maxDraftTokens, or 16 if the trace does not say)",
+        help="longest draft (default: the run's maxDraftTokens, or 16 if the trace has none)",
     )
     command.add_argument(
         "--verify",
         type=not_negative,
         nargs=2,
         metavar=("PER_DRAFT", "FREE"),
-        help="seconds that a drafted token adds to a decoding step, and the tokens, those of running sequences included, up to which "
-        "it adds none, because the step waits for memory (default: fitted to the trace; PER_SEQUENCE and 0 with --decode, or without drafts in the trace)",
+        help="seconds that a drafted token adds to a decoding step, and the number of tokens per step, running sequences included, up to "
+        "which it adds none, because the step waits for memory (default: fitted to the trace; PER_SEQUENCE and 0 with --decode, or without "
+        "drafts in the trace)",
     )
     command.add_argument(
         "--decode",
@@ -78,14 +89,17 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="seconds of a step of one trainer: BASE + PER_TOKEN * completion tokens (default: fitted)",
     )
     command.add_argument(
-        "--publish", type=not_negative, metavar="SECONDS", help="default: the trace's median"
+        "--publish",
+        type=not_negative,
+        metavar="SECONDS",
+        help="duration of a publish (default: the trace's median)",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -98,6 +112,6 @@ def _drafts(text: str) -> str | tuple[float, float]:
         tokens, drafted = 0.0, 0.0
     if not 1 <= tokens < 1 + drafted < 1000:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not none, traced, or TOKENS:DRAFTED of a verification, such as 2.9:7.3, with TOKENS from 1 to 1 + DRAFTED"
+            f"{text!r}: write none, traced, or TOKENS:DRAFTED per verification, such as 2.9:7.3, with TOKENS from 1 to 1 + DRAFTED"
         )
     return tokens, drafted

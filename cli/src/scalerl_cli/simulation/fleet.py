@@ -10,59 +10,67 @@ from dataclasses import dataclass, field
 from scalerl_cli.simulation.workload import Cluster, Drafts, Workload
 
 Spans = list[tuple[int, int]]
-"""Tokens of a sequence by version: (version, tokens)."""
+"""Tokens of a sequence by the weight version that sampled them: (version, tokens), in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence that ended."""
+    """A finished sequence."""
 
     time: float
+    """Seconds since the start of the simulation."""
     generator: int
     group: int
+    """Slot of its group."""
     sequence: int
+    """Index in its group."""
     spans: Spans
 
 
 @dataclass(slots=True)
 class _Group:
-    """Running sequences of a group, which advance together."""
+    """Running sequences of a group on a generator, which all have the same speed."""
 
     drafts: Drafts
     versions: list[int]
+    """Weight versions that have sampled the group, in order."""
     since: list[float] = field(default_factory=lambda: [0.0])
-    """Clock from which on the generator holds each of ``versions``."""
+    """Clock at which the generator loaded each of ``versions``."""
     clock: float = 0.0
-    """Tokens so far of a sequence that has run from the beginning."""
+    """Tokens so far of a sequence that runs since the start of the group."""
     speed: float = 0.0
-    """Tokens a second of each sequence."""
+    """Tokens per second of each sequence."""
     running: list[tuple[float, int, float]] = field(default_factory=list)
     """Heap of (clock at the end, sequence, clock at the start)."""
 
     @property
     def seconds_left(self) -> float:
+        """Seconds until its next sequence ends, at the present speed."""
         return max(0.0, self.running[0][0] - self.clock) / self.speed
 
 
 @dataclass(slots=True)
 class _Generator:
     at: float = 0.0
-    """Time of the groups' clocks."""
+    """Time in seconds up to which the clocks of its groups have advanced."""
     groups: dict[int, _Group] = field(default_factory=dict)
-    """Those with running sequences."""
+    """Groups with running sequences, by slot."""
     running: int = 0
-    """Sequences."""
+    """Number of running sequences."""
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
     """(group, sequence, tokens); first in, first out."""
     stamp: int = 0
-    """Of the only valid event of this generator."""
+    """Number of its newest event; older ones in the heap are invalid."""
     version: int = 0
+    """Weight version."""
     busy_seconds: float = 0.0
+    """Seconds with a running sequence."""
     sequence_seconds: float = 0.0
+    """Running sequences integrated over time."""
 
 
 class Fleet:
-    """All generators. Times that it is given never decrease."""
+    """All generators. The times passed to its methods must not decrease."""
 
     def __init__(self, cluster: Cluster, work: Workload) -> None:
         self._cluster, self._work = cluster, work
@@ -70,23 +78,23 @@ class Fleet:
         self._events: list[tuple[float, int, int]] = []
         self._paused = False
         self.tokens = 0
-        """Generated so far, without those of running sequences."""
+        """Tokens generated so far, without those of running sequences."""
 
     def start(self, at: int, group: int, sequences: list[tuple[int, int]], now: float) -> None:
-        """Give generator ``at`` sequences of a group: number and tokens of each."""
+        """Queue sequences of a group on generator ``at``: index and tokens of each."""
         generator = self._generators[at]
         self._advance(generator, now)
         generator.waiting.extend((group, number, tokens) for number, tokens in sequences)
         self._fill(at)
 
     def next_time(self) -> float:
-        """When the next sequence ends; infinite without one, and while generators are paused."""
+        """Time in seconds at which the next sequence ends; infinite without a running sequence, and while generators are paused."""
         while self._events and self._events[0][2] != self._generators[self._events[0][1]].stamp:
             heapq.heappop(self._events)
         return self._events[0][0] if self._events and not self._paused else float("inf")
 
     def finish(self) -> Finished:
-        """End the sequence that :meth:`next_time` speaks of."""
+        """Finish the next sequence, at :meth:`next_time`."""
         time, at, _ = self._events[0]
         generator = self._generators[at]
         self._advance(generator, time)
@@ -102,7 +110,7 @@ class Fleet:
         return Finished(time, at, number, sequence, _spans(group, start, end))
 
     def abort(self, at: int, group: int, now: float) -> dict[int, Spans]:
-        """Stop a group's sequences; returns what each has by then."""
+        """Stop the sequences of a group; returns the tokens that each has, by index."""
         generator = self._generators[at]
         self._advance(generator, now)
         stopped: dict[int, Spans] = {}
@@ -117,13 +125,13 @@ class Fleet:
         return stopped
 
     def pause(self, now: float) -> None:
-        """Stop all; sequences keep what they have."""
+        """Pause all generators; sequences keep their tokens."""
         for generator in self._generators:
             self._advance(generator, now)
         self._paused = True
 
     def resume(self, version: int, now: float) -> None:
-        """Continue all with the weights of ``version``."""
+        """Resume all generators with the weights of ``version``."""
         for at, generator in enumerate(self._generators):
             self._advance(generator, now)
             generator.version = version
@@ -134,7 +142,7 @@ class Fleet:
         self._paused = False
 
     def utilisation(self, seconds: float) -> tuple[float, float]:
-        """Mean part of the time in which a generator ran nothing, and mean number of its running sequences."""
+        """Mean idle fraction of a generator over the first ``seconds``, and mean number of its running sequences."""
         whole = seconds * len(self._generators)
         busy = sum(generator.busy_seconds for generator in self._generators)
         return 1 - busy / whole, sum(generator.sequence_seconds for generator in self._generators) / whole
@@ -173,7 +181,7 @@ class Fleet:
 
 
 def _spans(group: _Group, start: float, end: float) -> Spans:
-    """The tokens between two readings of the clock, by the version that sampled them."""
+    """Tokens between two readings of the clock of a group, by the version that sampled them."""
     spans: Spans = []
     at = bisect_right(group.since, start) - 1
     done, tokens = 0, round(end - start)

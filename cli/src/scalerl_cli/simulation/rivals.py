@@ -1,8 +1,8 @@
-"""Schedules that the coordinator does not run.
+"""Schedules that the coordinator cannot run.
 
-Two policies in slot order; one by length (HistoPipe's); and published schedules that move groups between steps: rounds of
-generation, each followed by training and a publish. Those get what favours them: continuing a partial completion costs nothing, and
-no completion is lost to a bound on staleness.
+Two policies in slot order; one by length (HistoPipe); and two published schedules that move groups between steps, in rounds of
+generation that are each followed by a training step and a publish. The assumptions favour these two: continuing a partial
+completion costs nothing, and no completion is discarded for its staleness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ APRIL_FACTOR = 1.5
 
 
 class SlotOrder:
-    """Whoever asks first gets all that it has room for: the default of earlier releases."""
+    """First come, first served: a generator gets as many groups as fit. The default of earlier releases."""
 
     def assign(self, view: View) -> Assignment:
         places = iter(view.places)
@@ -32,17 +32,17 @@ class SlotOrder:
 
 
 class RoundRobin:
-    """Equally many places to all that ask, whatever they hold."""
+    """The same number of groups for each requesting generator, regardless of its load."""
 
     def assign(self, view: View) -> Assignment:
         return spread(view.places, view, lambda generator: 0.0, lambda place: 1.0)
 
 
 class HistoPipe:
-    """RhymeRL's first tier (arXiv 2508.18588 [S]): the places of a step, by length, are cut into a range for each generator.
+    """RhymeRL's first tier (arXiv 2508.18588 [S]): the groups of a step, sorted by length, are split into a range per generator.
 
-    Odd steps give the ranges in ascending order, even ones in descending order, so that a generator with the longest groups of one step has
-    the shortest of the next. Places for which their generator has no room go to the next one that has.
+    Ranges ascend in odd steps and descend in even ones, so that a generator with the longest groups of one step gets the
+    shortest of the next. A group whose generator is full goes to the next generator with room.
     """
 
     def assign(self, view: View) -> Assignment:
@@ -65,16 +65,17 @@ class _Launch:
 
     slot: int
     lengths: list[int]
-    """Of all responses that are launched."""
+    """Tokens of each launched response."""
     wanted: int
-    """Responses after which it is complete."""
+    """Number of finished responses that complete the group."""
     spans: dict[int, Spans] = field(default_factory=dict)
-    """What there is of each response."""
+    """Tokens so far of each response, by index."""
     finished: list[int] = field(default_factory=list)
+    """Indices of finished responses, in the order in which they finished."""
     generator: int = -1
 
     def left(self) -> list[tuple[int, int]]:
-        """Unfinished responses: number and missing tokens."""
+        """Unfinished responses: index and missing tokens."""
         return [
             (number, length - sum(tokens for _, tokens in self.spans.get(number, ())))
             for number, length in enumerate(self.lengths)
@@ -88,7 +89,7 @@ class _Rounds:
         self.fleet, self.out, self.now = Fleet(cluster, work), Outcome(), 0.0
 
     def generate(self, launches: list[_Launch], complete: int) -> tuple[list[_Launch], list[_Launch]]:
-        """Run groups, in their order, until so many are complete: those, and the others as far as they came."""
+        """Run groups, in their order, until ``complete`` of them are complete; returns these, and the partial or unstarted others."""
         waiting, active, done = deque(launches), dict[int, _Launch](), list[_Launch]()
         load = [0] * self.cluster.generators
         most = self.cluster.concurrency
@@ -128,7 +129,7 @@ class _Rounds:
             launch.spans.setdefault(number, []).extend(spans)
 
     def train(self, launches: list[_Launch]) -> None:
-        """A step, and the publish after it."""
+        """A training step, and the publish after it."""
         version = len(self.out.trained)
         lengths = [launch.lengths[number] for launch in launches for number in launch.finished]
         for launch in launches:
@@ -154,10 +155,10 @@ class _Rounds:
 def tail_batching(
     work: Workload, cluster: Cluster, factor: float = TAIL_BATCHING_FACTOR, seed: int = 0
 ) -> Outcome:
-    """RollPacker's rounds: short ones launch more prompts and responses than they keep, and keep the first; prompts that were
-    aborted wait, without their tokens, for a long round of their own.
+    """RollPacker's rounds. A short round launches more prompts and responses than it keeps, and keeps those that finish first. A
+    long round regenerates the prompts that short rounds aborted; their tokens are discarded.
 
-    Lengths of the additional responses are drawn from those of their group.
+    The lengths of the additional responses are drawn from those of their group.
     """
     rounds, drawn = _Rounds(work, cluster), random.Random(seed)
     size, fresh, deferred = work.prompts_per_step, deque(range(len(work.groups))), deque[int]()
@@ -181,7 +182,7 @@ def tail_batching(
 
 
 def april(work: Workload, cluster: Cluster, factor: float = APRIL_FACTOR) -> Outcome:
-    """APRIL's rounds: issue more prompts than a step needs, stop when it has enough, and continue the partial ones first."""
+    """APRIL's rounds: each issues more prompts than a step needs, stops once the step is complete, and continues partial ones first."""
     rounds = _Rounds(work, cluster)
     size, fresh, partial = work.prompts_per_step, deque(range(len(work.groups))), list[_Launch]()
     while fresh or partial:

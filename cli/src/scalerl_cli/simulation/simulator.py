@@ -1,4 +1,4 @@
-"""A run whose groups are trained in the steps of their slots: leases, generation, training, publishing."""
+"""Simulation of a run that trains each group in the step of its slot: leases, generation, training, publishing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ class _Held:
 
     generator: int
     unfinished: int
+    """Number of unfinished completions."""
     tokens: float
+    """Expected tokens of a completion."""
     leased: float
+    """Time of the lease in seconds."""
 
 
 def simulate(
     work: Workload, cluster: Cluster, policy: Policy, expected: Expected, scheme: OffPolicy
 ) -> Outcome:
-    """The run under ``policy``; ``expected`` is what it may know of lengths."""
+    """Simulate the run under ``policy``, which predicts lengths by ``expected``."""
     return _Run(work, cluster, policy, expected, scheme).run()
 
 
@@ -46,7 +49,7 @@ class _Run:
         self.missing = [work.prompts_per_step] * work.steps
         self.spans: dict[int, Spans] = {}
         self.asking: dict[int, None] = {}
-        """In the order in which they asked."""
+        """Generators that request a lease, in the order of their requests."""
         self.pace = Pace()
         self.pace.observe_step(0, 0.0)
         self.mean_tokens, self.mean_of = 1.0, 0

@@ -1,4 +1,4 @@
-"""How fast the cluster of a trace generates and trains."""
+"""Estimates the speeds of generation and training of a traced cluster."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from scalerl_cli.simulation.trace_file import RunTrace, verification
 from scalerl_cli.simulation.workload import Cluster, DecodeSpeed, Drafts, Group, Workload
 
 _SEQUENCES = 4000
-"""So many are enough for a fit, which simulates them about a hundred times."""
+"""Number of sequences that determines a fit, which simulates them about a hundred times."""
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """A measured group that is simulated, or the rest of it when its sample begins."""
+    """A measured group in a sample. Of a group that was already running when the sample begins, only the rest."""
 
     line: trace.GroupLine
     time: float
+    """Seconds since the start of the run at which it begins in the sample."""
     lengths: list[int]
+    """Tokens of each completion, or what is left of them."""
     timed: bool
-    """All measured groups that ran beside it are in the sample, from their beginning to their end."""
+    """Whether the sample has all concurrent groups from start to end, so that the duration of this one can be compared."""
 
 
 def fit_decode(run: RunTrace) -> DecodeSpeed:
     """Seconds of a decoding step by running sequences and drafted tokens; 0 without measured groups.
 
-    With these speeds, simulated generators that are given groups of the trace at the times of their leases take as long for each as
-    the trace says, by least squares (soft L1). Of a long trace, groups of a few generators are enough. Without drafts in the trace, a
-    drafted token is taken to cost as much as a sequence.
+    Least squares (soft L1) between the durations of groups in the trace and in a simulation that starts them at the times of
+    their leases. In a long trace, the groups of a few generators are enough. Without drafts in the trace, a drafted token is
+    assumed to cost as much as a sequence.
     """
     samples = _samples(run)
     leases = [lease for sample in samples for lease in sample]
@@ -51,7 +53,7 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
     spans = [max(one.line.t for one in sample) - min(one.time for one in sample) for sample in samples]
     running = float(np.clip(sequence_seconds / max(sum(spans), 1e-6), 1, run.settings.concurrency))
     drafts = any(line.drafted_tokens for line in lines)
-    # Half for the step, half for its sequences, and as much for a drafted token as for a sequence.
+    # Initial guess: half of the time is fixed, half is for the sequences, and a drafted token costs as much as a sequence.
     guess = np.array([1.0, 1 / running, 1 / running])[: 2 + drafts] * np.median(per_token_n) / 2
 
     def errors(multiples: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -72,10 +74,10 @@ def fit_decode(run: RunTrace) -> DecodeSpeed:
 
 
 def _samples(run: RunTrace) -> list[list[_Lease]]:
-    """Measured groups, enough for a fit: of some generators the first ones, of others the last ones."""
+    """Measured groups, enough for a fit: alternately the first and the last groups of a generator."""
     by_generator: dict[str, list[trace.GroupLine]] = {}
     for line in run.generated:
-        # Where the coordinator lost its last records to a full disk, the run's time stepped back: t may be before leased.
+        # A coordinator that lost its last records to a full disk restarts at an earlier run time, so t may be before leased.
         if line.leased is not None and line.leased < line.t and line.seconds > 1e-6 and max(line.lengths):
             by_generator.setdefault(line.generator, []).append(line)
     most = max(_SEQUENCES, 16 * run.settings.concurrency) // run.settings.completions_per_prompt
@@ -92,7 +94,7 @@ def _samples(run: RunTrace) -> list[list[_Lease]]:
 
 
 def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Lease]:
-    """A generator's groups from ``first`` to before ``last``, and the rest of those that run when these begin."""
+    """Groups ``first`` to ``last`` (exclusive) of a generator, and the rest of the groups that run when these begin."""
     begin = own[first].leased or 0.0
     end = own[last].leased or 0.0 if last < len(own) else np.inf
     sample = []
@@ -105,7 +107,7 @@ def _sample(own: Sequence[trace.GroupLine], first: int, last: int) -> list[_Leas
 
 
 class _Generators:
-    """Simulates each sample on a generator of its own."""
+    """Simulates each sample on its own generator."""
 
     def __init__(self, run: RunTrace, samples: Sequence[Sequence[_Lease]]) -> None:
         self._leases = [(at, lease) for at, sample in enumerate(samples) for lease in sample]
@@ -121,7 +123,7 @@ class _Generators:
         self._events = sorted(events, key=lambda event: event[0])
 
     def durations(self, decode: DecodeSpeed) -> NDArray[np.float64]:
-        """Seconds from the lease of each group to its end."""
+        """(n,) seconds from the lease of each group to its end."""
         fleet = Fleet(Cluster(self._count, self._concurrency, decode, 0.0, 0.0, 0.0), self._work)
         unfinished = [len(group.lengths) for group in self._work.groups]
         seconds = np.zeros(len(unfinished))
@@ -145,9 +147,9 @@ class _Generators:
 
 
 def fit_trainer(run: RunTrace) -> tuple[float, float]:
-    """Seconds of a step, and seconds a token, by least squares; neither is negative.
+    """Fixed seconds of a training step, and seconds per token, by non-negative least squares.
 
-    A step begins with its last group or with the publish before it, and ends with the trainer's report.
+    A step begins with its last group or with the publish before it, whichever is later, and ends with the trainer's report.
     """
     publishes = _publishes(run)
     tokens: dict[int, int] = {}
@@ -166,18 +168,23 @@ def fit_trainer(run: RunTrace) -> tuple[float, float]:
 
 
 def publish_seconds(run: RunTrace) -> float:
-    """Median of the seconds between a step's report and the publish of its weights."""
+    """Median of the seconds between the report of a step and the publish of its weights."""
     return statistics.median([end - begin for begin, end in _publishes(run).values()] or [0.0])
 
 
 def _pauses(run: RunTrace) -> list[tuple[float, float]]:
-    """When generators are taken to pause for new weights. A publish that was held, for an evaluation, does not pause them longer."""
+    """Assumed pauses of generators for new weights: (begin, end) in seconds.
+
+    A pause is at most the median: a publish that waited for an evaluation did not pause generators meanwhile.
+    """
     longest = publish_seconds(run)
     return [(max(begin, end - longest), end) for begin, end in _publishes(run).values()]
 
 
 def _publishes(run: RunTrace) -> dict[int, tuple[float, float]]:
-    """By version: the report of its step, and its first publish; a member that joins later gets it again."""
+    """Time of the step's report and of the first publish, in seconds, by version; the trace has another publish for a member
+    that joins later.
+    """
     found = {}
     published = sorted((line.version, line.t) for line in run.publishes)
     for step in run.steps:

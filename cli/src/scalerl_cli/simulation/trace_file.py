@@ -1,4 +1,4 @@
-"""Reads a trace: the work of a run, and what its steps took."""
+"""Reads a trace: the work of a run, and the times of its steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _LONGEST_DRAFT = 64
 
 
 class TraceProblem(Exception):
-    """The file is not a trace, or has too little of a run; the message names lines."""
+    """The file is not a trace, or has no complete step; the message names lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTrace:
-    """A trace, in order."""
+    """The lines of a trace, in order."""
 
     settings: trace.RunLine
-    """The last of them."""
+    """The last run line."""
     groups: list[trace.GroupLine]
-    """Of the complete steps, by slot."""
+    """Groups of the complete steps, by slot."""
     generated: list[trace.GroupLine]
-    """Those, groups that were dropped for equal rewards, and of incomplete steps."""
+    """All generated groups, including those dropped for equal rewards and those of incomplete steps."""
     steps: list[trace.StepLine]
     publishes: list[trace.PublishLine]
     generators: int
     """Generators that delivered a group."""
     refilled: int
-    """Groups that were dropped for equal rewards; the simulation leaves them out."""
+    """Number of groups dropped for equal rewards, which the simulation leaves out."""
 
     @property
     def work(self) -> Workload:
@@ -52,19 +52,19 @@ class RunTrace:
 
 
 def verification(line: trace.GroupLine) -> tuple[float, float]:
-    """Tokens of a decoding step of one of its completions, and drafted ones: 1 and 0 without speculation."""
+    """Mean tokens that a completion of the group gets, and drafts, per decoding step: 1 and 0 without speculation."""
     tokens, accepted = sum(line.lengths), line.accepted_tokens or 0
-    # Of a group that was begun again, the trace has accepted tokens of completions that were lost.
+    # In a group that was restarted, the accepted tokens include those of lost completions: limit them to the longest draft.
     steps = max(tokens - accepted, tokens / (1 + _LONGEST_DRAFT), 1)
     return max(tokens, 1) / steps, (line.drafted_tokens or 0) / steps
 
 
 def read_trace(path: Path) -> RunTrace:
-    """Read a file that ``spec.trace`` writes, after the one that it continues, ``trace.jsonl.1``, where there is one.
+    """Read a trace file of ``spec.trace``, preceded by the rotated ``trace.jsonl.1`` if there is one.
 
     Raises:
-        TraceProblem: see there.
-        OSError: it cannot be read.
+        TraceProblem: a line is invalid, or there is no complete step.
+        OSError: the file cannot be read.
     """
     lines: list[trace.AnyLine] = []
     problems: list[str] = []
@@ -82,17 +82,17 @@ def read_trace(path: Path) -> RunTrace:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of both files, each with its place. After a crash in between, there is the earlier one alone."""
+    """Complete lines of both files, each with its place. After a crash during rotation, only the earlier file exists."""
     earlier = path.with_name(f"{path.name}.1")
     for at in [one for one in (earlier, path) if one.exists()] or [path]:
         with at.open("rb") as file:
             for number, text in enumerate(file, 1):
-                if text.endswith(b"\n"):  # otherwise it is being written, or cut off by a kill
+                if text.endswith(b"\n"):  # otherwise it is being written, or a kill cut it off
                     yield f"line {number}" if at == path else f"{at.name}: line {number}", text
 
 
 def _faults(line: trace.AnyLine) -> list[str]:
-    """What is wrong with a line that has the right form."""
+    """Values out of range in a line that decodes."""
     found = []
     if not 0 <= line.t < float("inf"):
         found.append(f"t is {line.t}")
@@ -115,7 +115,7 @@ def _faults(line: trace.AnyLine) -> list[str]:
 def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
     settings = [line for line in lines if isinstance(line, trace.RunLine)]
     if not settings:
-        raise TraceProblem('it has no line of kind "run"')
+        raise TraceProblem('the trace has no line of kind "run"')
     # A later line of a slot or step replaces an earlier one: the trainer may have returned to a checkpoint.
     # A line of the same slot and lease was written twice.
     generated = {(line.slot, line.leased): line for line in lines if isinstance(line, trace.GroupLine)}
@@ -128,7 +128,7 @@ def _run_trace(lines: list[trace.AnyLine]) -> RunTrace:
     complete = [step for step in sorted(steps) if len(by_step.get(step, ())) == size]
     if not complete:
         raise TraceProblem(
-            "it has no trained step with all its groups: a step that was given up in part does not count"
+            "the trace has no trained step with all its groups; steps with abandoned groups are left out"
         )
     kept = [line for step in complete for line in by_step[step]]
     return RunTrace(

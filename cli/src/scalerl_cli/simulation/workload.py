@@ -1,4 +1,4 @@
-"""What is generated and trained, what does it, and what came of it."""
+"""Inputs and result of a simulation: workload, cluster, expected lengths, outcome."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of a prompt: every drafted token is accepted with the same probability, once all before it in its draft are."""
+    """Drafts for the completions of a prompt. A drafted token is accepted with a constant probability, given that all before it
+    are.
+    """
 
     acceptance: float = 0.0
-    """That probability, less than 1; 0: nothing is drafted."""
+    """This probability, less than 1; 0 for no drafts."""
     length: float | None = None
-    """Tokens of each draft, in batches of any size; None: as many as pay."""
+    """Tokens of each draft, in batches of any size; None for the length with the highest throughput."""
 
     @classmethod
     def measured(cls, tokens: float, drafted: float, *, fixed: bool = False) -> Drafts:
-        """Those of which a verification yields ``tokens`` for ``drafted`` tokens, in the mean. fixed: in batches of any size.
+        """Drafts of which a verification of ``drafted`` tokens yields ``tokens`` on average.
+
+        fixed: drafts have this length in batches of any size.
 
         >>> round(Drafts.measured(1.75, 2).acceptance, 6)  # 1 + 1/2 + 1/4
         0.5
@@ -40,17 +44,17 @@ class Drafts:
 
 
 def _yield(acceptance: _Numbers, length: _Numbers) -> _Numbers:
-    """Tokens of a verification of so many drafted ones: 1 + p + p² + …"""
+    """Expected tokens from the verification of a draft of ``length`` tokens: 1 + p + p² + … + p^length."""
     tokens: _Numbers = (1 - acceptance ** (length + 1)) / (1 - acceptance)
     return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's completions."""
+    """The completions of a prompt."""
 
     prompt: tuple[int, int]
-    """Task and index."""
+    """Index of the task, and of the prompt in it."""
     lengths: tuple[int, ...]
     """Tokens of each completion."""
     drafts: Drafts = Drafts()
@@ -62,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The groups of a run, by slot; every ``prompts_per_step`` of them are a step."""
+    """The groups of a run, by slot; each ``prompts_per_step`` consecutive groups are a step."""
 
     groups: Sequence[Group]
     prompts_per_step: int
@@ -75,30 +79,37 @@ class Workload:
         return self.groups[number * self.prompts_per_step : (number + 1) * self.prompts_per_step]
 
     def tokens(self, number: int) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return sum(group.tokens for group in self.step(number))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Seconds of a decoding step, which samples a token of every running sequence, and verifies drafted ones:
-    ``base + per_sequence · running + per_draft · drafted``."""
+    """Seconds of a decoding step, which samples a token of every running sequence and verifies drafted tokens:
+    ``base + per_sequence · running + per_draft · drafted``.
+    """
 
     base: float
     per_sequence: float
     per_draft: float = 0.0
     free_rows: float = 0.0
-    """Tokens that are computed while the step waits for memory: as many, less the running sequences, are verified for nothing."""
+    """Tokens per step that are computed while the step waits for memory. Drafted tokens cost nothing up to this number less the
+    running sequences.
+    """
 
     def seconds(self, running: int, drafted: float = 0.0) -> float:
         costly = max(0.0, drafted - max(0.0, self.free_rows - running))
         return self.base + self.per_sequence * running + self.per_draft * costly
 
     def step(self, batch: Sequence[tuple[Drafts, int]], longest: int) -> tuple[float, list[float]]:
-        """A step of sequences with drafts of at most ``longest`` tokens: its seconds, and the tokens of a sequence of each kind.
+        """Seconds of a decoding step, and expected tokens of a sequence with each of the drafts in ``batch``.
 
-        A draft ends where its next token is accepted, with all before it, less probably than a threshold. A server learns the one
-        at which no longer draft pays (:mod:`scalerl_generator.draft_threshold`); here it is the best of a grid.
+        batch: drafts, and number of sequences with them.
+        longest: limit on the tokens of a draft.
+
+        A draft ends before the first token whose probability of acceptance, together with all before it, is below a threshold. A
+        server learns the threshold with the highest throughput (:mod:`scalerl_generator.draft_threshold`); here it is the best
+        of a grid.
         """
         running = sum(count for _, count in batch)
         if not any(drafts.acceptance for drafts, _ in batch):
@@ -116,46 +127,46 @@ class DecodeSpeed:
 
 
 _LOG_THRESHOLDS = np.linspace(0, np.log(0.05), 31)
-"""From 1, at which nothing is drafted, down to the least threshold of a server."""
+"""Logarithms of the thresholds: from 1, which drafts nothing, to .05, the lowest of a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What generates and trains."""
+    """Generators and trainer."""
 
     generators: int
     concurrency: int
-    """Sequences that a generator samples at once; others wait in its queue."""
+    """Limit on the sequences that a generator samples at once; others wait in its queue."""
     decode: DecodeSpeed
     train_seconds: float
-    """Of a step, whatever it has."""
+    """Fixed seconds of a training step."""
     train_seconds_per_token: float
     publish_seconds: float
-    """Generators pause that long for new weights."""
+    """Seconds for which generators pause for new weights."""
     longest_draft: int = 16
-    """Tokens."""
+    """Limit on the tokens of a draft."""
 
     def train(self, tokens: int) -> float:
-        """Seconds of a step."""
+        """Seconds of a training step."""
         return self.train_seconds + self.train_seconds_per_token * tokens
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulation found. Times are seconds since its start."""
+    """Result of a simulation. Times are seconds since its start."""
 
     trained_at: list[float] = field(default_factory=list)
-    """End of each step."""
+    """End of each training step."""
     trained: list[list[int]] = field(default_factory=list)
-    """Lengths of the completions of each step."""
+    """Lengths in tokens of the completions of each step."""
     staleness: dict[int, int] = field(default_factory=dict)
     """Trained tokens by staleness in steps."""
     generated_tokens: int = 0
-    """Those that were discarded included."""
+    """All generated tokens, including discarded ones."""
     trainer_busy: float = 0.0
-    """Seconds."""
+    """Seconds of training."""
     generator_idle: float = 0.0
-    """Mean part of the makespan in which a generator ran nothing."""
+    """Mean fraction of the makespan in which a generator has no running sequence."""
     running: float = 0.0
     """Mean number of running sequences of a generator."""
 
@@ -169,11 +180,11 @@ class Outcome:
 
 
 Expected = Callable[[int, int], float | None]
-"""Expected tokens of a completion of a slot, from the results of the steps before a given one; None without any."""
+"""(slot, step) → expected tokens of a completion of the slot, from the results of earlier steps; None without any."""
 
 
 def from_history(work: Workload) -> Expected:
-    """The mean of all earlier completions of the prompt, as the coordinator keeps it."""
+    """Mean length of all earlier completions of the prompt, as the coordinator computes it."""
     slots: dict[tuple[int, int], list[int]] = {}
     for slot, group in enumerate(work.groups):
         slots.setdefault(group.prompt, []).append(slot)
@@ -187,14 +198,15 @@ def from_history(work: Workload) -> Expected:
 
 
 def known(work: Workload) -> Expected:
-    """The length itself: what no run can know."""
+    """Length of the longest completion of the group itself, which a real run does not know in advance."""
     return lambda slot, until: float(max(work.groups[slot].lengths))
 
 
 def lower_bound(work: Workload, cluster: Cluster, scheme: OffPolicy) -> float:
-    """Seconds that no schedule can beat: every token at the fastest batches, with the best drafts, and a chain of steps.
+    """Lower bound of the makespan in seconds: the larger of a throughput bound and a critical path.
 
-    A step cannot end before its longest completion, alone on a generator, has started after the weights that open the step.
+    Throughput: all tokens in batches of the fastest size, with the best drafts. Critical path: a step ends no earlier than its
+    longest completion, which runs alone on a generator from the publish that opens the step.
     """
     most = max((group.drafts for group in work.groups), key=lambda drafts: drafts.acceptance)
     least = min(_per_token(cluster, most, running) / running for running in range(1, cluster.concurrency + 1))
@@ -213,6 +225,6 @@ def lower_bound(work: Workload, cluster: Cluster, scheme: OffPolicy) -> float:
 
 
 def _per_token(cluster: Cluster, drafts: Drafts, running: int) -> float:
-    """Seconds between two tokens of a sequence, in a batch of equal ones."""
+    """Seconds per token of a sequence, in a batch of ``running`` sequences with the same drafts."""
     seconds, (tokens,) = cluster.decode.step([(drafts, running)], cluster.longest_draft)
     return seconds / tokens

@@ -1,6 +1,6 @@
-"""What a person sees while a run is under way: lines, or a live table on a terminal.
+"""Display of a run in progress: lines, or a live table on a terminal.
 
-Lives here: text and layout, and nothing else. A view receives events and snapshots, and requests nothing.
+A view contains text and layout alone. It receives events and snapshots, and sends no requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scalerl_operator.local.unit import Event
 
 
 class View(Protocol):
-    """Takes what happens and shows it."""
+    """Displays events and snapshots."""
 
     def event(self, event: Event) -> None: ...
 
@@ -37,10 +37,9 @@ def open_view(run: ScaleRLRun) -> View:
 
 
 class LateView:
-    """Opens the view when there is first something to show, so that no child waits for its imports.
+    """Opens the view at the first event or snapshot, so that its imports do not delay child processes.
 
-    Goes quiet for good once nobody can read it (a terminal that was lost, a pipe that was closed): a run
-    ends for its own reasons, not for its reader's.
+    After a write error (lost terminal, closed pipe) it discards all output: losing the reader must not end the run.
     """
 
     def __init__(self, run: ScaleRLRun, opener: Callable[[ScaleRLRun], View] = open_view) -> None:

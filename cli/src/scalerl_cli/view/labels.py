@@ -12,7 +12,7 @@ UNKNOWN = "–"
 
 
 def seconds(value: float | None) -> str:
-    """A duration.
+    """A duration as text.
 
     >>> seconds(7.4), seconds(65), seconds(3725), seconds(None)
     ('7 s', '1 min 5 s', '1 h 2 min', '–')
@@ -28,7 +28,7 @@ def seconds(value: float | None) -> str:
 
 
 def reward(point: EvaluationPoint) -> str:
-    """Reward with the half-width of its 95 % interval, and at which weights.
+    """Reward with the half-width of its 95 % confidence interval, and the version of the weights.
 
     >>> from types import SimpleNamespace as N
     >>> reward(N(reward=.4123, standard_error=.0111, version=20, mixed_versions=False))
@@ -39,7 +39,7 @@ def reward(point: EvaluationPoint) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Tokens a second.
+    """Tokens per second as text.
 
     >>> rate(12345.6), rate(None)
     ('12,346', '–')
@@ -52,13 +52,13 @@ def divergence(value: float | None) -> str:
 
 
 def progress(snapshot: Snapshot, max_steps: int | None) -> str:
-    """Steps done of steps allowed."""
+    """Completed steps, and the limit on steps if there is one."""
     done = UNKNOWN if snapshot.status is None else str(snapshot.status.step)
     return f"{done}/{max_steps}" if max_steps is not None else done
 
 
 def waiting(snapshot: Snapshot) -> str:
-    """What the run is at, and what it waits for."""
+    """Phase of the run, and what it waits for."""
     status = snapshot.status
     if snapshot.stopping and (status is None or not status.stop_reason):
         return f"stopping ({snapshot.stopping})"
@@ -72,7 +72,7 @@ def waiting(snapshot: Snapshot) -> str:
 
 
 def state(unit: UnitStatus) -> str:
-    """A unit's state, with what a person would ask next."""
+    """State of a unit, with the number of its restarts."""
     text = str(unit.state)
     if unit.restarts:
         text += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
@@ -80,5 +80,5 @@ def state(unit: UnitStatus) -> str:
 
 
 def decision(made: Decision) -> str:
-    """What the autoscaler thinks, and why."""
+    """State that the autoscaler decided on, and its first reason."""
     return f"{made.state}: {made.reasons[0]}" if made.reasons else str(made.state)

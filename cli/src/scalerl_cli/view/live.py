@@ -1,4 +1,4 @@
-"""A live table on a terminal; events scroll above it."""
+"""Live table on a terminal; events scroll above it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {
 
 
 class LiveView:
-    """Draws once a snapshot and no more: the run needs the cores more than the table does."""
+    """Draws once per snapshot, without automatic refresh, which would take CPU time from the run."""
 
     def __init__(self, run: ScaleRLRun, console: Console | None = None) -> None:
         self._run = run

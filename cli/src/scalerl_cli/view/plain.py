@@ -1,4 +1,4 @@
-"""Lines: one for each step (or every few seconds), and one for each thing that happens."""
+"""Progress as lines: one for each step or every few seconds, and one for each event."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _WAITING_SECONDS = 15.0
 
 
 class PlainView:
-    """Prints to standard output, each line whole and at once."""
+    """Prints lines to standard output, each flushed at once."""
 
     def __init__(self, run: ScaleRLRun) -> None:
         self._max_steps = run.spec.budget.max_steps
         self._states: dict[str, UnitState] = {}
         self._points = 0
         self._step = -1
-        self._said = ""
-        self._said_at = 0.0
+        self._printed = ""
+        self._printed_seconds = 0.0
 
     def event(self, event: Event) -> None:
         self._line(f"{'!' if event.is_problem else '·'} {event.unit}: {event.text}")
@@ -44,19 +44,19 @@ class PlainView:
             for point in status.points[self._points :]:
                 self._line(f"* evaluation: reward {labels.reward(point)}")
             self._points = len(status.points)
-        waited = snapshot.elapsed_seconds - self._said_at
+        waited = snapshot.elapsed_seconds - self._printed_seconds
         if status is not None and status.step > max(self._step, 0):
             self._step = status.step
-            self._say(self._progress(snapshot), snapshot)
+            self._print(self._progress(snapshot), snapshot)
         elif status is None or status.waiting_for or snapshot.stopping:
             text = labels.waiting(snapshot)
-            if (text != self._said and waited >= _QUIET_SECONDS) or waited >= _WAITING_SECONDS:
-                self._say(text, snapshot)
+            if (text != self._printed and waited >= _QUIET_SECONDS) or waited >= _WAITING_SECONDS:
+                self._print(text, snapshot)
         elif waited >= _QUIET_SECONDS:
-            self._say(self._progress(snapshot), snapshot)
+            self._print(self._progress(snapshot), snapshot)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the view holds no resources."""
 
     def _progress(self, snapshot: Snapshot) -> str:
         status, rates = snapshot.status, snapshot.rates
@@ -74,8 +74,8 @@ class PlainView:
             parts.insert(1, f"reward {status.points[-1].reward:.3f} (first {status.points[0].reward:.3f})")
         return "  ".join(parts)
 
-    def _say(self, text: str, snapshot: Snapshot) -> None:
-        self._said, self._said_at = text, snapshot.elapsed_seconds
+    def _print(self, text: str, snapshot: Snapshot) -> None:
+        self._printed, self._printed_seconds = text, snapshot.elapsed_seconds
         self._line(text)
 
     def _line(self, text: str) -> None:

@@ -125,7 +125,11 @@ def _check_earlier(request: wire.ForecastRequest) -> None:
 
 @dataclass(unsafe_hash=True)
 class _HashedPoints:
-    """The points of an earlier run as a cache key. points: None after a cache miss, so that the cache keeps no points."""
+    """The points of an earlier run as a cache key.
+
+    digest: hash of the points.
+    points: None after a cache miss, so that the cache keeps no points.
+    """
 
     digest: bytes
     points: wire.Points | None = field(compare=False)
@@ -140,8 +144,8 @@ class _HashedPoints:
 class _EarlierSegment:
     """The last segment of an earlier run.
 
-    run: without its name, which is not part of the cache key.
-    recipe_changed: the segment has a recipe before it.
+    run: summarized run with an empty name, since the name is not part of the cache key.
+    recipe_changed: whether another recipe precedes the segment.
     """
 
     run: SummarizedRun
@@ -150,7 +154,7 @@ class _EarlierSegment:
 
 @lru_cache(maxsize=1024)
 def _earlier_segment(hashed: _HashedPoints) -> _EarlierSegment | str:
-    """The last segment of an earlier run, or why its points are invalid. Cached: requests repeat the same earlier runs."""
+    """The last segment of an earlier run, or the reason why its points are invalid; cached, since requests repeat earlier runs."""
     points, hashed.points = hashed.points, None
     assert points is not None
     try:
@@ -172,7 +176,7 @@ def _earlier_uses(
 
 
 def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarizedRun]) -> Fit:
-    """The fit of one segment. With a budget equal rewards are fitted too, for the plateau, with one changed slightly."""
+    """The fit of one segment. With a budget, equal rewards are fitted too (with the last one changed slightly), for the plateau."""
     try:
         return fit(curve, earlier=earlier)
     except ConstantRewardError:

@@ -3,14 +3,14 @@
 | limit | default | when exceeded |
 |---|---|---|
 | body | `MAX_BODY_BYTES` | 413 |
-| its encoding | none | 415 |
+| encoding of the body | none | 415 |
 | points, forecasts, draws | `MAX_POINTS`, … | 422 `request` |
 | seconds to read a body | `read_seconds` | 503 `slow_body`, connection closed |
 | requests computing or waiting | `queue` | 503 `busy` |
 | seconds to wait and compute | `compute_seconds` | 503 `out_of_time` |
 
-Answers are computed in one thread, on one core, so that health and metrics stay responsive. The fit of each new earlier
-run is a task of its own in that thread: a request with 50 of them does not delay other requests by 50 fits.
+One thread, on one core, computes all answers, so that health and metrics stay responsive. The fit of each new earlier run is a
+separate task of that thread, so that a request with 50 earlier runs does not delay other requests by 50 fits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .openapi import document
 JSON = "application/json"
 RETRY_AFTER_SECONDS = 1
 LINGER_SECONDS = 1.0
-"""Time to drain the unread rest of a body after its answer."""
+"""Time to drain the unread rest of a request body after the response."""
 
 RequestT = TypeVar("RequestT", wire.FitRequest, wire.ForecastRequest)
 Steps = Callable[[RequestT], Iterator[msgspec.Struct | None]]
-"""Yields None after each step, then the answer."""
+"""Function from a request to its steps: None after each step, then the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,17 @@ class Limits:
     """Limits of one replica."""
 
     body_bytes: int = wire.MAX_BODY_BYTES
+    """Size of a request body."""
     read_seconds: float = 5.0
+    """Time to read a body."""
     compute_seconds: float = 5.0
+    """Time to wait and compute."""
     queue: int = 64
+    """Number of requests computing or waiting."""
 
 
 class Rejected(Exception):
-    """An error answer: HTTP status, stable code, message."""
+    """A request that is answered with an error: HTTP status, stable code, message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -187,7 +191,7 @@ class Sidecar:
             while True:
                 future = loop.run_in_executor(self._worker, next, steps)
                 self._count(1)
-                # Counted until it is done, not until the caller's timeout: it still occupies the thread.
+                # Counted until it is done, even after the caller's timeout, since it still occupies the thread.
                 future.add_done_callback(lambda _: self._count(-1))
                 async with asyncio.timeout_at(deadline):
                     encoded = await asyncio.shield(future)

@@ -16,7 +16,7 @@ from scalerl_api import forecast as wire
 
 
 class Metrics:
-    """Each application has its own registry, so that tests can run several in one process."""
+    """Metrics of one application, with their own registry, so that tests can run several applications in one process."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]

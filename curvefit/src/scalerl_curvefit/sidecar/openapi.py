@@ -25,7 +25,7 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "scalerl curve fit",
-            "version": "1",  # of the paths below /v1, not of the package
+            "version": "1",  # version of the paths below /v1, not of the package
             "description": "Fits and forecasts compute–reward curves. Stateless and deterministic.",
         },
         "paths": {
