@@ -89,7 +89,7 @@ def test_an_object_that_does_not_fit_is_named(change: dict[str, Any], says: str)
         ),
     ],
 )
-def test_a_pod_has_no_folder_that_a_path_could_be_relative_to(fields: dict[str, Any], says: str) -> None:
+def test_relative_path_is_refused_on_a_cluster(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         run_from_object(spec_with(**fields))
 
@@ -119,19 +119,19 @@ def test_a_pod_has_no_folder_that_a_path_could_be_relative_to(fields: dict[str, 
         ({"nodeSelectors": {}}, "did you mean nodeSelector?"),
     ],
 )
-def test_a_pod_template_keeps_off_what_is_the_operators(template: dict[str, Any], says: str) -> None:
+def test_pod_template_may_not_set_reserved_fields(template: dict[str, Any], says: str) -> None:
     for fields in ({"podTemplate": template}, {"generator": {"podTemplate": template}}):
         with pytest.raises(SpecError) as refused:
             run_from_object(spec_with(**fields))
         assert says in str(refused.value)
 
 
-def test_a_path_that_only_begins_like_a_reserved_one_is_free() -> None:
+def test_path_with_a_reserved_prefix_is_allowed() -> None:
     mount = {"name": "a", "mountPath": "/tmpfiles"}
     assert run_from_object(spec_with(podTemplate={"volumeMounts": [mount]})).spec.pod_template is not None
 
 
-def test_a_roles_template_wins_over_the_one_for_all() -> None:
+def test_role_template_overrides_the_shared_one() -> None:
     toleration = {"key": "gpu", "operator": "Exists"}
     base = PodTemplate.model_validate(
         {
@@ -193,7 +193,7 @@ def test_the_spec_may_lie_elsewhere_than_the_run(tmp_path: Path) -> None:
     assert paths.curve == tmp_path / "curve.csv"
 
 
-def test_a_status_survives_the_server_and_a_newer_operator() -> None:
+def test_status_survives_the_server_and_a_newer_operator() -> None:
     condition = Condition(
         type=ConditionType.ACCEPTED,
         status="False",
@@ -220,7 +220,7 @@ def test_every_constant_says_what_it_means() -> None:
 @pytest.mark.parametrize(
     "argument", ["--config=/data/x.yaml", "--gpu_memory-util=0.5", "--max-model-le", "--ssl-keyfile=/k"]
 )
-def test_options_of_vllm_are_refused_in_every_way_to_write_them(argument: str) -> None:
+def test_reserved_vllm_options_are_refused_in_any_spelling(argument: str) -> None:
     with pytest.raises(ValueError, match="leave it out"):
         free_option(argument)
 

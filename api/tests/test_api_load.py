@@ -250,7 +250,7 @@ def test_defaults_survive_a_round_trip() -> None:
         ("apiVersion", "scalerl.dev/v2", "apiVersion", "scalerl.dev/v1alpha1"),
     ],
 )
-def test_each_problem_names_the_field_and_what_to_do(path: str, value: Any, where: str, says: str) -> None:
+def test_problem_names_the_field_and_what_to_do(path: str, value: Any, where: str, says: str) -> None:
     found = problems(with_field(path, value))
     assert any(line.startswith(f"{where}: ") and says in line for line in found), found
 
@@ -333,7 +333,7 @@ def test_unreadable_files_are_named(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["examples/tiny/run-kubernetes.yaml", "examples/tiny/run.yaml"])
-def test_an_accepted_spec_is_read_as_any_other_and_past_the_rules_that_came_later(name: str) -> None:
+def test_accepted_spec_is_read_despite_newer_rules(name: str) -> None:
     obj = yaml.safe_load((Path(__file__).parents[2] / name).read_text())
     obj["metadata"]["namespace"] = "a"
     obj["spec"]["task"]["jsonl"]["path"] = "/data/data.jsonl"

@@ -65,7 +65,7 @@ def test_unknown_names_are_refused(stage: int, world: int) -> None:
         rank_memory(SIZE, dtype="float32", zero_stage=stage, world=world, micro_batch_tokens=1)
 
 
-def test_a_spec_says_what_all_its_roles_need_on_the_host() -> None:
+def test_host_memory_of_all_roles() -> None:
     run = spec(trainer={"replicas": 2, "microBatchTokens": 64}, generator={"replicas": 3, "kvCache": "1Mi"})
     assert host_memory(SIZE, run) == {
         "generator": 3 * (2 * SIZE.parameters + 2**20),
@@ -74,7 +74,7 @@ def test_a_spec_says_what_all_its_roles_need_on_the_host() -> None:
     assert trainer_rank_memory(SIZE, run).optimizer == 12 * SIZE.parameters // 2
 
 
-def test_on_accelerators_the_host_needs_nothing_and_the_weights_are_shared() -> None:
+def test_host_memory_on_accelerators() -> None:
     run = spec(trainer={"devices": 1, "microBatchTokens": 64}, generator={"devices": 4})
     assert host_memory(SIZE, run) == {}
     assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4

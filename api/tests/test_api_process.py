@@ -38,7 +38,7 @@ def test_all_missing_variables_are_named_at_once(variables: dict[str, str]) -> N
         ProcessEnvironment.read(variables)
 
 
-def test_a_token_that_cannot_be_read_names_its_file(variables: dict[str, str], tmp_path: Path) -> None:
+def test_unreadable_token_names_its_file(variables: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "token").write_text(" \n")
     with pytest.raises(EnvironmentProblem, match=r"SCALERL_TOKEN_FILE=.*/token: empty"):
         ProcessEnvironment.read(variables)

@@ -39,7 +39,7 @@ def values(recipe: RecipeSpec) -> dict[str, str]:
     return {choice.field: choice.value for choice in resolve(recipe).choices}
 
 
-def test_every_preset_has_an_entry_and_every_entry_is_a_preset() -> None:
+def test_presets_and_their_entries_match() -> None:
     assert set(get_args(Preset)) == set(PRESETS)
 
 
@@ -135,7 +135,7 @@ def test_an_empty_choice_is_the_presets(empty: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_OF)
-def test_an_empty_choice_that_no_preset_makes_is_the_default(name: str) -> None:
+def test_empty_choice_without_preset_is_the_default(name: str) -> None:
     assert RecipeSpec.model_validate({name: {}}) == RecipeSpec()
 
 
@@ -245,7 +245,7 @@ def test_names_of_the_release_before_are_read(old: dict[str, Any], now: dict[str
         {"loss": {"ppoClip": {"clipHigh": "0.3"}}, "fp32Logits": "None"},
     ],
 )
-def test_a_pod_of_the_release_before_reads_the_recipe_of_its_run(recipe: dict[str, Any]) -> None:
+def test_pod_of_the_release_before_reads_the_recipe(recipe: dict[str, Any]) -> None:
     """It knows the earlier names alone, and drops the others."""
     given = {
         **recipe,
@@ -287,7 +287,7 @@ def test_earlier_names_warn_unless_they_hold_the_default() -> None:
         },
     ],
 )
-def test_newer_fields_win_over_what_an_api_server_kept(newer: dict[str, Any]) -> None:
+def test_newer_fields_override_earlier_names(newer: dict[str, Any]) -> None:
     """A manifest with new names was applied to an object of the release before."""
     kept = {**OLD_DEFAULTS, "maxStalenessSteps": 3, **newer}
     kept["loss"] = {**OLD_DEFAULTS["loss"], **newer.get("loss", {})}  # type: ignore[dict-item]
@@ -308,7 +308,7 @@ def test_newer_fields_win_over_what_an_api_server_kept(newer: dict[str, Any]) ->
         {"loss": 3},
     ],
 )
-def test_earlier_names_with_values_that_never_were_are_refused(bad: dict[str, Any]) -> None:
+def test_earlier_names_with_unknown_values_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SpecError):
         parse_run(to_yaml(with_recipe(**bad)), "run.yaml")
 

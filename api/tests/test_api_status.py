@@ -52,7 +52,7 @@ def test_unknown_values_are_omitted(said: dict[str, Any], read: dict[str, Any]) 
         assert found == wanted, path
 
 
-def test_a_status_of_this_release_is_read_as_it_is() -> None:
+def test_status_of_this_release_is_read_unchanged() -> None:
     assert RunStatus.read(WHOLE) == RunStatus.model_validate(WHOLE)
     assert RunStatus.read(None) == RunStatus.read({}) == RunStatus()
 
@@ -76,7 +76,7 @@ def test_any_status_is_accepted(changes: dict[str, Any]) -> None:
     assert RunStatus.model_validate(status.to_object()) == status
 
 
-def test_a_reason_of_a_later_release_has_a_name_here() -> None:
+def test_reason_of_a_later_release_is_other_release() -> None:
     assert Reason.read("BudgetReached") is Reason.BUDGET_REACHED
     assert Reason.read("ProphecyFulfilled") is Reason.OTHER_RELEASE
     assert Reason.read("RestartsExhausted") is Reason.BACKOFF_LIMIT_EXCEEDED

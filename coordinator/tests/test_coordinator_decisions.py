@@ -69,7 +69,7 @@ async def test_an_offset_is_a_number_of_bytes(local, visitor, offset: str) -> No
         assert "is not a number of bytes" in msgspec.msgpack.decode(await response.read())["message"]
 
 
-async def test_a_full_disk_is_507_and_another_failure_500_with_its_text(local, visitor) -> None:
+async def test_full_disk_is_507_and_other_failures_500(local, visitor) -> None:
     """``/dev/full`` refuses each write with ENOSPC, as a full disk does."""
     local.paths.decisions.symlink_to("/dev/full")
     with pytest.raises(
@@ -90,7 +90,7 @@ async def test_a_full_disk_is_507_and_another_failure_500_with_its_text(local, v
     assert local.paths.decisions.read_bytes() == b"{}\n"
 
 
-async def test_the_log_waits_longer_for_a_disk_than_a_status(local, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decision_log_waits_longer_than_a_status(local, monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer comes after the limit of a status."""
     real = DecisionLog.read
 
@@ -103,9 +103,7 @@ async def test_the_log_waits_longer_for_a_disk_than_a_status(local, monkeypatch:
         assert (await client.decisions(0)).size == 0
 
 
-def test_pages_of_a_log_of_50_000_decisions_are_bounded_and_appends_read_the_last_line_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_bounded_and_appends_read_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "decisions.jsonl"
     line = b"x" * 1_999 + b"\n"
     path.write_bytes(line * 50_000)
@@ -130,7 +128,7 @@ def test_pages_of_a_log_of_50_000_decisions_are_bounded_and_appends_read_the_las
 
 
 @pytest.mark.parametrize("torn", [1, 70_000, 200_000])
-def test_a_torn_last_line_is_neither_read_nor_kept(tmp_path: Path, torn: int) -> None:
+def test_partial_last_line_is_dropped(tmp_path: Path, torn: int) -> None:
     path = tmp_path / "decisions.jsonl"
     path.write_bytes(b"{}\n" + b"x" * torn)
     log = DecisionLog(path)
@@ -143,7 +141,7 @@ def test_a_torn_last_line_is_neither_read_nor_kept(tmp_path: Path, torn: int) ->
     assert log.read() == (b"", 0)
 
 
-async def test_a_long_line_is_taken_and_a_longer_one_refused(local, visitor) -> None:
+async def test_line_length_is_limited(local, visitor) -> None:
     await post(visitor, 0, b"x" * (MAX_LINE_BYTES - 1) + b"\n")
     for line, status in ((b"x" * MAX_LINE_BYTES + b"\n", 400), (b"x" * (MAX_LINE_BYTES + 1024) + b"\n", 413)):
         with pytest.raises(ErrorAnswer) as refused:
@@ -152,7 +150,7 @@ async def test_a_long_line_is_taken_and_a_longer_one_refused(local, visitor) -> 
     assert local.paths.decisions.stat().st_size == MAX_LINE_BYTES
 
 
-async def test_a_torn_line_is_cut_off_after_a_restart(tmp_path: Path, serving_on) -> None:
+async def test_partial_line_is_cut_off_after_a_restart(tmp_path: Path, serving_on) -> None:
     async with serving_on(tmp_path) as first, aiohttp.ClientSession() as session:
         await post(Client(session, first.url), 0, b"{}\n")
     with first.paths.decisions.open("ab") as file:
@@ -168,7 +166,7 @@ def test_a_decision_is_one_line(tmp_path: Path, line: bytes) -> None:
         DecisionLog(tmp_path / "decisions.jsonl").append(0, line)
 
 
-def test_a_line_is_on_disk_before_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_is_on_disk_before_the_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
@@ -202,7 +200,7 @@ def test_a_full_disk_leaves_the_log_whole(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([b"a\n", b"bb\n"]), st.booleans()), max_size=12))
 @settings(max_examples=40, deadline=None)
-def test_of_two_writers_every_acknowledged_line_is_kept_once(
+def test_two_writers_keep_acknowledged_lines_once(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[int, bytes, bool]]
 ) -> None:
     """Each writer continues from what it read last; a lost answer is repeated."""

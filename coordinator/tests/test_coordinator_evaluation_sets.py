@@ -159,7 +159,7 @@ def test_large_set_does_not_delay_a_small_one():
     assert others[:3] == [2, 2, 1]
 
 
-def test_failures_of_a_prompt_do_not_count_for_its_position_in_another_set():
+def test_failures_do_not_count_in_another_set():
     world = two_sets()
     first = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]
     of = {(lease.prompt.task, lease.slot): lease for lease in first}
@@ -254,7 +254,7 @@ def test_edited_samples_of_a_set_apply_to_the_rest_of_its_evaluation(samples: in
     check_consistency(world)
 
 
-def test_evaluation_in_progress_is_completed_when_its_version_is_no_longer_due():
+def test_evaluation_in_progress_is_completed():
     world = two_sets()
     train(world)
     train(world)
@@ -297,7 +297,7 @@ def test_largest_k_bounds_pass_at_k():
     assert [at.k for at in summarize(evaluation, "hard", "d", 1.0, 1.0, 4).pass_at] == [2, 4]
 
 
-def test_unfinished_completions_of_another_set_are_continued_with_newer_weights():
+def test_other_sets_continue_with_newer_weights():
     """Publishes do not wait for it, so that its slots are mostly issued again to newer weights."""
     world = two_sets()
     leases = world.lease(world.member, 0)

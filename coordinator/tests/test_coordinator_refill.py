@@ -71,7 +71,7 @@ def test_no_refill_without_the_filter() -> None:
     assert world.lease(world.member, 0, 1)[0].slot == 1
 
 
-def test_refills_survive_a_restart_and_a_checkpoint_forgets_those_of_untrained_steps() -> None:
+def test_refills_survive_a_restart() -> None:
     world = world_with()
     (first,) = world.lease(world.member, 0, 1)
     push(world, first, FLAT)

@@ -67,7 +67,7 @@ def store(tmp_path: Path) -> ResponseStore:
     return made
 
 
-def test_a_line_compares_a_group_with_the_one_before(tmp_path: Path, store: ResponseStore) -> None:
+def test_similarity_compares_a_group_with_its_predecessor(tmp_path: Path, store: ResponseStore) -> None:
     put(store, 3, list(range(20)), list(range(50, 60)))
     put(store, 5, [99, *range(10)], [*range(50, 58), 98, 97])
     put(store, 6, [1], drafts=([5, 4], [3, 1]))
@@ -104,7 +104,7 @@ def test_a_line_compares_a_group_with_the_one_before(tmp_path: Path, store: Resp
     ]
 
 
-def test_without_time_or_for_long_groups_less_is_compared(
+def test_similarity_compares_less_of_long_groups(
     tmp_path: Path, store: ResponseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_similarity, "_MAX_TOKENS", 20)

@@ -56,9 +56,7 @@ def test_reward_of_score_and_length(
     st.lists(st.integers(1, LONGEST), min_size=2, max_size=2),
     st.sampled_from(["none", "penalty", "overlong"]),
 )
-def test_longer_is_never_worth_more_and_a_length_costs_one_at_most(
-    score: float, lengths: list[int], rule: str
-) -> None:
+def test_length_penalty_is_monotone_and_bounded_by_one(score: float, lengths: list[int], rule: str) -> None:
     plain = 2 * score - 1
     short, long = rewards(Verdicts(scores=[score] * 2), sorted(lengths), length(**{rule: {}}), LONGEST)
     assert plain >= short >= long >= plain - 1

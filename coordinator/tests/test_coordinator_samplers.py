@@ -175,7 +175,7 @@ def choices(sampler: Sampler, known: KnownHistory, count: int, cursor: int = 0) 
     return found
 
 
-def test_edge_of_competence_has_what_is_solved_now_and_then_and_measures_the_rest() -> None:
+def test_edge_of_competence_draws_partly_solved_prompts() -> None:
     known = after(
         [group(0, 0), group(1, 1), group(2, 3), group(3, 4), group(4, 2, completions=0), group(5, 1)]
     )
@@ -208,7 +208,7 @@ def test_share_of_measuring() -> None:
     assert max(counts) - min(counts) <= 4, "they go round: by chance it would be about 25"
 
 
-def test_a_prompt_is_judged_by_its_two_newest_groups() -> None:
+def test_prompt_is_rated_by_its_two_newest_groups() -> None:
     sampler = EdgeOfCompetence(50, 0, 0.75, 0.1)
     steps = [[group(0, 2), group(1, 0)], [group(0, 0), group(1, 0)], [group(0, 0), group(1, 1)]]
     in_turn = [choices(sampler, after(*steps[:known]), 200) for known in (1, 2, 3)]
@@ -240,7 +240,7 @@ def test_sec_by_hand() -> None:
         assert share == pytest.approx(expected, abs=0.02)
 
 
-def test_a_category_that_is_rare_leaves_its_draws_to_the_others() -> None:
+def test_rare_category_leaves_its_draws_to_others() -> None:
     """Also where the weights of all others, relative to its own, are 0 in floating point."""
     difficulties = {0: 0.0, **dict.fromkeys(range(1, 3000, 2), 9.0)}
     sampler = SelfEvolvingCurriculum(
@@ -251,7 +251,7 @@ def test_a_category_that_is_rare_leaves_its_draws_to_the_others() -> None:
     assert sum(prompt % 2 for prompt in found) / 1000 == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_prompt_that_the_source_cannot_read_has_no_difficulty(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_prompt_has_no_difficulty(caplog: pytest.LogCaptureFixture) -> None:
     def difficulty(prompt: int) -> float:
         if prompt % 4 == 0:
             raise PromptError(f"prompt {prompt} cannot be generated")

@@ -50,7 +50,7 @@ def test_assign(policy: Policy, room: int, other: Generator | None, slots: list[
     ("tokens_per_step", "slots"),
     [(math.inf, [1, 0, 2, 3]), (200.0, [1, 0, 2, 3]), (50.0, [1, 2, 0, 3]), (5.0, [2, 1, 3, 0])],
 )
-def test_a_long_group_is_as_early_as_it_takes_steps(tokens_per_step: float, slots: list[int]) -> None:
+def test_long_group_is_leased_early(tokens_per_step: float, slots: list[int]) -> None:
     assigned = ByLength().assign(View(LONG, [Generator("a", 9)], tokens_per_step=tokens_per_step))
     assert [place.slot for place in assigned["a"]] == slots
 
@@ -130,7 +130,7 @@ def test_generators_that_ask_at_once(by_length: bool) -> None:
     assert sorted(slots[0] + slots[1]) == list(range(6))
 
 
-def test_a_generator_with_more_to_do_is_passed_over_for_a_second() -> None:
+def test_busier_generator_is_skipped_for_a_second() -> None:
     """The one with less to do has an open request, and never takes the place."""
     world = make_world()
     assert len(world.lease(world.member, 0, 5)) == 5
@@ -160,7 +160,7 @@ def test_groups_that_wait_for_the_teacher_are_no_load(by_length: bool) -> None:
     assert len(taken(world, world.member)) == 1
 
 
-def test_a_generator_that_was_passed_over_is_woken_when_the_other_stops_asking() -> None:
+def test_skipped_generator_is_woken_when_the_other_stops() -> None:
     world = make_world()
     assert len(world.lease(world.member, 0, 5)) == 5
     other = world.register("h", version=0)
@@ -185,7 +185,7 @@ def test_least_loaded_leases_in_slot_order_and_evaluations_are_load() -> None:
     assert (taken(world, world.member), taken(world, other)) == ([2, 4], [0, 1, 3, 5])
 
 
-def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None:
+def test_lost_leases_free_their_generator() -> None:
     """What was assigned to all that asked is assigned again."""
     world = make_world(by_length=False)
     lost, other = world.register("h", version=0), world.register("i", version=0)
@@ -198,7 +198,7 @@ def test_a_new_request_takes_part_and_lost_leases_free_their_generator() -> None
     assert (taken(world, late), taken(world, world.member), taken(world, other)) == ([2, 5], [0, 3], [1, 4])
 
 
-def test_a_slot_that_failed_goes_to_the_first_other_that_asks() -> None:
+def test_failed_slot_goes_to_another_generator() -> None:
     world = make_world(by_length=False)
     (failed,) = world.lease(world.member, 0, 1)
     other = world.register("h", version=0)
@@ -267,7 +267,7 @@ def test_generators_of_two_versions_share_assignments(monkeypatch: pytest.Monkey
     assert len(views) == 2
 
 
-def test_a_place_that_opens_as_another_closes_is_assigned() -> None:
+def test_place_opened_by_a_closed_one_is_assigned() -> None:
     """Between two ticks, the late group of an expired lease is accepted, and a lease is released: as many places as before."""
     world = make_world(by_length=False)
     late, other = world.lease(world.member, 0, 2)
@@ -290,7 +290,7 @@ def test_pace_ignores_steps_that_were_restored() -> None:
     assert pace.tokens_per_step == pytest.approx(500.0)
 
 
-def test_a_restarted_coordinator_leases_the_rest_of_the_window() -> None:
+def test_restarted_coordinator_leases_the_rest_of_the_window() -> None:
     world = make_world()
     first = world.lease(world.member, 0, 2)
     before = dict(world.state.prompts)

@@ -122,7 +122,7 @@ def test_generator_without_later_weights_leaves_no_version_ambiguous(world):
     assert not world.plan("t2", 1).ambiguous
 
 
-def test_generator_that_registers_again_long_after_a_restore_leaves_no_version_ambiguous(world):
+def test_late_registration_leaves_no_version_ambiguous(world):
     train(world)
     snapshot = world.checkpoint("t", [1])
     world.lose_volume()

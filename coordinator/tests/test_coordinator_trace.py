@@ -91,7 +91,7 @@ def test_lines_that_cannot_be_written_are_counted(tmp_path: Path, caplog: pytest
     assert traced.world.state.version == 1
 
 
-def test_a_record_that_the_trace_cannot_read_is_counted(tmp_path: Path) -> None:
+def test_unreadable_trace_record_is_counted(tmp_path: Path) -> None:
     traced = Traced(tmp_path / "trace.jsonl")
     ready(traced.world)
     lease = traced.world.lease(traced.world.member, 0, 1)[0]

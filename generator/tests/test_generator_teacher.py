@@ -332,7 +332,7 @@ async def test_score_that_only_one_completion_is_refused_for_raises(
     assert teacher.problem == ""
 
 
-async def test_score_waits_for_a_teacher_that_was_restarted_with_too_short_a_context(
+async def test_score_waits_for_a_teacher_with_too_short_context(
     server: TeacherStandIn, teacher: Teacher, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
@@ -576,7 +576,7 @@ async def test_groups_wait_for_the_teacher_and_are_never_pushed_without_it(scene
     assert "scalerl_actor_teacher_failures_total 0.0" not in await scene.metrics()
 
 
-async def test_evaluation_runs_while_more_groups_than_the_server_holds_wait_for_the_teacher(
+async def test_evaluation_runs_while_groups_wait_for_the_teacher(
     scene: Scene,
 ) -> None:
     coordinator = scene.coordinator
@@ -623,9 +623,7 @@ async def test_actor_ends_while_groups_wait_for_the_teacher(scene: Scene, signal
 
 
 @pytest.mark.parametrize("end", ["killed", "drained"])
-async def test_completions_that_waited_for_the_teacher_are_continued_and_scored_whole(
-    tmp_path: Path, end: str
-) -> None:
+async def test_completions_waiting_for_the_teacher_are_scored_whole(tmp_path: Path, end: str) -> None:
     """The next actor gets the sampled tokens, and asks the teacher for all of them."""
     # Drained before the first regular report, of every fifth heartbeat.
     coordinator = CoordinatorStandIn(heartbeat_seconds=0.2 if end == "killed" else 2.0)

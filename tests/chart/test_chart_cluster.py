@@ -61,7 +61,7 @@ def release(helm: str, control_plane: Cluster, namespace: str) -> Iterator[Helm]
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_an_api_server_takes_every_object_as_it_is(control_plane, helm, name):
+def test_api_server_accepts_every_object_unchanged(control_plane, helm, name):
     objects = rendered(helm, name)
     namespaces = {obj["metadata"]["namespace"] for obj in objects if "namespace" in obj["metadata"]}
     for wanted in namespaces:
@@ -115,7 +115,7 @@ def test_pods_are_admitted_under_restricted_pod_security(control_plane, release)
     control_plane.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(test))
 
 
-def test_the_operator_can_do_no_more_than_it_should(control_plane, release):
+def test_operator_has_no_permission_beyond_its_role(control_plane, release):
     release("install", RELEASE, str(CHART))
     account = f"system:serviceaccount:{release.namespace}:{RELEASE}"
 
@@ -200,7 +200,7 @@ def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
     )
 
 
-def test_documented_upgrade_keeps_set_values_and_adds_new_defaults(control_plane, release, tmp_path):
+def test_documented_upgrade_keeps_values_and_adds_defaults(control_plane, release, tmp_path):
     page = (ROOT / "docs" / "operations.md").read_text()
     (flags,) = re.findall(r"^helm upgrade scalerl charts/scalerl -n scalerl-system (.*)$", page, re.M)[1:2]
     release(
@@ -219,7 +219,7 @@ def test_documented_upgrade_keeps_set_values_and_adds_new_defaults(control_plane
     assert control_plane.get("deployment", RELEASE, "-n", release.namespace)["spec"]["replicas"] == 3
 
 
-def test_runs_survive_uninstall_and_are_adopted_by_a_newer_release(control_plane, release, tmp_path):
+def test_runs_survive_uninstall_and_reinstall(control_plane, release, tmp_path):
     here = release.namespace
     release("install", RELEASE, str(older_chart(tmp_path, before_ttl)))
     control_plane.apply(RUN, namespace=here)
@@ -242,7 +242,7 @@ def test_foreign_crd_is_unchanged_until_ownership_is_transferred(control_plane, 
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_who_may_edit_a_namespace_may_edit_its_runs(control_plane, release):
+def test_namespace_editors_may_edit_runs(control_plane, release):
     release("install", RELEASE, str(CHART))
     control_plane.kubectl(
         "create", "rolebinding", "editors", "--clusterrole=edit", "--user=ada", "-n", release.namespace

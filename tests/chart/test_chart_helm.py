@@ -236,7 +236,7 @@ def test_two_releases_share_no_name_of_the_cluster(helm):
     assert not global_names("b-scalerl", "a") & global_names("scalerl", "a-b")
 
 
-def test_a_long_release_name_is_no_clash_and_no_error(helm):
+def test_long_release_name_is_shortened_without_clash(helm):
     objects = render(helm, "--set", f"fullnameOverride={'x' * 53}")
     assert all(
         len(obj["metadata"]["name"]) <= 80 for obj in objects if obj["kind"] != "CustomResourceDefinition"
@@ -247,13 +247,13 @@ def test_a_long_release_name_is_no_clash_and_no_error(helm):
 
 
 @pytest.mark.parametrize("name", ["1st", "a.b"])
-def test_a_release_whose_name_no_service_can_have_is_refused_with_the_remedy(helm, name):
+def test_invalid_release_name_is_refused_with_the_remedy(helm, name):
     with pytest.raises(HelmError, match="set fullnameOverride"):
         render(helm, release=name)
     assert render(helm, "--set", "fullnameOverride=rl", release=name)
 
 
-def test_names_that_yaml_takes_for_something_else_stay_names(helm):
+def test_namespace_names_like_yaml_values_stay_strings(helm):
     objects = render(helm, "--set-string", "watchNamespaces={123,null},serviceAccount.name=1e3")
     roles = [obj["metadata"]["namespace"] for obj in objects if obj["kind"] == "Role"]
     assert {"123", "null"} <= set(roles)

@@ -74,7 +74,7 @@ def there(cluster: Cluster, namespace: str) -> set[str]:
     return {obj["kind"] for obj in found} | {obj["metadata"]["name"] for obj in found}
 
 
-def test_a_run_from_its_first_object_to_its_last_without_one_refusal(control_plane, live):
+def test_chart_permissions_suffice_for_a_whole_run(control_plane, live):
     here = "research"
     control_plane.kubectl(
         "create", "configmap", "tiny-addition-data", "-n", here,

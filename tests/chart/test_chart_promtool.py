@@ -23,7 +23,7 @@ def test_the_alerts_are_rules(promtool):
     run(promtool, "check", "rules", "--lint=all", "--lint-fatal", str(ALERTS))
 
 
-def test_so_are_those_that_the_chart_makes_of_them(promtool, helm, tmp_path):
+def test_promtool_accepts_rules_rendered_by_the_chart(promtool, helm, tmp_path):
     objects = render(helm, "--set", "metrics.rules.enabled=true")
     (made,) = (obj for obj in objects if obj["kind"] == "PrometheusRule")
     file = tmp_path / "rules.yaml"
@@ -35,7 +35,7 @@ def test_they_fire_when_they_should(promtool):
     run(promtool, "test", "rules", str(TESTS))
 
 
-def test_each_alert_is_seen_to_fire_and_to_be_silent():
+def test_each_alert_fires_and_stays_silent():
     tests = yaml.safe_load(TESTS.read_text())["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]
     names = {rule["alert"] for rule in rules()}

@@ -41,7 +41,7 @@ def test_every_query_reads_what_exists(asked):
 
 
 @pytest.mark.parametrize("asked", ALL, ids=lambda asked: asked.where)
-def test_counters_are_asked_for_their_rate_and_gauges_are_not(asked):
+def test_counters_are_queried_by_rate_and_gauges_are_not(asked):
     kinds = {sample: metric.kind for metric in registered() for sample in metric.samples}
     for function, metric in re.findall(r"\b(rate|increase|irate)\(\s*([a-z_]+)", asked.expr):
         assert kinds[metric] in ("counter", "histogram"), (
@@ -69,7 +69,7 @@ def test_step_statistics_in_queries_exist_in_the_trainer():
             assert all(f'"{name}"' in source for name in names), asked
 
 
-def test_the_reader_of_queries_says_what_it_does_not_understand():
+def test_query_parser_reports_unknown_syntax():
     assert [
         s.metric for s in selectors('histogram_quantile(0.9, sum by (le) (rate(x_bucket{a="b,c"}[5m])))')
     ] == ["x_bucket"]
@@ -118,7 +118,7 @@ def test_dashboards_link_to_each_other():
         assert links == uids - {json.loads(path.read_text())["uid"]}
 
 
-def test_alerts_say_what_is_wrong_and_how_bad_it_is():
+def test_alerts_have_summary_and_severity():
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names))
     for rule in rules():
@@ -138,6 +138,6 @@ def test_every_alert_has_a_runbook():
     assert sorted(headings) == sorted(rule["alert"] for rule in rules())
 
 
-def test_the_alerts_file_is_the_one_in_the_chart():
+def test_alerts_file_is_the_chart_file():
     assert Path(CHART, "files", "alerts.yaml") == ALERTS
     assert 'Files.Get "files/alerts.yaml"' in (CHART / "templates" / "rules.yaml").read_text()

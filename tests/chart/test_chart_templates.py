@@ -28,12 +28,12 @@ def operators_roles(name: str) -> list[Object]:
     ]
 
 
-def test_table_of_permissions_covers_every_kind_of_the_operator():
+def test_permissions_cover_every_kind_of_the_operator():
     assert set(NEEDED) == set(KINDS)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_operator_may_do_what_it_does_and_nothing_else(name):
+def test_role_grants_exactly_what_the_operator_does(name):
     wanted = {(KINDS[kind].group, KINDS[kind].plural): verbs for kind, verbs in NEEDED.items()}
     wanted[KINDS[RUN].group, "scalerlruns/status"] = {"patch"}
     wanted[KINDS[RUN].group, "scalerlruns/finalizers"] = {"update"}
@@ -43,7 +43,7 @@ def test_the_operator_may_do_what_it_does_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_roles_have_no_wildcards_and_are_bound_to_the_operator(name):
+def test_roles_have_no_wildcards(name):
     account = of_kind(name, "Deployment")[0]["spec"]["template"]["spec"]["serviceAccountName"]
     bound = {
         (binding["roleRef"]["kind"], binding["metadata"].get("namespace"), binding["roleRef"]["name"])
@@ -59,7 +59,7 @@ def test_roles_have_no_wildcards_and_are_bound_to_the_operator(name):
             assert "*" not in (*rule["verbs"], *rule["resources"], *rule["apiGroups"])
 
 
-def test_a_namespaced_operator_has_no_role_of_the_cluster():
+def test_namespaced_operator_has_no_cluster_role():
     assert not of_kind(
         "namespaced", "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ServiceAccount"
     )
@@ -68,7 +68,7 @@ def test_a_namespaced_operator_has_no_role_of_the_cluster():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_lease_is_one_and_its_name_the_one_that_the_role_allows(name):
+def test_role_allows_the_one_lease_by_name(name):
     (role,) = (r for r in of_kind(name, "Role") if r["metadata"]["name"].endswith("-leader"))
     assert role["metadata"]["namespace"] == "scalerl-system"
     (lease,) = (rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule)
@@ -120,7 +120,7 @@ def test_only_the_operators_container_has_a_token(name):
 
 
 @pytest.mark.parametrize("name", ["default", "everything"])
-def test_the_curve_fit_service_is_for_the_operator_alone(name):
+def test_only_the_operator_reaches_the_curvefit_service(name):
     service, port = containers(name)["curvefit"], {"default": 8090, "everything": 9000}[name]
     assert {"--host=127.0.0.1", f"--port={port}"} <= set(service["command"])
     assert port not in {open_["containerPort"] for open_ in service["ports"]}
@@ -130,7 +130,7 @@ def test_the_curve_fit_service_is_for_the_operator_alone(name):
 
 
 @pytest.mark.parametrize("name", ["default", "everything"])
-def test_prometheus_finds_the_metrics_of_the_curve_fit_service(name):
+def test_prometheus_scrapes_the_curvefit_service(name):
     """The same port all the way: who serves it, who names it, who lets it in, who asks."""
     container = containers(name)["curvefit"]
     (open_,) = container["ports"]

@@ -34,7 +34,7 @@ def named(metric: Registered) -> str:
     return metric.name
 
 
-def test_every_process_exports_memory_and_cpu_without_created_series():
+def test_every_process_exports_memory_and_cpu():
     """A `_created` series beside each counter and histogram doubles what Prometheus stores, and nothing reads it."""
     shown = expositions()
     assert len(shown) == len(PREFIXES)
@@ -50,7 +50,7 @@ def test_no_name_is_registered_twice():
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=named)
-def test_the_name_says_whose_it_is_and_in_what_unit(metric):
+def test_metric_names_have_component_and_unit(metric):
     assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
     assert any(metric.name.startswith(prefix) for prefix in PREFIXES)
     assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
@@ -72,7 +72,7 @@ def test_labels_are_few_and_not_the_targets(metric):
 
 
 @pytest.mark.parametrize("metric", [m for m in METRICS if m.kind == "histogram"], ids=named)
-def test_buckets_reach_over_two_decades_and_are_not_many(metric):
+def test_histogram_buckets_span_two_decades(metric):
     buckets = metric.buckets
     assert list(buckets) == sorted(set(buckets))
     assert 6 <= len(buckets) <= 16

@@ -175,7 +175,7 @@ def test_every_panel_shows_something(scraped, asked):
     assert any(math.isfinite(value) for value in values), f"{values} for {asked.expr}"
 
 
-def test_every_alert_is_evaluated_and_reads_what_is_there(scraped):
+def test_every_alert_reads_existing_metrics(scraped):
     groups = scraped.get("rules")["groups"]
     rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
     assert len(rules) == len(alerts())
@@ -186,7 +186,7 @@ def test_every_alert_is_evaluated_and_reads_what_is_there(scraped):
             assert scraped.query(f"count({selector.metric})"), f"{asked.where}: no {selector.metric}"
 
 
-def test_no_alert_is_critical_about_a_run_that_is_well(scraped):
+def test_healthy_run_has_no_critical_alert(scraped):
     about = [
         alert["labels"]
         for alert in scraped.get("alerts")["alerts"]
@@ -202,7 +202,7 @@ def test_every_target_is_scraped_without_an_error(scraped):
     assert [t["lastError"] for t in targets if t["health"] != "up"] == []
 
 
-def test_what_is_empty_has_a_reason_that_still_holds(scraped):
+def test_empty_panels_have_a_known_reason(scraped):
     for metric in EMPTY:
         query = f"{{{metric}}}" if "=" in metric else metric
         assert not scraped.query(query), f"{metric} has data now: take it from EMPTY"

@@ -53,7 +53,7 @@ async def test_run_continues_with_last_accepted_spec_until_valid(
     assert deployment["spec"]["replicas"] == 3
 
 
-async def test_a_run_whose_spec_is_invalid_can_be_suspended_resumed_and_deleted(there: Stage) -> None:
+async def test_run_with_invalid_spec_can_be_suspended_and_deleted(there: Stage) -> None:
     await there.start(tiny())
     await there.edit(*RUN, {"spec": INVALID | {"suspend": True}})
     await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
@@ -67,7 +67,7 @@ async def test_a_run_whose_spec_is_invalid_can_be_suspended_resumed_and_deleted(
     await there.reconcile_until(lambda r: not r)
 
 
-async def test_a_spec_is_known_as_accepted_before_it_is_acted_upon(there: Stage) -> None:
+async def test_accepted_spec_is_written_before_it_is_applied(there: Stage) -> None:
     await there.start(tiny())
     await there.edit(*RUN, {"spec": {"generator": {"replicas": 2}}})
     there.writes_left = 1
@@ -85,7 +85,7 @@ async def test_a_spec_is_known_as_accepted_before_it_is_acted_upon(there: Stage)
     assert deployment["spec"]["replicas"] == 2
 
 
-async def test_a_spec_accepted_by_a_release_with_fewer_rules_is_kept(there: Stage) -> None:
+async def test_spec_accepted_by_an_earlier_release_is_kept(there: Stage) -> None:
     await there.start(tiny())
     run = await there.edit(*RUN, {"spec": INVALID | {"generator": {"replicas": 2}}})
     generation = run["metadata"]["generation"]
@@ -103,7 +103,7 @@ async def test_a_spec_accepted_by_a_release_with_fewer_rules_is_kept(there: Stag
     )
 
 
-async def test_of_a_run_that_was_never_accepted_nothing_is_made(there: Stage) -> None:
+async def test_nothing_is_created_for_a_never_accepted_run(there: Stage) -> None:
     run = tiny()
     run["spec"]["podTemplate"] |= INVALID["podTemplate"]
     await there.create(run)

@@ -90,7 +90,7 @@ async def test_foreign_pod_of_same_name_is_unchanged(there: Stage) -> None:
     assert "deletionTimestamp" not in live["metadata"]
 
 
-async def test_a_secret_that_is_deleted_comes_back_as_it_was_without_any_pod_that_asks_for_it(
+async def test_deleted_secret_is_restored_unchanged(
     there: Stage,
 ) -> None:
     await there.start(tiny())

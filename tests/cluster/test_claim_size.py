@@ -65,7 +65,7 @@ def grown(amount: str) -> Object:
     return {"spec": {"resources": {"requests": {"storage": amount}}}}
 
 
-async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_shrinks(there: Stage) -> None:
+async def test_claim_grows_and_never_shrinks(there: Stage) -> None:
     await start(there, grows=True)
     await there.reconcile()
     writes = there.calls.writes
@@ -92,7 +92,7 @@ async def test_a_claim_that_is_enlarged_by_hand_or_by_the_spec_grows_and_never_s
     assert "RepairedDrift" not in {reason for reason, _ in await there.events()}
 
 
-async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there: Stage) -> None:
+async def test_storage_class_without_expansion_is_named(there: Stage) -> None:
     await start(there, grows=False)
     await there.edit(*THE_RUN, {"spec": {"storage": {"size": "2Gi"}, "generator": {"replicas": 2}}})
     run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
@@ -120,7 +120,7 @@ async def test_a_class_that_forbids_it_is_named_and_holds_up_nothing_else(there:
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
-async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -> None:
+async def test_refused_claim_size_can_be_reverted(there: Stage) -> None:
     await start(there, grows=False)
     await there.edit(*THE_RUN, sized("2Gi"))
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimNotEnlarged", times=1)
@@ -128,7 +128,7 @@ async def test_a_size_that_the_claim_did_not_get_can_be_set_back(there: Stage) -
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=2)
 
 
-async def test_what_the_storage_says_of_a_claim_that_it_could_not_enlarge_is_reported(there: Stage) -> None:
+async def test_failed_enlargement_is_reported(there: Stage) -> None:
     await start(there, grows=True)
     await there.edit(*THE_RUN, sized("2Gi"))
     await there.reconcile()

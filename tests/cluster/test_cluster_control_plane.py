@@ -42,7 +42,7 @@ def _running(pids: Iterable[int]) -> list[int]:
     return list(pids)
 
 
-def test_controllers_work_and_what_an_owner_leaves_is_collected(control_plane: Cluster) -> None:
+def test_controllers_work_and_garbage_is_collected(control_plane: Cluster) -> None:
     control_plane.kubectl("create", "namespace", "collected")
     control_plane.apply(CONFIG_MAP, namespace="collected")
     owner = control_plane.get("configmap", "owner", "-n", "collected")["metadata"]
@@ -73,7 +73,7 @@ def test_controllers_work_and_what_an_owner_leaves_is_collected(control_plane: C
     _until_gone(control_plane, "deployment/owned", "-n", "collected")
 
 
-def test_the_api_server_can_be_taken_away_and_comes_back_with_what_it_knew(control_plane: Cluster) -> None:
+def test_api_server_restarts_with_its_state(control_plane: Cluster) -> None:
     control_plane.kubectl("create", "namespace", "kept")
     server = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
     with control_plane.without("kube-apiserver"):
@@ -91,9 +91,7 @@ def test_the_api_server_can_be_taken_away_and_comes_back_with_what_it_knew(contr
     pytest.fail("the API server did not come back")
 
 
-def test_two_at_once_know_nothing_of_each_other_and_leave_nothing(
-    control_plane: Cluster, tmp_path: Path
-) -> None:
+def test_two_control_planes_are_isolated_and_removed(control_plane: Cluster, tmp_path: Path) -> None:
     root = tmp_path / "second"
     with start_control_plane(root, unreal_nodes=2) as second:
         second.kubectl("create", "namespace", "alone")
@@ -133,9 +131,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_what_a_killed_caller_left_is_swept_away_by_the_next(
-    short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_a_killed_caller_are_removed(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short))
     left, used = (short / f"scalerl-test-cluster-{name}" for name in ("left", "used"))
     left.mkdir()

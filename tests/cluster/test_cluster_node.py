@@ -91,7 +91,7 @@ def _objects() -> list[dict[str, Any]]:
     ]
 
 
-def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cluster) -> None:
+def test_pods_reach_each_other_by_name_service_and_volume(cluster: Cluster) -> None:
     cluster.apply(*_objects())
     try:
         cluster.kubectl("wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=180s")
@@ -107,7 +107,7 @@ def test_two_restricted_pods_meet_by_name_by_service_and_on_a_volume(cluster: Cl
         cluster.kubectl("delete", "namespace", NAMESPACE)
 
 
-def test_commands_run_in_pods_and_their_ends_are_seen(cluster: Cluster) -> None:
+def test_commands_run_in_pods_with_exit_codes(cluster: Cluster) -> None:
     cluster.kubectl("run", "shell", "--image=localhost/busybox:1", "--", "sh", "-c", "sleep 1000 & wait")
     try:
         cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=180s")

@@ -71,9 +71,7 @@ def objects(image: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800)
-def test_ranks_of_two_pods_meet_and_the_pod_exits_as_its_failed_rank(
-    cluster: Cluster, images: dict[str, str]
-) -> None:
+def test_ranks_of_two_pods_connect_and_fail_together(cluster: Cluster, images: dict[str, str]) -> None:
     """Exit code and termination message as the kubelet reports them, and the log by rank."""
     cluster.apply(*objects(images["trainer"]))
 

@@ -27,9 +27,7 @@ async def created(api: KubeApi, namespace: str) -> tuple[ScaleRLRun, str]:
     return run_from_object(made), made["metadata"]["uid"]
 
 
-async def test_an_unchanged_curve_is_not_written_and_goes_with_the_run(
-    api: KubeApi, namespace: str, served: Cluster
-) -> None:
+async def test_unchanged_curve_is_not_written(api: KubeApi, namespace: str, served: Cluster) -> None:
     run, uid = await created(api, namespace)
     curve = curve_config_map(run, uid, evaluations(50))
     first = await api.apply(curve)

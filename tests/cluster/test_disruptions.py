@@ -32,7 +32,7 @@ async def attempt(there: Stage, number: int) -> None:
     await there.reconcile_until(lambda r: r["status"]["trainer"]["attempt"] == number, times=100)
 
 
-async def test_what_a_kubelet_does_not_let_begin_is_reported_and_counts_against_nothing(there: Stage) -> None:
+async def test_pod_refused_by_the_kubelet_is_no_failure(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     await there.end("trainer", 0, count=2)
     for number in range(2, 5):
@@ -52,7 +52,7 @@ async def test_what_a_kubelet_does_not_let_begin_is_reported_and_counts_against_
     await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
 
 
-async def test_a_rank_that_lost_its_place_is_no_failure_of_the_others(there: Stage) -> None:
+async def test_evicted_rank_is_no_failure_of_the_others(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     (first, _) = await there.pods("trainer", 2)
     over = {"terminated": {"exitCode": 137, "reason": "Error"}}

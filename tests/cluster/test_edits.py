@@ -50,7 +50,7 @@ def edit(server: Server, started: dict[str, Object], edited: Edited) -> Object:
 
 
 @pytest.mark.parametrize("edited", REFUSED, ids=str)
-def test_an_edit_that_cannot_be_is_refused_with_the_reason(
+def test_invalid_edit_is_refused_with_the_reason(
     server: Server, started: dict[str, Object], edited: Edited
 ) -> None:
     with pytest.raises(ApiException) as refused:

@@ -134,7 +134,7 @@ def test_the_base_of_the_table_is_valid(server: Server) -> None:
 
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
-def test_a_run_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> None:
+def test_invalid_run_is_refused_at_once(server: Server, case: Case) -> None:
     with pytest.raises(ApiException) as refused:
         server.create(case.run, dry_run="All")
     assert_refused(case, refused.value)
@@ -146,7 +146,7 @@ def test_a_run_with_a_warning_is_taken(server: Server, row: Warned) -> None:
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.name)
-def test_a_change_that_cannot_be_is_refused_at_once(server: Server, case: Case) -> None:
+def test_invalid_change_is_refused_at_once(server: Server, case: Case) -> None:
     assert case.changed is not None
     created = server.create(case.run)
     try:
@@ -205,7 +205,7 @@ def test_the_server_fills_in_what_the_models_do(stored: Object) -> None:
     assert spec == shown(written)
 
 
-def test_names_of_the_release_before_are_kept_and_read(server: Server) -> None:
+def test_field_names_of_the_release_before_are_read(server: Server) -> None:
     """With the defaults that its API server wrote: they are not pruned, and not what a default would give instead."""
     loss = {"name": "GRPO", "ratioCap": "5", "clipLow": "0.2", "clipHigh": "0.3"}
     old = {"loss": loss, "advantageNormalization": "Group", "maxStalenessSteps": 3, "fp32Head": False}
@@ -222,13 +222,13 @@ def test_names_of_the_release_before_are_kept_and_read(server: Server) -> None:
     )
 
 
-def test_a_field_that_is_null_is_one_that_is_absent(server: Server) -> None:
+def test_null_field_is_an_absent_field(server: Server) -> None:
     run = merged(BASE, {})
     run["spec"] |= {"seed": None, "warmStart": None, "generator": None}
     assert "warmStart" not in server.create(run, dry_run="All")["spec"]
 
 
-def test_numbers_that_the_models_take_as_text_stay_as_they_are(server: Server) -> None:
+def test_decimal_strings_stay_unchanged(server: Server) -> None:
     run = merged(BASE, {"spec": {"recipe": {"temperature": 1}, "storage": {"size": 1073741824}}})
     created = server.create(run, dry_run="All")
     assert created["spec"]["recipe"]["temperature"] == 1
@@ -243,7 +243,7 @@ def test_values_of_a_tasks_parameters_keep_their_type(server: Server) -> None:
     assert created["spec"]["task"]["reasoningGym"]["parameters"] == parameters
 
 
-def test_weights_of_a_mix_sum_to_one_in_decimals(server: Server) -> None:
+def test_mix_weights_sum_to_one_exactly(server: Server) -> None:
     """As doubles, ten tenths do not."""
     tasks = [{"name": f"t{at}", "weight": "0.1", **BASE["spec"]["task"]} for at in range(10)]
     mix = {"jsonl": None, "verifier": None, "mix": tasks}
@@ -267,14 +267,14 @@ def test_generators_are_scaled_within_their_range(server: Server) -> None:
         server.delete(name)
 
 
-def test_a_run_may_be_limited_to_its_present_step_and_pass_its_limit(server: Server, stored: Object) -> None:
+def test_max_steps_may_be_the_present_step(server: Server, stored: Object) -> None:
     at_step = server.write_status(stored, {"step": 2})
     limited = server.replace(merged(at_step, {"spec": {"budget": {"maxSteps": 2}}}))
     beyond = server.write_status(limited, {"step": 3})
     assert server.replace(merged(beyond, {"spec": {"suspend": True}}))["spec"]["budget"]["maxSteps"] == 2
 
 
-def test_a_status_is_stored_whole_and_leaves_the_spec_alone(server: Server, stored: Object) -> None:
+def test_status_is_stored_whole_without_touching_the_spec(server: Server, stored: Object) -> None:
     status = RunStatus.model_validate(
         {
             "phase": "Running",

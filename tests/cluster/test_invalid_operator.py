@@ -98,7 +98,7 @@ async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None
                 assert len(made) <= 63, (kind, made)
 
 
-async def test_a_storage_class_that_is_not_there_is_named_by_an_operator_of_a_few_namespaces(
+async def test_namespaced_operator_names_a_missing_storage_class(
     without_devices: Cluster,
 ) -> None:
     """Its role sees nothing of the cluster: the claim's own events say it."""

@@ -238,7 +238,7 @@ def waits(run: Object) -> bool:
     return (phase(run), condition(run, "Admitted")) == ("Pending", "WaitingForQuota")
 
 
-async def test_a_run_holds_nothing_while_it_waits_and_begins_with_its_trainer(team: Team) -> None:
+async def test_queued_run_holds_nothing_and_starts_with_its_trainer(team: Team) -> None:
     trainer, generator = f"{RUN}-trainer-1", f"{RUN}-generator"
     await team.quota(1, cpu="0")
     await team.there.create(queued())
@@ -346,7 +346,7 @@ async def test_preempted_generator_is_reported_and_recreated(team: Team) -> None
     await team.reaches("is whole", lambda r: condition(r, "GeneratorsReady") == "Ready" and admitted(r))
 
 
-async def test_a_run_gives_way_to_a_more_urgent_one_as_a_whole(team: Team) -> None:
+async def test_run_is_preempted_as_a_whole(team: Team) -> None:
     """Else each would hold the half that the other lacks: Kueue knows neither that they are halves, nor of what."""
     await team.starts(3)
     other = queued()
@@ -364,7 +364,7 @@ async def test_a_run_gives_way_to_a_more_urgent_one_as_a_whole(team: Team) -> No
         await asyncio.sleep(0.3)
 
 
-async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -> None:
+async def test_suspended_run_holds_no_quota(team: Team) -> None:
     await team.starts(3)
     await team.edit(suspend=True)
     await team.reaches("is asked to stop", lambda r: team.there.coordinator.stop_requests == ["interrupted"])
@@ -394,7 +394,7 @@ async def test_suspended_it_holds_no_quota_and_deleted_no_workload(team: Team) -
         await asyncio.sleep(0.3)
 
 
-async def test_a_run_without_a_queue_is_none_of_kueues(team: Team) -> None:
+async def test_kueue_ignores_a_run_without_a_queue(team: Team) -> None:
     await team.quota(0)
     run = queued()
     del run["metadata"]["labels"]

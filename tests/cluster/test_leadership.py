@@ -89,7 +89,7 @@ async def has_stopped(operator: main.Operator, work: Work) -> None:
         await operator.api.apply(config_map("default", "a"))
 
 
-async def test_a_lease_that_is_taken_away_ends_all_work_until_it_is_had_again(
+async def test_lost_lease_ends_all_work_until_regained(
     api: KubeApi,
     namespace: str,
     at_work: tuple[main.Operator, Work],
@@ -119,7 +119,7 @@ async def test_a_lease_that_is_taken_away_ends_all_work_until_it_is_had_again(
     assert (work.forgotten, await asked(operator, "/readyz")) == (1, (200, "leads\n"))
 
 
-async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_there_is_one(
+async def test_unreachable_api_server_ends_all_work_after_the_lease(
     api: KubeApi, served: Cluster, namespace: str, at_work: tuple[main.Operator, Work]
 ) -> None:
     operator, work = at_work
@@ -136,7 +136,7 @@ async def test_without_an_answer_for_longer_than_the_lease_all_work_ends_until_t
     await until(lambda: {"a", "b", "long"} <= set(work.reconciled), 120)
 
 
-async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
+async def test_standby_is_warm_and_idle_until_it_leads(
     api: KubeApi, served: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(Leader.__init__.__kwdefaults__, "duration", 90)
@@ -163,9 +163,7 @@ async def test_a_standby_is_warm_and_does_nothing_until_it_leads(
             await until(lambda: second, 120)
 
 
-async def test_a_replica_that_has_not_seen_the_lease_does_not_say_who_leads(
-    served: Cluster, namespace: str
-) -> None:
+async def test_replica_without_the_lease_names_no_leader(served: Cluster, namespace: str) -> None:
     class Silent:
         """Leases of which no word comes."""
 
@@ -210,7 +208,7 @@ async def test_non_leader_sends_no_request_to_coordinator(
         assert there.coordinator.stop_requests == ["interrupted"]
 
 
-async def test_of_three_processes_one_leads_and_the_next_takes_over(served: Cluster, namespace: str) -> None:
+async def test_one_of_three_leads_and_the_next_takes_over(served: Cluster, namespace: str) -> None:
     async with (
         replica(served, namespace, "one") as one,
         replica(served, namespace, "two") as two,
@@ -239,9 +237,7 @@ async def test_of_three_processes_one_leads_and_the_next_takes_over(served: Clus
         assert await asyncio.wait_for(third.process.wait(), 120) == 0
 
 
-async def test_a_process_that_was_frozen_for_longer_than_its_lease_finds_that_another_leads(
-    served: Cluster, namespace: str
-) -> None:
+async def test_frozen_leader_finds_another_leader(served: Cluster, namespace: str) -> None:
     async with replica(served, namespace, "one") as one, replica(served, namespace, "two") as two:
         first = await leader([one, two], STARTING_SECONDS)
         await follow([one, two], first)

@@ -66,9 +66,7 @@ async def test_objects_are_applied_read_patched_and_deleted(api: KubeApi, namesp
     assert not await api.delete("ConfigMap", namespace, "a")
 
 
-async def test_another_writers_field_is_left_alone_and_ours_is_taken_back(
-    api: KubeApi, namespace: str
-) -> None:
+async def test_apply_restores_own_fields_only(api: KubeApi, namespace: str) -> None:
     await api.apply(config_map(namespace, "a", ours="1"))
     await api.patch("ConfigMap", namespace, "a", {"data": {"theirs": "2"}})
     assert (await api.apply(config_map(namespace, "a", ours="1")))["data"] == {"ours": "1", "theirs": "2"}
@@ -77,7 +75,7 @@ async def test_another_writers_field_is_left_alone_and_ours_is_taken_back(
     assert (await api.apply(config_map(namespace, "b", ours="1")))["data"] == {"ours": "1"}
 
 
-async def test_an_object_is_applied_to_by_its_uid_or_not_at_all(api: KubeApi, namespace: str) -> None:
+async def test_apply_is_bound_to_the_uid(api: KubeApi, namespace: str) -> None:
     made = await api.apply(config_map(namespace, "a", k="1"))
     changed = await api.apply(config_map(namespace, "a", k="2"), uid=made["metadata"]["uid"])
     assert changed["data"] == {"k": "2"}
@@ -89,7 +87,7 @@ async def test_an_object_is_applied_to_by_its_uid_or_not_at_all(api: KubeApi, na
     assert [one and one["data"] for one in found] == [{"k": "2"}, None]
 
 
-async def test_what_the_server_says_no_to_is_an_error_of_its_kind(api: KubeApi, namespace: str) -> None:
+async def test_refusals_are_typed_errors(api: KubeApi, namespace: str) -> None:
     await api.apply(config_map(namespace, "a"))
     with pytest.raises(errors.AlreadyExists):
         await api.create(config_map(namespace, "a"))
@@ -126,7 +124,7 @@ async def test_what_the_server_says_no_to_is_an_error_of_its_kind(api: KubeApi, 
     assert typed.value.field == "spec.trainer.replicas"
 
 
-async def test_quota_and_terminating_namespace_are_distinguished_from_missing_permission(
+async def test_quota_errors_are_distinct_from_missing_permission(
     api: KubeApi, served: Cluster, namespace: str
 ) -> None:
     served.kubectl("-n", namespace, "create", "quota", "few", "--hard=count/configmaps=2")
@@ -296,7 +294,7 @@ async def test_every_change_of_run_or_its_objects_reconciles_it(
         assert "scalerl_operator_leader 1.0" in metrics
 
 
-async def test_without_the_api_server_it_goes_on_and_catches_up(
+async def test_operator_catches_up_after_an_api_server_outage(
     api: KubeApi, served: Cluster, namespace: str
 ) -> None:
     reconciled: list[Key] = []
@@ -366,7 +364,7 @@ async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, 
         assert operator.watches.down_seconds() == 0
 
 
-async def test_long_lists_do_not_hold_the_event_loop_up(
+async def test_long_lists_do_not_block_the_event_loop(
     api: KubeApi, served: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = asyncio.Semaphore(16)
@@ -411,7 +409,7 @@ def bare() -> Iterator[Cluster]:
         yield cluster
 
 
-async def test_it_waits_for_its_crd_and_lives_through_its_loss(
+async def test_operator_survives_a_missing_crd(
     bare: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chart may bring the operator before its CRDs; then it is not ready, says why, and does not end."""

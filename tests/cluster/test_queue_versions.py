@@ -19,7 +19,7 @@ GROUP, PLURAL = "kueue.x-k8s.io", "localqueues"
 
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
-async def test_a_queue_is_found_by_the_one_version_that_is_served(there: Stage, version: str) -> None:
+async def test_queue_is_found_by_the_served_version(there: Stage, version: str) -> None:
     async def kubectl(*arguments: str, manifest: object = None) -> None:
         await asyncio.to_thread(there.kubectl, *arguments, stdin=json.dumps(manifest))
 

@@ -47,7 +47,7 @@ async def names(there: Stage, *kinds: str) -> set[str]:
     return {o["metadata"]["name"] for o in found if "scalerl.dev/run" in o["metadata"].get("labels", {})}
 
 
-async def test_a_run_that_has_ended_is_a_prior_of_the_next(there: Stage) -> None:
+async def test_ended_run_is_a_prior_of_the_next(there: Stage) -> None:
     there.coordinator.points = evaluations(8)
     await there.start(tiny())
     await there.create(tiny("next", seed=7), tiny("another-model", model={"scratch": {"layers": 3}}))
@@ -107,7 +107,7 @@ async def test_idle_reconcile_writes_nothing(there: Stage) -> None:
     assert there.calls.writes == before, "nor does another operator"
 
 
-async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(there: Stage) -> None:
+async def test_drift_is_restored_and_foreign_fields_stay(there: Stage) -> None:
     await there.start(tiny())
     await there.reconcile()
     deployment = "tiny-addition-generator"
@@ -130,7 +130,7 @@ async def test_what_somebody_changes_is_put_back_and_what_is_not_ours_is_left(th
 
 
 @pytest.mark.parametrize("kind", ["ConfigMap", "Service", "Secret", "PersistentVolumeClaim"])
-async def test_a_name_that_is_taken_leaves_nothing_half_made(there: Stage, kind: str) -> None:
+async def test_taken_name_creates_nothing(there: Stage, kind: str) -> None:
     name, body = {
         "ConfigMap": ("tiny-addition-spec", {"data": {"mine": "yes"}}),
         "Service": ("tiny-addition-coordinator", {"spec": {"ports": [{"port": 1}]}}),
@@ -169,7 +169,7 @@ async def test_what_a_run_names_has_to_be_there(there: Stage) -> None:
     await there.reconcile_until(phase("Preparing"), "a")
 
 
-async def test_raw_kubernetes_that_is_wrong_is_refused_as_a_whole(there: Stage) -> None:
+async def test_invalid_pod_template_creates_nothing(there: Stage) -> None:
     template = tiny()["spec"]["podTemplate"] | {"tolerations": [{"key": "a", "operator": "Sometimes"}]}
     await there.create(tiny(podTemplate=template))
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
@@ -181,7 +181,7 @@ async def test_raw_kubernetes_that_is_wrong_is_refused_as_a_whole(there: Stage) 
     await there.reconcile_until(phase("Preparing"))
 
 
-async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> None:
+async def test_exhausted_quota_is_reported_and_awaited(there: Stage) -> None:
     quota = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
@@ -203,7 +203,7 @@ async def test_a_quota_that_is_used_up_shows_and_is_waited_for(there: Stage) -> 
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy")
 
 
-async def test_bad_input_ends_the_run_with_the_last_line_of_the_log(there: Stage) -> None:
+async def test_bad_input_fails_the_run_with_the_last_log_line(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(phase("Preparing"))
     log = "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare task.jsonl.path: line 3: no answer"
@@ -317,7 +317,7 @@ async def test_suspend_and_resume(there: Stage) -> None:
 
 
 @pytest.mark.parametrize("when", ["Pending", "Preparing", "Running", "Refused", "Suspended", "Failed"])
-async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage, when: str) -> None:
+async def test_deletion_in_any_phase_keeps_only_retained_objects(there: Stage, when: str) -> None:
     kept = tiny(storage={"size": "1Gi", "onDelete": "Retain"})
     if when in ("Running", "Refused"):
         await there.start(kept)
@@ -358,7 +358,7 @@ async def test_deleted_in_any_phase_nothing_stays_but_what_is_kept(there: Stage,
     assert claims == (set() if when == "Pending" else {"tiny-addition-data"})
 
 
-async def test_a_run_that_has_ended_goes_when_its_time_is_over(there: Stage) -> None:
+async def test_ended_run_is_deleted_after_its_ttl(there: Stage) -> None:
     await there.start(tiny(ttlSecondsAfterFinished=60))
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "maxSteps"
     await there.end("trainer", 0, count=2)
@@ -444,7 +444,7 @@ async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
     assert run["spec"]["suspend"] is False
 
 
-async def test_the_preparation_is_tried_again_where_that_could_help(there: Stage) -> None:
+async def test_failed_preparation_is_retried(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(phase("Preparing"))
     (first,) = await there.pods("prepare")
@@ -455,7 +455,7 @@ async def test_the_preparation_is_tried_again_where_that_could_help(there: Stage
     assert run["status"]["phase"] == "Preparing"
 
 
-async def test_generators_that_fail_again_and_again_degrade_a_run_and_do_not_end_it(there: Stage) -> None:
+async def test_failing_generators_degrade_a_run(there: Stage) -> None:
     await there.start(tiny())
     (pod,) = await there.pods("generator")
     waiting = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}

@@ -24,7 +24,7 @@ from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 pytestmark = pytest.mark.cluster
 
 
-async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: Stage) -> None:
+async def test_only_pods_with_user_fields_are_dry_run(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile()
     events = len(await there.events())
@@ -35,9 +35,7 @@ async def test_a_new_run_is_tried_with_what_a_user_wrote_of_pods_alone(there: St
     assert there.calls.counts["patch"] == 2, "the finalizer, the status"
 
 
-async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_any(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repaired_run_settles_again(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await there.create(tiny())
     await there.reconcile()
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
@@ -56,7 +54,7 @@ async def test_a_run_that_was_repaired_is_after_a_while_compared_no_more_than_an
     assert rendered == []
 
 
-async def test_news_of_a_pod_has_nothing_rendered_and_an_edit_by_hand_has(
+async def test_pod_event_renders_nothing_and_drift_does(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[str] = []
@@ -101,7 +99,7 @@ async def test_a_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch
     assert (len(curve["data"]["curve.csv"].splitlines()), rendered) == (1 + 3, [])
 
 
-async def test_that_a_new_pod_has_no_node_yet_is_no_news_before_a_while(there: Stage) -> None:
+async def test_new_pod_without_node_is_no_problem_at_first(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(lambda run: run.get("status", {}).get("phase") == "Preparing")
     [pod] = await there.pods("prepare")
@@ -140,7 +138,7 @@ async def test_periodic_reconcile_reads_only_events(there: Stage) -> None:
     assert there.calls.writes == writes
 
 
-async def test_events_are_asked_for_after_a_while_and_now_and_then(there: Stage) -> None:
+async def test_events_are_read_after_a_delay_and_rarely(there: Stage) -> None:
     await is_made_and_does_not_begin(there)
 
     async def questions(seconds_on: float) -> int:
@@ -158,7 +156,7 @@ async def test_events_are_asked_for_after_a_while_and_now_and_then(there: Stage)
     assert await questions(EVENTS_SECONDS + 1.0) == 0
 
 
-async def test_coordinator_is_polled_once_a_reconcile_and_sooner_while_awaited(
+async def test_coordinator_is_polled_once_per_reconcile(
     there: Stage,
 ) -> None:
     await there.start(tiny())
@@ -178,7 +176,7 @@ async def test_coordinator_is_polled_once_a_reconcile_and_sooner_while_awaited(
     )
 
 
-async def test_what_is_decided_is_written_before_it_is_carried_out_and_once(
+async def test_decision_is_written_once_before_it_is_applied(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await there.start(tiny())

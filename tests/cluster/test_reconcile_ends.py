@@ -151,7 +151,7 @@ async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: S
     assert there.coordinator.stop_requests == []
 
 
-async def test_a_run_that_is_let_go_and_that_somebody_else_still_holds_is_asked_for_nothing(
+async def test_released_run_with_a_foreign_finalizer_is_ignored(
     there: Stage,
 ) -> None:
     await there.create(tiny())
@@ -172,7 +172,7 @@ async def test_a_run_that_is_let_go_and_that_somebody_else_still_holds_is_asked_
     await there.edit("ScaleRLRun", NAME, {"metadata": {"finalizers": None}})
 
 
-async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_was(there: Stage) -> None:
+async def test_orphan_deletion_drains_and_keeps_objects(there: Stage) -> None:
     await there.start(tiny())
     before = await objects(there)
     await delete(there, "orphan")
@@ -202,9 +202,7 @@ async def test_deleted_as_an_orphan_it_is_drained_and_leaves_what_it_had_as_it_w
     await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted", times=600)
 
 
-async def test_a_status_of_a_later_release_keeps_nobody_from_anything(
-    there: Stage, control_plane: Cluster
-) -> None:
+async def test_status_of_a_later_release_is_tolerated(there: Stage, control_plane: Cluster) -> None:
     """After a downgrade: phases, reasons and conditions that nobody here knows."""
     ours = yaml.safe_load(CRD.read_text())
     later = copy.deepcopy(ours)
@@ -250,7 +248,7 @@ async def test_a_status_of_a_later_release_keeps_nobody_from_anything(
     assert (said["reason"], said["message"]) == ("OtherRelease", "ProphecyFulfilled: ")
 
 
-async def test_an_image_that_is_no_longer_named_gives_place_to_the_operators(there: Stage) -> None:
+async def test_unnamed_image_is_replaced_by_the_default(there: Stage) -> None:
     run = tiny()
     run["spec"]["images"] = {"generator": "mine:1"}
     await there.start(run)

@@ -55,7 +55,7 @@ spec: {{policyName: {name}, validationActions: [Deny]}}
         ("ConfigMap", "spec", {"data": {"run.yaml": "{}"}}),
     ],
 )
-async def test_what_was_created_is_taken_over_whatever_it_is(
+async def test_created_object_of_any_kind_is_taken_over(
     there: Stage, kind: str, name: str, change: dict[str, Any]
 ) -> None:
     """As if an earlier release had created it with a label that is rendered no more."""
@@ -99,7 +99,7 @@ def without_labels(obj: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def test_what_was_created_is_applied_from_the_first_change_on(there: Stage) -> None:
+async def test_created_object_is_applied_on_its_first_change(there: Stage) -> None:
     """A field that is rendered no more goes, though creating the object had set it; another's stays."""
     run = tiny()
     run["metadata"]["labels"] = {QUEUE: "a"}
@@ -125,9 +125,7 @@ STRIPPED = {"metadata": {"labels": {"scalerl.dev/run": None}}}
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["seen at once", "seen when it is too late"])
-async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
-    there: Stage, *, seen: bool
-) -> None:
+async def test_unlabelled_workload_is_stopped_with_the_run(there: Stage, *, seen: bool) -> None:
     await there.start(tiny())
     (job,) = (o["metadata"]["name"] for o in await there.all("Job", "trainer"))
     await there.edit("Deployment", "tiny-addition-generator", STRIPPED)
@@ -155,7 +153,7 @@ async def test_what_lost_the_label_that_it_is_known_by_is_stopped_with_the_run(
     assert left == []
 
 
-async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: Stage) -> None:
+async def test_unlabelled_preparation_is_stopped_with_the_run(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.edit("Job", "tiny-addition-prepare", STRIPPED)
@@ -170,7 +168,7 @@ async def test_a_preparation_without_its_label_is_stopped_with_the_run(there: St
     assert left == []
 
 
-async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
+async def test_deletion_waits_for_an_unlabelled_trainer(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often somebody takes it off."""
@@ -185,9 +183,7 @@ async def test_a_run_is_deleted_only_when_a_trainer_without_its_label_has_saved(
     assert await there.get("ScaleRLRun", "tiny-addition") is not None
 
 
-async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_now(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_object_of_a_lost_response_is_compared(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     create = there.api.create
 
     async def lost(obj: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
@@ -210,9 +206,7 @@ async def test_what_a_lost_answer_has_made_is_compared_with_what_is_wanted_by_no
     assert "maxSteps: 77" in spec["data"]["run.yaml"]
 
 
-async def test_a_take_over_is_tried_again_while_somebody_writes_the_object(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_take_over_is_retried_on_conflicts(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await there.start(tiny())
     name = "tiny-addition-generator"
     get, written = there.api.get, 0
@@ -234,7 +228,7 @@ async def test_a_take_over_is_tried_again_while_somebody_writes_the_object(
     assert (written, live["spec"]["replicas"]) == (2, 1)
 
 
-async def test_what_goes_while_it_is_repaired_is_created_again(
+async def test_object_deleted_during_repair_is_recreated(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not applied: that would write over what another makes meanwhile."""
@@ -257,7 +251,7 @@ async def test_what_goes_while_it_is_repaired_is_created_again(
     assert (live["spec"]["publishNotReadyAddresses"], there.calls.counts["apply"]) == (True, applied)
 
 
-async def test_what_comes_between_the_question_and_the_making_is_not_written_over(
+async def test_foreign_object_created_meanwhile_is_not_overwritten(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API server's memory is a moment old: somebody may have taken a name meanwhile."""
@@ -275,7 +269,7 @@ async def test_what_comes_between_the_question_and_the_making_is_not_written_ove
     assert live["data"] == {"mine": "yes"}
 
 
-async def test_what_takes_a_name_before_an_object_is_changed_is_not_written_over(
+async def test_foreign_object_with_the_name_is_not_overwritten(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await there.start(tiny())
@@ -305,9 +299,7 @@ async def test_what_takes_a_name_before_an_object_is_changed_is_not_written_over
     assert ([p["port"] for p in live["spec"]["ports"]], live["metadata"].get("labels")) == ([7], None)
 
 
-async def test_a_name_that_is_free_by_now_is_not_called_taken(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_freed_name_is_not_reported_as_taken(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The API server's memory may still hold what is gone."""
     get = there.api.get
 
@@ -320,7 +312,7 @@ async def test_a_name_that_is_free_by_now_is_not_called_taken(
     assert condition(run, "Accepted") == "Accepted"
 
 
-async def test_a_repair_that_is_withheld_is_made_when_it_is_due(there: Stage) -> None:
+async def test_delayed_repair_is_made_when_due(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile()
     for _ in range(2):
@@ -420,9 +412,7 @@ async def test_what_admission_changes_is_asked_for_once(
 
 
 @pytest.mark.parametrize("change", [{"run.yaml": None}, {"run.yaml": "{}"}], ids=["removed", "changed"])
-async def test_what_somebody_changed_while_no_operator_ran_is_restored(
-    there: Stage, change: dict[str, Any]
-) -> None:
+async def test_drift_without_an_operator_is_restored(there: Stage, change: dict[str, Any]) -> None:
     """Of a removed field managedFields keeps no trace."""
     await there.start(tiny())
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": change})

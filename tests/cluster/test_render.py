@@ -150,9 +150,7 @@ def assert_as_rendered(objects: list[Object], live: list[Object]) -> None:
         assert hashes[0] == hashes[1]
 
 
-def test_the_server_takes_every_object_and_gives_it_back_as_rendered(
-    namespace: Namespace, objects: list[Object]
-) -> None:
+def test_server_accepts_rendered_objects_unchanged(namespace: Namespace, objects: list[Object]) -> None:
     assert_as_rendered(objects, namespace.apply(objects, "--dry-run=server"))
     assert_as_rendered(objects, namespace.apply(objects))
     pods = wait_for_pods(namespace, objects)
@@ -190,7 +188,7 @@ def wait_for_pods(namespace: Namespace, objects: list[Object]) -> list[Object]:
         time.sleep(0.5)
 
 
-def test_apply_restores_what_was_changed_and_removes_what_is_no_longer_rendered(
+def test_apply_restores_and_removes_fields(
     namespace: Namespace,
 ) -> None:
     run, uid = namespace.create(
@@ -218,7 +216,7 @@ def test_apply_restores_what_was_changed_and_removes_what_is_no_longer_rendered(
     namespace.delete(run)
 
 
-def test_a_field_that_the_server_does_not_know_is_an_error(namespace: Namespace) -> None:
+def test_unknown_field_is_an_error(namespace: Namespace) -> None:
     claim = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -105,7 +105,7 @@ def test_its_curve_is_copied_as_the_docs_say(run: Run, tmp_path: Path) -> None:
         assert next(csv.DictReader(file))["version"] == "0"
 
 
-def test_a_trainer_pod_is_killed_and_the_gang_comes_back(run: Run) -> None:
+def test_killed_trainer_pod_restarts_the_gang(run: Run) -> None:
     """Before the other faults: soon after the checkpoint of the warm start little has to be trained again."""
     attempt = run.status()["trainer"]["attempt"]
     pod = run.pods("trainer")[0]["metadata"]["name"]
@@ -165,7 +165,7 @@ def test_generators_are_scaled_up_by_kubectl(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_a_node_is_drained_as_far_as_the_budget_lets_it(run: Run) -> None:
+def test_node_drain_respects_the_disruption_budget(run: Run) -> None:
     """Of three generators one may go at a time: on the only node, which is cordoned, no other comes, and it is one.
     The trainer goes, with a checkpoint of its last step; it has no budget, which could only forbid."""
     nodes = run.cluster.get("nodes")["items"]
@@ -275,9 +275,7 @@ def test_it_ends_as_its_spec_says(run: Run) -> None:
     until(lambda: not run.pods("generator") and not run.pods("coordinator"), 600, "no pods")
 
 
-def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
-    run: Run, images: dict[str, str], tmp_path: Path
-) -> None:
+def test_model_and_curve_are_copied_as_documented(run: Run, images: dict[str, str], tmp_path: Path) -> None:
     words = {
         "NAME": run.name,
         "IMAGE_OF_THE_TRAINER": images["trainer"],
@@ -297,7 +295,7 @@ def test_its_model_and_curve_are_taken_off_the_volume_as_the_docs_say(
     assert (tmp_path / "model" / weights).read_bytes() == (tmp_path / "newest" / weights).read_bytes()
 
 
-def test_after_its_time_only_what_the_policy_keeps_is_there(run: Run) -> None:
+def test_only_retained_objects_outlive_the_ttl(run: Run) -> None:
     run.patch({"storage": {"onDelete": "Retain"}, "ttlSecondsAfterFinished": 1})
     until(lambda: not run.cluster.get("scalerlruns", "-n", NAMESPACE)["items"], 600, "the run is gone")
     until(lambda: not owned(run), 600, "and all it owned")

@@ -21,7 +21,7 @@ async def of_another_release(there: Stage) -> None:
         await there.edit("Job", job, {"metadata": {"annotations": {SPEC_HASH: "0123456789abcdef"}}})
 
 
-async def test_a_run_of_another_release_trains_on_until_its_spec_is_edited(there: Stage) -> None:
+async def test_run_of_another_release_trains_until_edited(there: Stage) -> None:
     await of_another_release(there)
     await there.fresh_operator()
     for _ in range(2):
@@ -38,7 +38,7 @@ async def test_a_run_of_another_release_trains_on_until_its_spec_is_edited(there
     assert there.coordinator.stop_requests == ["interrupted"]
 
 
-async def test_and_one_whose_spec_was_edited_meanwhile_is_drained(there: Stage) -> None:
+async def test_run_edited_during_the_upgrade_is_drained(there: Stage) -> None:
     await of_another_release(there)
     await there.edit(*RUN, EDIT)
     await there.fresh_operator()

@@ -107,7 +107,7 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     assert spec_map["data"]["trained"], "the coordinator checks whether it is the run's volume"
 
 
-async def test_of_a_run_whose_claim_was_deleted_while_it_was_suspended_the_steps_can_be_given_up(
+async def test_steps_of_a_lost_claim_can_be_abandoned(
     there: Stage,
 ) -> None:
     await there.start(tiny())
@@ -145,7 +145,7 @@ async def finds_nothing(there: Stage) -> None:
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
 
 
-async def test_a_run_whose_coordinator_finds_an_empty_volume_is_held_and_goes_on_or_begins_again(
+async def test_empty_volume_holds_the_run_until_restored_or_abandoned(
     there: Stage,
 ) -> None:
     await there.start(tiny())
@@ -191,7 +191,7 @@ async def test_a_run_without_steps_gets_its_claim_again(there: Stage) -> None:
     assert await there.get(*CLAIM) is not None
 
 
-async def test_a_claim_that_the_run_only_names_is_looked_for_too(there: Stage) -> None:
+async def test_missing_named_claim_is_found(there: Stage) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     claim = {"apiVersion": "v1", "kind": CLAIM[0], "metadata": {"name": CLAIM[1]}, "spec": spec}
     await there.create(claim)

@@ -171,7 +171,7 @@ def test_on_policy_the_teacher_is_a_k1_reference() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_a_correction_inside_compares_the_teacher_with_what_was_sampled() -> None:
+def test_importance_correction_compares_teacher_and_sampled_token() -> None:
     """The correction gives the loss the trainer's own log-probabilities; A is of the generator's all the same."""
     tokens = token_batch([0.0] * 4)
     output = Distilled(Corrected(Reinforce(), cap=100.0), 1.0)(tokens)

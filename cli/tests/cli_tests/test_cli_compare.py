@@ -110,7 +110,7 @@ def test_compare_resumes_what_was_interrupted(
     assert runs.calls == [("b", 5, True), ("c", 6, False)]
 
 
-def test_compare_reports_a_failed_run_and_tries_it_again(
+def test_compare_reports_and_retries_a_failed_run(
     runs: FakeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (write_spec(tmp_path / "run.yaml"), "--vary", "b: recipe.fp32Logits=None", "--vary", "c: seed=6")
@@ -282,7 +282,7 @@ def test_hash_is_of_what_decides_the_result(tmp_path: Path) -> None:
     assert len({one, *others}) == 9
 
 
-def test_what_is_not_in_the_hash_may_change_under_way() -> None:
+def test_fields_outside_the_hash_may_change() -> None:
     """Else a run with the same hash could not be resumed. Data that moved is refused, with the reason."""
     for leaf in leaves():
         path = f"spec.{leaf.path}"

@@ -29,9 +29,7 @@ def write_sagging(path: Path, back: float = 0.0) -> Path:
     return path
 
 
-def test_an_alarm_stands_until_the_run_has_come_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alarm_lasts_until_the_run_recovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fallen, back = write_sagging(tmp_path / "c.csv"), write_sagging(tmp_path / "back.csv", 0.12)
     got = answer(capsys, str(fallen))
     assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
@@ -42,9 +40,7 @@ def test_an_alarm_stands_until_the_run_has_come_back(
     assert "no plan: the reward fell below its best" in capsys.readouterr().out
 
 
-def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_of_a_broken_run_ends_before_the_fall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     well = answer(capsys, str(write_run(tmp_path / "well.csv")))
     ill = write_run(tmp_path / "ill.csv", collapse=0.15)
     for name in ("A", "Cmid", "B"):
@@ -58,7 +54,7 @@ def test_the_fit_of_a_broken_run_is_the_one_before_the_fall(
     assert has_colour(tmp_path / "out.png", plotting.VERMILLION)
 
 
-def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
+def test_truncation_alarm_ends_below_its_lower_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path / "c.csv")
@@ -84,9 +80,7 @@ def test_truncation_has_words_of_its_own_and_is_over_below_its_lower_bound(
 @pytest.mark.parametrize(
     ("before", "newest", "state"), [("0.01", "0.2", State.BROKEN), ("0.2", "0.01", State.OK)]
 )
-def test_truncation_counts_in_an_evaluation_of_mixed_weights_too(
-    tmp_path: Path, before: str, newest: str, state: State
-) -> None:
+def test_truncation_counts_for_mixed_weights(tmp_path: Path, before: str, newest: str, state: State) -> None:
     """The autoscaler looks at the newest evaluation's, mixed or not."""
     path = write_run(tmp_path / "c.csv")
     rows = [line.split(",") for line in path.read_text().splitlines()]
@@ -100,7 +94,7 @@ def test_the_bounds_are_those_of_the_autoscaler() -> None:
     assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED
 
 
-def test_a_past_forecast_far_above_what_came_is_a_doubt(tmp_path: Path) -> None:
+def test_past_forecast_far_above_the_outcome_is_a_doubt(tmp_path: Path) -> None:
     """A slow sag that no three evaluations show: the hindcast does."""
     random = np.random.default_rng(3)
     compute = np.linspace(250.0, 10_000.0, 40)

@@ -51,7 +51,7 @@ def test_early_comparison_is_reported_as_undecided(
     assert (got["better"], got["probability"]) == ("undecided", None)
 
 
-def test_a_broken_run_is_compared_by_what_it_was_and_nothing_is_decided(
+def test_broken_run_is_compared_without_a_decision(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     well, ill = write_run(tmp_path / "well.csv"), write_run(tmp_path / "ill.csv", collapse=0.06)
@@ -81,9 +81,7 @@ def test_an_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.Cap
     assert "prior bound met: A high (100) holds" in text(capsys, str(straight), "--scale=0,100")
 
 
-def test_a_comparison_answers_at_a_compute_and_refuses_what_is_asked_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_answers_at_a_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = str(write_plain(tmp_path / "one.csv")), str(write_plain(tmp_path / "two.csv", seed=3))
     shown = text(capsys, one, "--compare", two, "--at", "3e4")
     assert any(line.split()[:2] == ["at", "30,000"] for line in shown.splitlines())

@@ -27,9 +27,7 @@ def test_commands_of_the_page_are_commands(command: str) -> None:
     parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
-def test_the_pictures_are_made_by_the_commands_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_commands_make_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     shown = re.findall(r"\]\((images/[^)]+)\)", PAGE)
     assert sorted(shown) == [

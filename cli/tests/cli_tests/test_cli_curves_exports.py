@@ -77,7 +77,7 @@ def chart(path: Path, runs: dict[str, list[str]], axis: str = "Step", offset: in
     return path
 
 
-def test_a_wandb_chart_of_one_run_needs_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_chart_of_one_run_needs_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = chart(tmp_path / "wandb_export.csv", {"grpo, lr 1e-6": ["val/acc"]})
     is_curve(read(path))
     shown = text(capsys, str(path))
@@ -103,9 +103,7 @@ def test_a_wandb_chart_of_several_runs_asks_which(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["skipped"] == 40
 
 
-def test_a_metric_alone_names_its_column_in_each_of_two_charts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metric_selects_its_column_in_two_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = chart(tmp_path / "one.csv", {"a": ["val/acc", "val/len"]})
     two = chart(tmp_path / "two.csv", {"b": ["val/acc"]})
     shown = text(capsys, str(one), "--compare", str(two), "--y", "val/acc")
@@ -302,9 +300,7 @@ def test_verls_json_lines(tmp_path: Path) -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_a_last_line_that_is_still_being_written_is_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incomplete_last_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log.jsonl"
     rows = "".join(f'{{"step": {i}, "acc": {0.2 + 0.01 * i}}}\n' for i in range(1, 13))
     file.write_text(rows + '{"step": 13, "ac')
@@ -336,9 +332,7 @@ def test_named_columns_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "both name the column" in complaint(capsys, str(path), "--x", "Pass@1", "--y", "pass@1")
 
 
-def test_a_column_that_is_not_asked_for_may_stand_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_column_may_appear_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """W&B names the columns of two runs of one name alike."""
     path = tmp_path / "c.csv"
     rows = [f"{s},{r},1,2" for s, r in zip(STEPS, REWARDS, strict=True)]

@@ -46,7 +46,7 @@ def test_the_answer_on_a_shipped_curve(capsys: pytest.CaptureFixture[str]) -> No
     assert ahead[2]["median"] == pytest.approx(0.45, abs=0.01)
 
 
-def test_the_shipped_curves_are_those_of_the_data_set() -> None:
+def test_shipped_curves_equal_the_data_set() -> None:
     curves = json.loads((EXAMPLES.parent / "procgen_curves.json").read_text())["curves"]
     for name, key in (
         ("ppg_heist", "ppg-run2_heist"),
@@ -376,7 +376,7 @@ def test_answers_are_on_the_scale_of_the_file(
             assert second["gain"]["high"] == pytest.approx(size * first["gain"]["high"], abs=0.03 * size)
 
 
-def test_the_text_is_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_uses_the_scale_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(on_scale(tmp_path / "c.csv", 0.0, 100.0))
     shown = text(capsys, path, "--scale=0,100", "--target", "60", "--alternatives")
     got = answer(capsys, path, "--scale=0,100")

@@ -96,9 +96,7 @@ def test_a_bad_file_is_refused_in_one_line(
         assert word in complaint
 
 
-def test_the_first_bad_line_is_named_not_the_first_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A reward out of range on line 3 comes before compute that goes back on line 5."""
     path = tmp_path / "bad.csv"
     path.write_text("compute,reward\n1,0.2\n2,1.5\n5,0.3\n4,0.3\n")
@@ -193,7 +191,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.csv", "out.png"]
 
 
-def test_without_matplotlib_a_picture_is_refused_and_the_rest_is_not(
+def test_only_pictures_need_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the operator's image."""
@@ -226,7 +224,7 @@ def test_evaluations_of_mixed_weights_are_excluded_and_reported(
         assert "1 evaluation left out, because the weights changed" in capsys.readouterr().out
 
 
-def test_a_run_whose_evaluation_set_changed_is_fitted_from_there(tmp_path: Path) -> None:
+def test_fit_starts_at_the_last_change_of_the_evaluation_set(tmp_path: Path) -> None:
     """By the file that a run writes itself."""
     points = [
         EvaluationPoint(

@@ -29,7 +29,7 @@ def texts(labels: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.58, 0.61), (0.6, 0.601), (0.2, 0.64)])
-def test_no_number_of_the_reward_axis_stands_there_twice(axes: Any, low: float, high: float) -> None:
+def test_reward_axis_has_no_duplicate_labels(axes: Any, low: float, high: float) -> None:
     axis.reward_axis(axes, [low, high])
     axes.figure.canvas.draw()
     said = texts(axes.get_yticklabels())
@@ -60,7 +60,7 @@ def test_the_unit_may_be_unknown(axes: Any) -> None:
     assert axes.get_xlabel() == "compute"
 
 
-def test_names_of_many_near_computes_stand_one_above_the_other(axes: Any) -> None:
+def test_labels_of_near_computes_are_stacked(axes: Any) -> None:
     axis.compute_axis(axes, "tokens", 0.0, 100.0)
     rows = axis.mark_computes(axes, [(50.0 + i, f"choice number {i}", plotting.INK) for i in range(7)])
     axes.figure.canvas.draw()
@@ -117,7 +117,7 @@ def test_a_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("ill", "named"), [({}, False), ({"truncated": 0.25}, False), ({"collapse": 0.06}, True)]
 )
-def test_a_fall_is_named_only_where_there_is_one(
+def test_fall_is_labelled_only_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ill: dict[str, float], named: bool
 ) -> None:
     path = write_run(tmp_path / "c.csv", **ill)

@@ -30,9 +30,7 @@ def plan(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_rows_are_the_forecasts_of_fit_at_their_compute(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_rows_are_forecasts_of_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_plain(tmp_path / "c.csv"))
     got = plan(capsys, curve)
     stop, twice, four = got["options"]
@@ -133,7 +131,7 @@ def test_a_young_run_is_planned_with_its_doubts(tmp_path: Path, capsys: pytest.C
     assert "90 % interval of A" in shown
 
 
-def test_a_young_run_has_no_block_to_spend_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_young_run_has_no_spending_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_plain(tmp_path / "c.csv", reach=0.6))
     more = ["--rate", "100", "--price", "0.01", "--value-per-point", "10"]
     assert run_plan(arguments(curve, *more), WHEN) == 0

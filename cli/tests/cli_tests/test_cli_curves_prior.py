@@ -69,9 +69,7 @@ def test_invalid_points_are_excluded_with_reason(
     assert "at this compute, this run has" in said
 
 
-def test_none_that_can_count_is_an_error_that_lists_all(
-    files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_usable_earlier_run_is_an_error(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     now = files[0]
     for command in (["fit", now], ["plan", "--from", now]):
         assert main([*command, "--prior", now, f"{now}.gone"]) == 2
@@ -81,9 +79,7 @@ def test_none_that_can_count_is_an_error_that_lists_all(
         assert f"{now}.gone: " in said
 
 
-def test_none_that_the_fit_can_use_is_an_error_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_fittable_earlier_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another evaluation set, too few points, no point ahead: the fit finds these, not the reading."""
     now, other = write_seed(tmp_path / "now.csv", 0, n=14), write_seed(tmp_path / "other.csv", 1)
     short, behind = write_seed(tmp_path / "short.csv", 2, n=3), write_seed(tmp_path / "behind.csv", 3, n=12)

@@ -40,7 +40,7 @@ def test_report_has_first_and_last_reward_of_each_value(tmp_path: Path, capsys: 
     assert ".875" in capsys.readouterr().out
 
 
-def test_runs_of_one_name_are_averaged_and_others_stand_beside(tmp_path: Path):
+def test_runs_of_one_name_are_averaged(tmp_path: Path):
     one = run_directory(tmp_path / "1", "held-out,0,0,context,zoo,0.25,8,0.5,0,1")
     two = run_directory(tmp_path / "2", "held-out,0,0,context,zoo,0.75,8,1.0,0,1")
     words = [f"base={one}", f"base={two}", f"other={two}"]

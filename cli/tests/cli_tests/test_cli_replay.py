@@ -138,7 +138,7 @@ def test_earlier_runs_that_counted_are_shown(directory: Path, capsys: pytest.Cap
     assert all(line.endswith(" (2 earlier runs as prior)") for line in stops)
 
 
-def test_a_changed_byte_fails_and_names_line_and_field(
+def test_replay_names_line_and_field_of_a_changed_byte(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = RunPaths(directory).decisions
@@ -184,7 +184,7 @@ def test_standard_input(
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"apiVersion: v1"])
-def test_a_garbage_line_in_the_middle_is_refused_with_its_number(
+def test_replay_names_the_number_of_a_garbage_line(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str], garbage: bytes
 ) -> None:
     path = tmp_path / "decisions.jsonl"

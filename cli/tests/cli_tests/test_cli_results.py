@@ -171,7 +171,7 @@ def test_a_run_without_points_has_no_rewards() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 12])
-def test_a_picture_is_drawn_from_few_and_many_points(tmp_path: Path, count: int) -> None:
+def test_plot_draws_few_and_many_points(tmp_path: Path, count: int) -> None:
     paths = RunPaths(tmp_path)
     curve = [(1000.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 5 * count, 5)]
     write_curve(paths, curve)
@@ -198,9 +198,7 @@ def test_plot_draws_a_run_that_only_an_earlier_release_accepted(
     assert "run.yaml" in capsys.readouterr().err
 
 
-def test_the_picture_shows_error_bars_units_fit_and_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_shows_error_bars_units_fit_and_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
     paths = RunPaths(tmp_path)
@@ -218,9 +216,7 @@ def test_the_picture_shows_error_bars_units_fit_and_budget(
     assert axes.get_title(loc="left").startswith(RUN.metadata.name)
 
 
-def test_a_picture_without_matplotlib_is_a_problem_that_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_without_matplotlib_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     paths = RunPaths(tmp_path)
     write_curve(paths, [(1.0, 0.3, 1)])
@@ -228,7 +224,7 @@ def test_a_picture_without_matplotlib_is_a_problem_that_says_so(
         draw_run(paths, RUN)
 
 
-def test_the_budget_ends_where_steps_like_those_so_far_would_end() -> None:
+def test_plot_extrapolates_the_end_of_the_budget() -> None:
     assert budget_compute(5000.0, 25, 100) == 20_000.0
     assert budget_compute(5000.0, 25, 10) == 5000.0, "more steps than the budget now allows"
     assert budget_compute(5000.0, 0, 100) is None
@@ -290,7 +286,7 @@ def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_while_waiting_a_line_says_for_what_but_not_every_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_line_is_not_repeated_every_second(capsys: pytest.CaptureFixture[str]) -> None:
     view = PlainView(RUN)
     waiting = status(phase=Phase.WAITING, waiting_for="generator-0 to load its weights", step=0, points=[])
     for second in range(40):

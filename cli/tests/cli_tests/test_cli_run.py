@@ -119,7 +119,7 @@ def shell(tmp: Path, *arguments: str, spec: dict[str, Any] | None = None, **opti
         kill_marked("SCALERL_DIR", str(started.directory))
 
 
-def test_a_run_to_its_budget_leaves_everything_and_exits_0(tmp_path: Path) -> None:
+def test_run_to_its_budget_exits_0(tmp_path: Path) -> None:
     with shell(tmp_path, SMALL_COORDINATOR="curve") as run:
         assert run.finish() == 0, run.text()
         assert run.left() == []
@@ -143,9 +143,7 @@ def test_a_run_to_its_budget_leaves_everything_and_exits_0(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_interrupt_drains_and_the_run_can_be_taken_up_again(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_first_interrupt_drains_and_run_resumes(tmp_path: Path, number: signal.Signals) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
         run.until(lambda: run.step() > 5)
         run.process.send_signal(number)
@@ -177,7 +175,7 @@ def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
         assert run.left() == []
 
 
-def test_an_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> None:
+def test_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> None:
     with shell(tmp_path, SMALL_PREPARE="slow") as run:
         run.until(lambda: run.left())
         time.sleep(0.3)
@@ -241,7 +239,7 @@ def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ignored_at_the_start_stays_ignored(tmp_path: Path, number: signal.Signals) -> None:
     """``nohup scalerl run FILE &`` and a logout."""
     with shell(tmp_path, spec={"budget": {"maxSteps": 100}}, ignored=(number,)) as run:
         run.until(lambda: run.step() > 5)
@@ -269,7 +267,7 @@ def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -
     assert not run.directory.exists()
 
 
-def test_a_role_that_fails_for_good_exits_1_and_shows_its_last_lines(tmp_path: Path) -> None:
+def test_failed_role_exits_1_with_its_last_lines(tmp_path: Path) -> None:
     policy = "scalerl_operator.policy.restarts"
     quick = f"import {policy} as f; f.RestartPolicy.__init__.__defaults__ = (.01, .02, 600., 2, 20, .02)"
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'run' in sys.argv[1:2]:\n    {quick}\n")
@@ -312,7 +310,7 @@ def test_a_killed_coordinator_comes_back_on_its_port(tmp_path: Path) -> None:
     assert "coordinator-0 was killed by SIGKILL" in run.text()
 
 
-def test_a_directory_in_use_or_not_empty_is_refused(tmp_path: Path) -> None:
+def test_used_or_nonempty_directory_is_refused(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
         run.until(lambda: run.step() > 1)
         with shell(tmp_path, "--resume", "--dir", str(run.directory)) as second:

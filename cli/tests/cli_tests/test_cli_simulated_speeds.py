@@ -100,7 +100,7 @@ def test_speeds_are_found_where_sequences_queue(base: float, per_sequence: float
     assert_speed(fit_decode(trace_of(served("g", base, per_sequence))), base, per_sequence)
 
 
-def test_speeds_are_found_in_a_part_of_a_long_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_are_fitted_on_part_of_a_long_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two generators; of one alone, the first and the last groups: in the middle it is another machine."""
     monkeypatch.setattr(speeds, "_SEQUENCES", 240)  # it ends, and begins again, within a burst
     both = served("a", 8e-3, 1e-3, 200, longest=400) + served("b", 8e-3, 1e-3, 200, longest=400)
@@ -110,7 +110,7 @@ def test_speeds_are_found_in_a_part_of_a_long_trace(monkeypatch: pytest.MonkeyPa
     assert_speed(fit_decode(trace_of(one)), 8e-3, 1e-3)
 
 
-def test_publishes_pause_a_generator_and_not_while_they_are_held() -> None:
+def test_publishes_pause_generators_unless_held() -> None:
     """Every fourth publish is held for 4 s, and every fifth version is published again to a member that joins."""
     steps, publishes, pauses = [], [], []
     for step in range(12):
@@ -172,12 +172,12 @@ def test_drafts_that_are_never_accepted_have_their_cost() -> None:
     assert found.per_draft == pytest.approx(5e-4, rel=0.01)
 
 
-def test_times_so_short_that_they_are_none_say_nothing_of_speed() -> None:
+def test_zero_durations_are_ignored_for_speeds() -> None:
     groups = [msgspec.structs.replace(line, seconds=5e-324) for line in served("g", 8e-3, 1e-3)]
     assert fit_decode(trace_of(groups)) == DecodeSpeed(0.0, 0.0)
 
 
-def test_groups_that_ended_before_their_lease_are_left_out() -> None:
+def test_groups_ended_before_their_lease_are_ignored() -> None:
     """The run's time steps back where the coordinator loses its last records."""
     groups = served("g", 8e-3, 1e-3)
     groups[-1] = msgspec.structs.replace(groups[-1], leased=groups[-1].t + 50)

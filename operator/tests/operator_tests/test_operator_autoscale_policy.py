@@ -63,7 +63,7 @@ def shown(*p_gains: float, share: float = 0.5, **fit: Any) -> list[Observation]:
     ]
 
 
-def test_a_run_that_shows_nothing_is_stopped_without_a_believable_fit() -> None:
+def test_flat_run_stops_without_a_reliable_fit() -> None:
     decisions = chain(decide, spec(), shown(0.1, 0.2, 0.1, 0.1))
     assert states(decisions) == ["INSUFFICIENT"] * 3 + ["STOP"]
     assert decisions[-1].action == STOP
@@ -92,7 +92,7 @@ def test_a_run_that_shows_nothing_has_time(observations: list[Observation]) -> N
     assert states(chain(decide, spec(), observations)) == ["INSUFFICIENT"] * 3
 
 
-def test_a_run_whose_fit_expects_a_gain_is_not_flat() -> None:
+def test_run_with_expected_gain_is_not_flat() -> None:
     """A rise that gains speed has a low mean trend, and no believable asymptote."""
     forecast = replace(answer(0.7, width=0.5), flat=flat(0.05))
     decisions = chain(decide, spec(), [seen(v, forecast=forecast) for v in (200, 210, 220)])
@@ -103,7 +103,7 @@ def test_a_run_whose_fit_expects_a_gain_is_not_flat() -> None:
     assert states(decisions) == ["INSUFFICIENT", "INSUFFICIENT", "STOP"], "as a record of method 2 has it"
 
 
-def test_a_price_decides_in_place_of_what_shows_nothing() -> None:
+def test_price_overrides_the_flat_run_rule() -> None:
     rules = spec(pricePerDeviceHour="2", valuePerPoint="10")
     assert states(chain(decide, rules, shown(0.01, 0.01, 0.01))) == ["INSUFFICIENT"] * 3
 
@@ -117,7 +117,7 @@ def test_a_price_decides_in_place_of_what_shows_nothing() -> None:
         (0.5, 0.01, 0.02, "STOP", ""),
     ],
 )
-def test_before_half_of_what_may_be_used_a_fit_alone_stops_nothing(
+def test_fit_alone_stops_nothing_before_half_the_budget(
     share: float, gained: float, slope: float, state: str, says: str
 ) -> None:
     still = flat(0.01, share, gained)
@@ -128,7 +128,7 @@ def test_before_half_of_what_may_be_used_a_fit_alone_stops_nothing(
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
-def test_a_stop_says_what_it_gives_away_where_it_is_wrong(mode: str) -> None:
+def test_stop_reports_the_cost_of_being_wrong(mode: str) -> None:
     late = wire.Interval(median=0.11, low=0.028, high=0.267)
     forecast = answer(0.05, p_late_rise=0.06, late_rise=late)
     decision = chain(decide, spec(mode=mode), [seen(v, forecast=forecast) for v in (200, 210, 220)])[-1]
@@ -140,7 +140,7 @@ def test_a_stop_says_what_it_gives_away_where_it_is_wrong(mode: str) -> None:
     )
 
 
-def test_an_evaluation_seen_again_counts_once_and_a_stop_is_given_again() -> None:
+def test_repeated_evaluation_counts_once_and_repeats_the_stop() -> None:
     decisions = chain(decide, spec(), [seen(200, 0.05)] * 9)
     assert states(decisions) == ["CONTINUE"] * 9
     assert decisions[-1].history.streak == 1
@@ -206,7 +206,7 @@ def kinds(rules: Any, observations: list[Observation]) -> list[str]:
 
 
 @pytest.mark.parametrize("bad", [FALLEN, {"truncated": 0.1}, {"reward": None}])
-def test_an_alarm_that_stays_holds_the_run_and_is_given_again(bad: dict[str, Any]) -> None:
+def test_lasting_alarm_holds_the_run_and_is_repeated(bad: dict[str, Any]) -> None:
     observations = [seen(190, 0.5), *(seen(v, 0.5, **bad) for v in (200, 200, 210, 210, 220, 220, 230))]
     assert kinds(spec(), observations) == ["none"] * 5 + ["hold"] * 3
     assert kinds(spec(stopAfter=1), observations) == ["none", *["hold"] * 7]
@@ -218,14 +218,14 @@ def test_an_alarm_that_stays_holds_the_run_and_is_given_again(bad: dict[str, Any
     )
 
 
-def test_what_voted_for_a_stop_does_not_count_for_a_hold_nor_the_other_way_round() -> None:
+def test_votes_for_stop_and_hold_are_counted_apart() -> None:
     observations = [seen(v, 0.05) for v in (170, 180)] + [seen(v, **FALLEN) for v in (190, 200)]
     observations += [seen(v, 0.05) for v in (210, 220)]
     assert kinds(spec(), observations) == ["none"] * 6
     assert chain(decide, spec(), observations)[-1].history.streak == 2
 
 
-def test_an_evaluation_that_could_not_be_looked_at_does_not_count_for_a_hold() -> None:
+def test_unread_evaluation_does_not_count_for_a_hold() -> None:
     down = {"trouble": "no forecast: down", "reward": 0.53}
     observations = [
         seen(200, **FALLEN),
@@ -241,7 +241,7 @@ def test_an_evaluation_that_could_not_be_looked_at_does_not_count_for_a_hold() -
     ]
 
 
-def test_a_model_that_has_not_learnt_to_come_to_an_end_is_not_held() -> None:
+def test_model_that_never_ends_its_answers_is_not_held() -> None:
     observations = [seen(v, trouble="too few points", truncated=0.4) for v in range(0, 60, 10)]
     decisions = chain(decide, spec(), observations)
     assert states(decisions) == ["BROKEN"] * 6
@@ -270,7 +270,7 @@ def test_resumed_run_is_not_held_for_known_alarm(bad: dict[str, Any]) -> None:
     assert set(states(chain(decide, spec(), [*held, *back, *well]))[6:]) == {"CONTINUE"}
 
 
-def test_another_evaluation_set_ends_an_alarm_measured_on_the_old_one() -> None:
+def test_new_evaluation_set_clears_the_alarm() -> None:
     fallen = seen(200, forecast=answer(broken=0.1), reward=0.45)
     other = replace(fallen.points, eval_version="other", version=210)
     decisions = chain(decide, spec(), [fallen, seen(210, 0.5, reward=0.3, points=other)])
@@ -281,9 +281,7 @@ def test_another_evaluation_set_ends_an_alarm_measured_on_the_old_one() -> None:
     ("p_gain", "p_target", "expected"),
     [(0.9, 0.04, "STOP"), (0.9, 0.06, "CONTINUE"), (0.05, 0.9, "STOP"), (0.9, 0.9, "CONTINUE")],
 )
-def test_a_target_out_of_reach_stops_what_would_still_gain(
-    p_gain: float, p_target: float, expected: str
-) -> None:
+def test_unreachable_target_stops_a_gaining_run(p_gain: float, p_target: float, expected: str) -> None:
     forecast = answer(p_gain, p_asymptote_above_target=0.9, p_target_at_max_compute=p_target)
     observations = [seen(200 + 10 * i, forecast=forecast) for i in range(3)]
     assert states(chain(decide, spec(target="0.7"), observations))[-1] == expected
@@ -328,7 +326,7 @@ def test_other_policy_resets_counts() -> None:
     assert decide(spec(cooldownSeconds=5), seen(220, 0.05), second.history).state is State.STOP
 
 
-def test_a_flat_curve_comes_with_advice_that_names_its_source() -> None:
+def test_flat_curve_advice_names_its_source() -> None:
     (decision,) = chain(decide, spec(), [seen(200, 0.05)])
     assert any("batch of 2048" in line and "[P]" in line for line in decision.advice)
     assert not any("fp32Logits" in line for line in decision.advice)
@@ -404,7 +402,7 @@ def test_between_the_bounds_the_points_own_trend_votes() -> None:
     assert believed(0.29, by_trend=0.1) == ["CONTINUE"] * 4
 
 
-def test_the_bounds_follow_the_late_rises_of_the_horizon() -> None:
+def test_vote_bounds_follow_late_rises() -> None:
     """At 4 times the compute late rises alone are .124: what would stop at 2 times still does."""
     assert believed(0.23, by_trend=0.9) == ["CONTINUE"] * 4
     assert believed(0.23, by_trend=0.9, horizon=4.0, late=1 - 0.936**2)[-1] == "STOP"

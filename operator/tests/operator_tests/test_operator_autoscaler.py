@@ -20,7 +20,7 @@ from scalerl_operator.autoscaling.models import Action, Generators, State
 from scalerl_operator.autoscaling.replay import verify
 
 
-async def test_a_flat_run_is_stopped_by_the_real_sidecar_and_a_record_can_tell_why(tmp_path: Path) -> None:
+async def test_real_sidecar_stops_a_flat_run_and_records_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scalerl_curvefit.sidecar", "--port", "0"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
@@ -131,7 +131,7 @@ async def test_steps_longer_than_a_cooldown_are_waited_for(
     assert taken[0] == (grows_at, 2)
 
 
-async def test_what_is_outside_its_limits_waits_for_no_step(tmp_path: Path, url: str) -> None:
+async def test_number_outside_its_limits_is_corrected_at_once(tmp_path: Path, url: str) -> None:
     watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 20})
     three = Generators(wanted=3, ready=3)
     steps = [

@@ -147,7 +147,7 @@ async def test_mixed_and_non_finite_points_are_excluded(tmp_path: Path, url: str
     assert step.decision.history.streak == 1
 
 
-async def test_a_reward_that_is_no_number_is_an_alarm(tmp_path: Path, url: str) -> None:
+async def test_nan_reward_is_an_alarm(tmp_path: Path, url: str) -> None:
     watched, curve = Watched(tmp_path / "d", url), flat_curve()
     damaged = [*curve[:40], replace(curve[40], reward=float("nan"))]
     no_stop(await watched.must(damaged), State.BROKEN, "not a finite number")
@@ -193,7 +193,7 @@ async def test_the_runs_clock_jumps(tmp_path: Path, url: str, jump: float) -> No
     assert step.decision.action.kind != "stop"
 
 
-async def test_a_full_disk_is_a_condition_and_no_action(tmp_path: Path, url: str) -> None:
+async def test_full_disk_sets_a_condition_without_action(tmp_path: Path, url: str) -> None:
     watched, curve = Watched(tmp_path / "d", url), flat_curve()
     await watched.must(curve[:40])
     size = watched.path.stat().st_size

@@ -60,7 +60,7 @@ def test_table(observation: Observation, to: int | None, says: str) -> None:
 
 
 @pytest.mark.parametrize("state", [State.STOP, State.BROKEN])
-def test_a_run_that_stops_or_is_broken_is_left_alone(state: State) -> None:
+def test_stopping_or_broken_run_is_not_balanced(state: State) -> None:
     assert balance(spec(**RULES), observed(**WAITS), History(state=state)).action == Action()
 
 
@@ -68,7 +68,7 @@ def test_without_a_range_there_is_nothing_to_balance() -> None:
     assert balance(spec(), observed(**WAITS), History()).action == Action()
 
 
-def test_a_trial_step_is_measured_before_another_is_made() -> None:
+def test_trial_step_is_measured_before_the_next() -> None:
     trial = Change(before=1, after=2, at=0.0, exploratory=True, measuring=True, pace=None)
     history = History(change=trial, generators=2, settled=0.0)
     assert "being measured" in balance(spec(**RULES), observed(**WAITS), history).reasons[0]

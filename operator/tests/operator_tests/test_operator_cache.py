@@ -48,7 +48,7 @@ def cache(woken: list[tuple[str, str]]) -> Cache:
     return Cache(woken.append)
 
 
-def test_a_run_and_what_is_its_are_found_and_the_copies_are_the_readers_own(cache: Cache) -> None:
+def test_cache_returns_copies_of_a_run_and_its_objects(cache: Cache) -> None:
     cache.observe(None, run_object())
     cache.observe("ADDED", thing("Job", "r-trainer-1", version=2, status={"active": 1}))
     cache.observe("ADDED", thing("Pod", "other", version=3, run="other"))
@@ -67,9 +67,7 @@ def test_a_run_and_what_is_its_are_found_and_the_copies_are_the_readers_own(cach
 
 
 @pytest.mark.parametrize("name", ["r", LONG])
-def test_a_change_wakes_its_run_by_its_whole_name(
-    name: str, cache: Cache, woken: list[tuple[str, str]]
-) -> None:
+def test_change_wakes_its_run_by_full_name(name: str, cache: Cache, woken: list[tuple[str, str]]) -> None:
     cache.observe("ADDED", thing(version=5, run=name))
     assert woken == []  # nobody to wake yet: the run's own event will
     cache.observe("ADDED", run_object(name, version=6))
@@ -114,7 +112,7 @@ def test_write_response_is_cached_and_its_event_wakes_nothing(
     assert woken == [("team", "r")]
 
 
-def test_a_late_answer_does_not_bring_a_deleted_object_back(cache: Cache) -> None:
+def test_late_response_does_not_restore_a_deleted_object(cache: Cache) -> None:
     cache.observe("ADDED", thing("Job", "j", version=5))
     cache.observe("DELETED", thing("Job", "j", version=8))
     cache.remember(thing("Job", "j", version=7))
@@ -133,9 +131,7 @@ def test_deletions_are_not_remembered_for_ever() -> None:
     assert len(cache._tombstones) == 1
 
 
-def test_what_a_list_no_longer_holds_is_dropped_but_nothing_newer_than_the_list(
-    cache: Cache, woken: list[tuple[str, str]]
-) -> None:
+def test_list_drops_missing_objects_but_no_newer_ones(cache: Cache, woken: list[tuple[str, str]]) -> None:
     cache.observe(None, run_object(version=1))
     for name, version in (("gone", 10), ("there", 11), ("new", 25)):
         cache.observe("ADDED", thing("Pod", name, version=version, uid=name))
@@ -175,7 +171,7 @@ def histories(draw: st.DrawFn) -> tuple[list[tuple[str, int, str]], list[int]]:
 
 
 @given(histories(), st.data())
-def test_whatever_the_order_of_news_the_cache_ends_as_the_server_is(
+def test_cache_converges_for_any_order_of_events(
     history: tuple[list[tuple[str, int, str]], list[int]], data: st.DataObject
 ) -> None:
     events, order = history

@@ -103,7 +103,7 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     assert verify(stepped.api.content())[1] == []
 
 
-async def test_no_step_follows_a_stop_that_the_coordinator_has_yet_to_take(url: str) -> None:
+async def test_no_scaling_while_a_stop_is_pending(url: str) -> None:
     """A later evaluation without a forecast would cancel the stop."""
     stepped, curve = Stepped(url), flat_curve()
     for count in (39, 40):
@@ -129,7 +129,7 @@ async def test_restarted_operator_has_the_same_state(url: str) -> None:
     assert again.loop._task is None, "a run that ends needs no decision"
 
 
-async def test_a_stop_of_a_release_without_a_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_recorded_without_a_newer_field_stands(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stepped, curve = Stepped(url), flat_curve()
     with monkeypatch.context() as before:
         old = {
@@ -225,7 +225,7 @@ async def test_another_spec_is_another_question(url: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Advisory"])
-async def test_a_number_that_was_chosen_is_handed_out_until_the_next_decision(url: str, mode: str) -> None:
+async def test_chosen_number_is_reported_until_the_next_decision(url: str, mode: str) -> None:
     stepped = Stepped(url, mode=mode, generators={"max": 2}, cooldownSeconds=60)
     curve, generators = flat_curve()[:12], ONE
     seen: list[tuple[int, int | None]] = []
@@ -296,7 +296,7 @@ async def test_without_sidecar_nothing_stops_and_reason_is_reported(url: str) ->
     )
 
 
-async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> None:
+async def test_unreadable_record_is_reported_and_read_later(url: str) -> None:
     api = DecisionService([DOWN, DOWN])
     stepped = Stepped(url, api)
     for _ in range(2):
@@ -312,7 +312,7 @@ async def test_a_record_that_cannot_be_read_is_said_and_read_later(url: str) -> 
 
 
 @pytest.mark.parametrize("fate", [DOWN, LOST])
-async def test_a_decision_that_cannot_be_written_is_not_acted_on(url: str, fate: str) -> None:
+async def test_unrecorded_decision_is_not_acted_on(url: str, fate: str) -> None:
     """Or rather: only what is in the record is, whatever the answer was."""
     stepped, curve = Stepped(url), flat_curve()
     await stepped.settled(curve[:40])
@@ -361,7 +361,7 @@ async def test_closing_ends_what_is_under_way(url: str) -> None:
     assert not stepped.woken.is_set()
 
 
-async def test_each_decision_is_counted_by_the_operator_that_made_it(url: str) -> None:
+async def test_decision_is_counted_by_the_operator_that_made_it(url: str) -> None:
     counted: list[str] = []
     stepped, curve = Stepped(url), flat_curve()
     stepped.loop._on_decision = counted.append

@@ -73,9 +73,7 @@ def conditions(
         (Phase.FAILED, End.FAILED, ConditionType.COMPLETED),
     ],
 )
-def test_conditions_of_an_ended_run_say_that_it_has_ended(
-    phase: Phase, end: End, other: ConditionType
-) -> None:
+def test_conditions_of_an_ended_run(phase: Phase, end: End, other: ConditionType) -> None:
     found = conditions(phase, outcome=Outcome(end, Reason.BUDGET_REACHED, "maxSteps"))
     for type_ in (*ROLES, other):
         assert (found[type_].status, found[type_].reason) == ("False", phase), type_
@@ -84,7 +82,7 @@ def test_conditions_of_an_ended_run_say_that_it_has_ended(
     assert "comes before" not in said
 
 
-def test_conditions_of_a_suspended_run_say_that_it_is_suspended() -> None:
+def test_conditions_of_a_suspended_run() -> None:
     found = conditions(Phase.SUSPENDED)
     assert {found[type_].reason for type_ in ROLES} == {"Suspended"}
     assert {conditions(Phase.PREPARING)[type_].reason for type_ in ROLES} == {"Preparing"}
@@ -123,7 +121,7 @@ def test_event_type_of_a_changed_condition(
     assert event_type(changed) == expected
 
 
-def test_a_full_disk_is_named_where_the_coordinator_is_not_ready() -> None:
+def test_full_disk_explains_an_unready_coordinator() -> None:
     coordinator_report = msgspec.structs.replace(QUIET, journal_error="No space left on device")
     running = pod("c-0", Role.COORDINATOR, {"running": {}}, started=True)
     found = conditions(Phase.RUNNING, observed(running), coordinator_report=coordinator_report)
@@ -193,7 +191,7 @@ def test_a_queue_that_does_not_exist_is_named(phase: Phase) -> None:
     assert conditions(phase, found, queue_missing="")["Admitted"].reason == "NoQueue"
 
 
-def test_the_claims_own_event_says_more_than_the_scheduler() -> None:
+def test_claim_event_explains_an_unready_volume() -> None:
     pending = pod("p-1", Role.PREPARE, {})
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     scheduled["message"] = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims"

@@ -113,7 +113,7 @@ def test_status_of_the_release_before_is_remembered() -> None:
 
 
 @pytest.mark.parametrize("end", End)
-def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End) -> None:
+def test_outcome_is_read_also_from_a_later_release(end: End) -> None:
     """Or it would be run again."""
     ended = {"type": end.value, "status": "True", "reason": "ProphecyFulfilled", "message": "as foretold"}
     stored = {"phase": "Legendary", "conditions": [ended | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
@@ -126,7 +126,7 @@ def test_how_a_run_ended_is_remembered_also_in_words_of_a_later_release(end: End
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_every_condition_says_what_is_so_or_what_to_do(phase: Phase) -> None:
+def test_every_condition_has_a_message(phase: Phase) -> None:
     coordinator_report = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
     trainer = RunObservation(trainer=Job(ready=True))
     status = report(

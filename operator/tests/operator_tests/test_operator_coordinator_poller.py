@@ -147,7 +147,7 @@ async def asked(there: Coordinator, times: int) -> None:
     raise AssertionError("not asked in 120 s")
 
 
-async def test_an_answer_is_of_what_is_seen_and_looks_that_see_the_same_share_it() -> None:
+async def test_reconciles_with_equal_observations_share_a_poll() -> None:
     first, second, token = Coordinator(), Coordinator(), Tokens()
     woken: list[Key] = []
     async with (
@@ -229,7 +229,7 @@ async def test_non_leader_may_read_and_reports_nothing() -> None:
         assert there.stop_reasons == []
 
 
-async def test_why_it_was_not_listened_to_is_kept_and_is_news_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_refusal_is_kept_and_wakes_the_run_once(caplog: pytest.LogCaptureFixture) -> None:
     there, token = Coordinator(), Tokens()
     there.refuses = "you speak wire version 2, the coordinator 1"
     async with there.serving() as pod, coordinators(background=False) as ours:
@@ -276,7 +276,7 @@ async def test_forty_silent_coordinators_delay_no_other(monkeypatch: pytest.Monk
         assert time.monotonic() - began < 30.0
 
 
-async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_more() -> None:
+async def test_late_response_of_an_earlier_poll_is_dropped() -> None:
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators(background=False) as ours:
         await ours.poll(RUN, [pod], token, 1)
@@ -292,7 +292,7 @@ async def test_an_answer_that_was_asked_for_earlier_and_comes_later_counts_no_mo
         assert answer.status.stop_reason == "interrupted"
 
 
-async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unawaited_poll_wakes_the_run_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(coordinator_poller, "ASK_AGAIN_SECONDS", 0.02)
     there, token, woken = Coordinator(), Tokens(), list[str]()
@@ -315,7 +315,7 @@ async def test_only_news_wake_a_run_that_waits_for_no_answer(monkeypatch: pytest
         assert woken, "a reconcile waits, for the same"
 
 
-async def test_decisions_are_sent_by_the_leader_to_a_coordinator_that_is_up() -> None:
+async def test_decisions_go_from_the_leader_to_a_ready_coordinator() -> None:
     there = Coordinator()
     async with there.serving() as pod, coordinators(leads=False) as ours:
         with pytest.raises(CoordinatorUnreachable, match="no pod"):

@@ -101,7 +101,7 @@ def test_it_is_structural() -> None:
         assert not ("properties" in schema and "additionalProperties" in schema), path
 
 
-def test_what_has_a_length_or_a_count_has_a_limit() -> None:
+def test_every_string_and_list_is_bounded() -> None:
     # Without limits an API server cannot bound what a rule costs, and takes objects that no ConfigMap holds.
     limit = {"string": "maxLength", "array": "maxItems"}
     for path, schema in schemas(SCHEMA["properties"]["spec"]):
@@ -154,7 +154,7 @@ def test_every_check_across_fields_is_a_rule() -> None:
     )
 
 
-def test_every_rule_stands_in_the_definition_and_names_a_field_that_is_there() -> None:
+def test_every_rule_is_in_the_crd_and_names_a_field() -> None:
     rules = [
         (path, schema, rule)
         for path, schema in schemas(SCHEMA)
@@ -229,7 +229,7 @@ def test_columns_and_scale_are_detected() -> None:
     assert at(scale["labelSelectorPath"])["type"] == "string"
 
 
-def test_every_example_has_only_fields_that_the_definition_has() -> None:
+def test_every_example_has_only_fields_of_the_crd() -> None:
     def unknown(schema: dict[str, Any], value: Any, path: str) -> Iterator[str]:
         if isinstance(value, dict) and "properties" in schema:
             for name, item in value.items():
@@ -266,7 +266,7 @@ def test_add_check_refuses_a_check_without_a_rule() -> None:
         crd.schema_of(Checked)
 
 
-def test_a_run_read_from_a_cluster_has_the_kind_of_the_definition() -> None:
+def test_run_from_a_cluster_has_the_kind_of_the_crd() -> None:
     names = crd.definition()["spec"]["names"]
     assert names["kind"] == ScaleRLRun.model_fields["kind"].default
     assert crd.definition()["metadata"]["name"] == f"{names['plural']}.{crd.definition()['spec']['group']}"

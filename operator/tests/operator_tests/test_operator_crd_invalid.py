@@ -26,7 +26,7 @@ def near(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def test_the_table_is_large_and_names_each_row_once() -> None:
+def test_invalid_table_names_each_row_once() -> None:
     names = [case.name for case in (*SERVER, *OPERATOR)]
     assert len(names) == len(set(names))
     assert len(SERVER) >= 60
@@ -42,7 +42,7 @@ def test_a_file_is_held_to_the_servers_rules(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.name)
-def test_only_the_change_is_wrong_with_what_cannot_change(case: Case) -> None:
+def test_only_the_change_of_a_fixed_field_is_invalid(case: Case) -> None:
     assert case.changed is not None
     assert case.changed != case.run
     for run in (case.run, case.changed):
@@ -50,7 +50,7 @@ def test_only_the_change_is_wrong_with_what_cannot_change(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", OPERATOR, ids=lambda case: case.name)
-def test_what_only_python_can_check_is_refused_by_its_models_and_nothing_else(case: Case) -> None:
+def test_models_refuse_only_what_they_check(case: Case) -> None:
     if case.reason == "SpecInvalid" and case is not PAST_DEADLINE:
         with pytest.raises(SpecError) as refused:
             run_from_object(case.run)
@@ -60,7 +60,7 @@ def test_what_only_python_can_check_is_refused_by_its_models_and_nothing_else(ca
 
 
 @pytest.mark.parametrize("row", warned(), ids=lambda row: row.name)
-def test_what_is_seldom_meant_is_a_warning_and_a_condition(row: Warned) -> None:
+def test_unusual_setting_is_a_warning_and_a_condition(row: Warned) -> None:
     run = run_from_object(row.run)
     assert any(
         warning.where == row.field and row.says in warning.message for warning in warnings_of(run.spec)
@@ -82,7 +82,7 @@ def test_no_example_has_a_warning(example: Path) -> None:
         assert conditions(Phase.PREPARING, run=run)["Accepted"].reason == "Accepted"
 
 
-def test_a_path_that_no_volume_has_is_a_warning_on_a_cluster() -> None:
+def test_path_without_a_volume_is_a_warning() -> None:
     run = load_run(next(path for path in EXAMPLES if "kubernetes" in path.name))
     assert run.spec.pod_template is not None
     without = run.spec.pod_template.model_copy(update={"volume_mounts": []})

@@ -70,7 +70,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Line
     return path.read_bytes(), lines
 
 
-def test_a_record_is_made_again_to_the_last_field(recorded: tuple[bytes, list[Line]]) -> None:
+def test_replay_repeats_every_field(recorded: tuple[bytes, list[Line]]) -> None:
     content, lines = recorded
     read, found = verify(content)
     assert found == []
@@ -104,13 +104,13 @@ def test_verify_survives_any_changed_byte(recorded: tuple[bytes, list[Line]], se
     assert all(difference.line > recorded[0].count(b"\n", 0, at) for difference in found)
 
 
-def test_a_line_taken_out_or_put_in_is_found(recorded: tuple[bytes, list[Line]]) -> None:
+def test_removed_or_added_line_is_found(recorded: tuple[bytes, list[Line]]) -> None:
     lines = recorded[0].splitlines(keepends=True)
     assert any(d.field == "sequence" for d in verify(b"".join(lines[:5] + lines[6:]))[1])
     assert any(d.line == 7 for d in verify(b"".join(lines[:6] + lines[5:]))[1])
 
 
-def test_a_record_of_the_first_method_is_made_again_to_the_last_field() -> None:
+def test_replay_of_method_1_repeats_every_field() -> None:
     """Written before an alarm needed a fall below the best: each answer is decided on by the rules of its method.
 
     Its lines carry the digests of earlier releases, which are ignored.
@@ -185,7 +185,7 @@ async def test_reopen_resumes_and_truncates_partial_line(
     assert summary_of(path).points == points[:20]
 
 
-async def test_a_record_of_50_000_decisions_is_read_in_pages(
+async def test_record_of_50_000_decisions_is_read_in_pages(
     tmp_path: Path, recorded: tuple[bytes, list[Line]]
 ) -> None:
     """Pages end within lines, and what is kept of the lines does not grow with them."""
@@ -225,7 +225,7 @@ async def test_a_record_of_50_000_decisions_is_read_in_pages(
         (lambda content: b'{"format":1}\n', "line 1: format 1; this program reads format 2"),
     ],
 )
-def test_a_record_that_cannot_be_trusted_is_not_acted_on_and_left_as_it_is(
+def test_inconsistent_record_is_not_acted_on_nor_changed(
     tmp_path: Path, recorded: tuple[bytes, list[Line]], spoil: Callable[[bytes], bytes], problem: str
 ) -> None:
     path, content = tmp_path / "decisions.jsonl", spoil(recorded[0])

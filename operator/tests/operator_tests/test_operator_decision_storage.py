@@ -47,7 +47,7 @@ async def test_lines_follow_each_other_and_are_read_again() -> None:
     assert [line.sequence for line in again.summary.recent] == [0, 1, 2]
 
 
-async def test_former_leader_writes_nothing_and_resumes_from_stored_state() -> None:
+async def test_former_leader_writes_nothing_and_resumes() -> None:
     service = DecisionService()
     old, new = await opened(service), await opened(service)
     await write(new, 2)
@@ -65,7 +65,7 @@ async def test_former_leader_writes_nothing_and_resumes_from_stored_state() -> N
     ("fate", "kept"),
     [([DOWN], False), ([LOST], True), ([LOST, DOWN], True)],
 )
-async def test_an_answer_that_does_not_arrive_is_no_answer(fate: list[str], kept: bool) -> None:
+async def test_unanswered_write_is_not_acted_on(fate: list[str], kept: bool) -> None:
     """The decision is not acted upon; what was written all the same is found and not written twice."""
     service = DecisionService()
     record = await opened(service)
@@ -105,7 +105,7 @@ async def test_a_refusal_leaves_the_record_as_it_was(
     assert len(verify(service.content())[0]) == 2
 
 
-async def test_garbage_in_the_middle_is_left_alone_and_named() -> None:
+async def test_garbage_inside_the_log_is_named_and_kept() -> None:
     service = DecisionService()
     record = await opened(service)
     for count in range(2, 8):
@@ -146,7 +146,7 @@ async def test_an_earlier_coordinator_keeps_no_decisions() -> None:
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_of_two_writers_at_once_every_line_is_kept_once_and_in_order(
+def test_two_writers_keep_every_line_once_in_order(
     turns: list[tuple[int, int]], fate: list[str | None], at_once: bool
 ) -> None:
     async def race() -> None:

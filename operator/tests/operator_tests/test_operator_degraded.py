@@ -76,7 +76,7 @@ def reconciles() -> Reconciles:
     return Reconciles()
 
 
-def test_grading_that_failed_once_is_over_after_a_while(reconciles: Reconciles) -> None:
+def test_single_grading_failure_clears_after_a_quiet_time(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(0) == Reason.HEALTHY
     assert reconciles.reconcile(5, grading_errors=1) == Reason.GRADING_FAILED
     assert reconciles.reconcile(5 + QUIET_SECONDS - 1) == Reason.GRADING_FAILED
@@ -104,7 +104,7 @@ def test_lost_slots_are_reported_and_expire(reconciles: Reconciles) -> None:
     assert reconciles.after.trouble.given_up_rollouts == 8 * 499 + 1
 
 
-def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(reconciles: Reconciles) -> None:
+def test_repeated_grading_failures_stay_degraded(reconciles: Reconciles) -> None:
     reconciles.reconcile(0)
     reconciles.reconcile(1, grading_errors=1)
     for minute in range(1, 60):
@@ -112,7 +112,7 @@ def test_grading_that_fails_again_and_again_is_not_over_and_only_progress(reconc
         assert reconciles.quiet, "the count moves: written with what moves all the time"
 
 
-def test_a_checkpoint_that_failed_is_over_with_the_next_one(reconciles: Reconciles) -> None:
+def test_failed_checkpoint_clears_with_the_next(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=40)
     assert reconciles.reconcile(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
     assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
@@ -120,21 +120,21 @@ def test_a_checkpoint_that_failed_is_over_with_the_next_one(reconciles: Reconcil
     assert reconciles.reconcile(1e6 + 10) == Reason.HEALTHY
 
 
-def test_a_trainer_that_goes_back_has_written_no_checkpoint(reconciles: Reconciles) -> None:
+def test_rollback_of_the_trainer_clears_no_failed_checkpoint(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=40)
     reconciles.reconcile(5, checkpoint_failures=1)
     assert reconciles.reconcile(10, checkpoint_version=20) == Reason.CHECKPOINT_FAILED
     assert reconciles.reconcile(15, checkpoint_version=30) == Reason.HEALTHY
 
 
-def test_a_failure_that_a_newer_checkpoint_came_with_is_over(reconciles: Reconciles) -> None:
+def test_checkpoint_failure_with_a_newer_version_is_cleared(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=40)
     assert reconciles.reconcile(60, checkpoint_failures=1, checkpoint_version=60) == Reason.HEALTHY
     assert reconciles.reconcile(65, checkpoint_failures=2) == Reason.CHECKPOINT_FAILED
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_what_was_counted_for_an_earlier_release_is_no_news(reconciles: Reconciles, *, silent: bool) -> None:
+def test_counts_before_the_first_status_are_ignored(reconciles: Reconciles, *, silent: bool) -> None:
     reconciles.reconcile(0)
     del reconciles.stored["trouble"]
     reconciles.reconcile(5, silent=silent, checkpoint_failures=3, grading_errors=7)
@@ -148,7 +148,7 @@ def test_the_first_checkpoint_of_all_ends_it_too(reconciles: Reconciles) -> None
     assert reconciles.reconcile(5, checkpoint_version=20) == Reason.HEALTHY
 
 
-def test_a_coordinator_that_is_silent_for_a_moment_changes_nothing(reconciles: Reconciles) -> None:
+def test_silent_coordinator_keeps_the_problem(reconciles: Reconciles) -> None:
     reconciles.reconcile(0)
     reconciles.reconcile(1, checkpoint_failures=1)
     assert reconciles.reconcile(5, silent=True) == Reason.CHECKPOINT_FAILED
@@ -160,7 +160,7 @@ def test_a_run_that_is_over_is_not_degraded(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(5, Phase.SUSPENDED, silent=True) == Reason.HEALTHY
 
 
-def test_the_status_says_what_was_exported_and_where_it_lies(reconciles: Reconciles) -> None:
+def test_status_shows_exports_and_their_paths(reconciles: Reconciles) -> None:
     model = ExportedModel(
         version=100,
         reward=0.61237,
@@ -183,7 +183,7 @@ def test_the_status_says_what_was_exported_and_where_it_lies(reconciles: Reconci
     )
 
 
-def test_an_export_that_fails_degrades_the_run_until_one_succeeds(reconciles: Reconciles) -> None:
+def test_failed_export_degrades_until_one_succeeds(reconciles: Reconciles) -> None:
     assert (
         reconciles.reconcile(0, exports=Exports(failures=1, problem="s3://b: refused"))
         == Reason.EXPORT_FAILED
@@ -192,7 +192,7 @@ def test_an_export_that_fails_degrades_the_run_until_one_succeeds(reconciles: Re
     assert reconciles.reconcile(5, exports=Exports(failures=1)) == Reason.HEALTHY
 
 
-def test_a_tracker_that_fails_degrades_the_run_until_it_works(reconciles: Reconciles) -> None:
+def test_failed_tracker_degrades_until_it_works(reconciles: Reconciles) -> None:
     failing = Tracker(name="mlflow", failures=1, problem="connection refused")
     assert reconciles.reconcile(0, trackers=[Tracker(name="tensorBoard"), failing]) == Reason.TRACKER_FAILED
     said = reconciles.after.condition(ConditionType.DEGRADED)
@@ -202,7 +202,7 @@ def test_a_tracker_that_fails_degrades_the_run_until_it_works(reconciles: Reconc
     assert reconciles.reconcile(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY
 
 
-def test_a_teacher_that_is_away_degrades_the_run_until_it_answers(reconciles: Reconciles) -> None:
+def test_unavailable_teacher_degrades_until_it_answers(reconciles: Reconciles) -> None:
     problem = "generator-0: http://teacher:8000: refused"
     assert reconciles.reconcile(0, teacher_problem=problem) == Reason.TEACHER_UNAVAILABLE
     said = reconciles.after.condition(ConditionType.DEGRADED)

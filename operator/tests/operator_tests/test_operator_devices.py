@@ -44,7 +44,7 @@ def test_machine_devices_of_the_driver(
     assert machine_devices({}) == expected
 
 
-def test_a_trainer_has_no_devices_that_deepspeed_cannot_read() -> None:
+def test_trainer_devices_are_readable_by_deepspeed() -> None:
     check(plan(run_spec(generator={"devices": 1}, trainer={"devices": 0})), ("GPU-1",))
     with pytest.raises(NotEnoughDevices, match="names GPU-1, but the trainer's DeepSpeed reads only numbers"):
         check(plan(run_spec(generator={"devices": 1}, trainer={"devices": 1})), ("GPU-1", "GPU-2"))

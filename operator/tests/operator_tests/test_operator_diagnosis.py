@@ -46,9 +46,7 @@ async def reason(events: Events, **objects: Any) -> Reason | None:
         (RECENT_CREATION_SECONDS + 1, None),
     ],
 )
-async def test_pod_that_a_quota_refuses_is_explained_between_two_tries(
-    age: float, expected: Reason | None
-) -> None:
+async def test_pod_refused_by_quota_stays_explained(age: float, expected: Reason | None) -> None:
     labels = {RUN_UID: UID, COMPONENT: Role.COORDINATOR}
     metadata = {"name": "a", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z", "labels": labels}
     events = Events("FailedCreate", "pods is forbidden: exceeded quota: q", age)
@@ -56,9 +54,7 @@ async def test_pod_that_a_quota_refuses_is_explained_between_two_tries(
 
 
 @pytest.mark.parametrize(("age", "expected"), [(5, Reason.VOLUME_NOT_READY), (RECENT_SECONDS + 1, None)])
-async def test_pod_that_does_not_start_is_explained_by_a_recent_event(
-    age: float, expected: Reason | None
-) -> None:
+async def test_unstarted_pod_is_explained_by_a_recent_event(age: float, expected: Reason | None) -> None:
     waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
     starting = pod("a", Role.COORDINATOR, waiting, phase="Pending")
     assert await reason(Events("FailedMount", "timed out", age), Pod=starting) == expected

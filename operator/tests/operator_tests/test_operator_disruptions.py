@@ -106,9 +106,7 @@ DRAINED = a_pod("a", "Failed", role=Role.PREPARE, code=137, conditions=[TAKEN])
         (a_pod("b", "Failed", role=Role.PREPARE, reason="OutOfcpu", message="0 free"), True),
     ],
 )
-def test_a_preparation_that_fails_by_itself_is_not_excused_by_an_earlier_try(
-    last: dict[str, Any], disrupted: bool
-) -> None:
+def test_preparation_failure_counts_after_a_disruption(last: dict[str, Any], disrupted: bool) -> None:
     """Its Job tries again by itself, and the pods of all tries stay in the list."""
     assert seen(DRAINED, role=Role.PREPARE).prepare.disrupted
     assert seen(DRAINED, last, role=Role.PREPARE).prepare.disrupted == disrupted
@@ -138,7 +136,7 @@ def test_why_a_pod_failed_that_lost_its_place() -> None:
     assert (problem.reason, problem.message) == (Reason.EVICTED, "PreemptionByScheduler: room")
 
 
-def test_what_a_node_refused_is_no_news_once_another_is_in_its_place() -> None:
+def test_refused_pod_is_ignored_once_replaced() -> None:
     corpse = a_pod("a", "Failed", role=Role.GENERATOR, age=60, reason="OutOfcpu", message="full")
     problem = seen(corpse).problem(Role.GENERATOR)
     assert problem is not None
@@ -239,7 +237,7 @@ def test_a_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
     assert (memory.record.consecutive_failures, memory.record.failed_starts) == (0, 0)
 
 
-def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds() -> None:
+def test_longest_back_off_is_not_cut_by_rounding() -> None:
     memory = replace(FIRST, attempt=3, last_recorded_attempt=2, ready_since=None)
     memory = replace(memory, record=replace(memory.record, consecutive_failures=15, has_been_ready=True))
     failed = replace(RUNNING, unix_seconds=1000.25, trainer=replace(CRASH, attempt=3))
@@ -258,7 +256,7 @@ def test_the_longest_wait_is_waited_although_it_is_remembered_in_whole_seconds()
     ],
     ids=["resumed", "another spec"],
 )
-def test_restart_request_retries_at_once_and_resets_has_been_ready(
+def test_restart_request_retries_at_once(
     between: LifecycleInput,
 ) -> None:
     """Its image may be another one, and a wrong one."""

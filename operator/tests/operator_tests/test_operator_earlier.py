@@ -62,7 +62,7 @@ def test_evaluations_are_those_that_lie_on_one_curve() -> None:
     assert found.points.reward == [p.reward for p in kept]
 
 
-def test_a_run_that_failed_at_its_start_says_nothing() -> None:
+def test_run_failed_at_its_start_is_no_earlier_run() -> None:
     assert earlier_run("a", curve_csv(evaluations(REWARDS[:4]))) is None, "the first is at compute 0"
     assert earlier_run("a", curve_csv(evaluations(REWARDS[:5]))) is not None
     assert earlier_run("a", curve_csv([])) is None
@@ -131,7 +131,7 @@ class Namespace:
         return [one.name for one in found]
 
 
-async def test_finished_runs_of_the_same_task_and_model_count_the_newest_first() -> None:
+async def test_earlier_runs_are_ordered_newest_first() -> None:
     there = Namespace()
     there.add("completed", end=1)
     there.add("failed", phase="Failed", end=3)
@@ -146,7 +146,7 @@ async def test_finished_runs_of_the_same_task_and_model_count_the_newest_first()
     assert await there.names() == ["newest", "failed", "completed"]
 
 
-async def test_what_a_run_ran_with_counts_not_an_edit_since() -> None:
+async def test_earlier_run_counts_by_its_executed_spec() -> None:
     there = Namespace()
     ran = RunStatus(accepted_spec=json.dumps(cluster_run().to_manifest()["spec"])).to_object()
     there.add("edited", model={"scratch": {"layers": 3}}, status={"acceptedSpec": ran["acceptedSpec"]})
@@ -180,14 +180,14 @@ async def test_garbage_is_excluded_and_reported_once(
     )
 
 
-async def test_a_curve_of_an_earlier_run_of_the_same_name_is_not_this_ones() -> None:
+async def test_curve_of_a_namesake_is_not_used() -> None:
     there = Namespace()
     there.add("again", uid="first")
     there.add("again", uid="second", table=None)
     assert await there.names() == []
 
 
-async def test_a_run_that_is_deleted_meanwhile_is_left_out() -> None:
+async def test_deleted_earlier_run_is_left_out() -> None:
     there = Namespace()
     there.add("stays")
     there.add("goes", end=1)
@@ -229,9 +229,7 @@ async def _without_uid(call: Callable[..., Awaitable[Any]], uid: str, *arguments
     return await call(*arguments)
 
 
-async def test_the_operator_asks_with_the_runs_of_its_cache(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forecast_request_has_runs_from_the_cache(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     there, api, woken = Namespace(), DecisionService(), asyncio.Event()
     curve = flat_curve()
     there.add("before", table=curve_csv(evaluations([p.reward for p in curve] + [0.6] * 60)))
@@ -322,7 +320,7 @@ def uses(watched: Watched) -> list[Any]:
     return list(forecast.earlier or [])
 
 
-async def test_the_sidecar_is_asked_with_them_and_they_are_read_once(tmp_path: Path, url: str) -> None:
+async def test_earlier_runs_are_read_once_per_request(tmp_path: Path, url: str) -> None:
     reader, curve = Reader([as_earlier("like"), as_earlier("unlike", -0.15)]), flat_curve()
     watched = Watched(tmp_path / "d", url, earlier=reader)
     for count in (30, 40):
@@ -400,13 +398,13 @@ def test_a_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: st
     assert last.reasons[1] == ", ".join(filter(None, ["2 new evaluations in a row agree", text]))
 
 
-def test_another_prior_is_another_question_but_the_default_is_that_of_old_records() -> None:
+def test_request_differs_by_prior_except_the_default() -> None:
     assert rules(spec()) == "min_gain=0.02 horizon=2 stop_after=3"
     assert rules(spec(prior="None")) == "min_gain=0.02 horizon=2 stop_after=3 prior=None"
     assert as_recorded(spec(prior="None"))["prior"] == "None"
 
 
-def test_a_field_in_neither_list_restarts_the_count_unless_it_has_its_default() -> None:
+def test_unknown_field_restarts_the_count() -> None:
     class Later(AutoscalingSpec):
         patience: int = 5
         marks: list[int] = Field(default_factory=list)
@@ -433,7 +431,7 @@ def asked_with(*names: str) -> ForecastRequest:
         ((float("nan"),), ("run-0",), "the weight of the earlier run run-0 is nan"),
     ],
 )
-def test_an_answer_weighs_exactly_the_runs_that_were_asked(
+def test_response_weighs_exactly_the_requested_runs(
     weights: tuple[float, ...], names: tuple[str, ...], says: str
 ) -> None:
     assert implausibility(asked_with(*names), with_uses(*weights)) == says

@@ -35,7 +35,7 @@ def test_an_edit_restarts_the_roles_of_its_entry(edited: Edited) -> None:
 
 
 @pytest.mark.parametrize("edited", TAKEN, ids=str)
-def test_a_run_on_one_machine_is_resumed_with_an_edit(edited: Edited) -> None:
+def test_local_run_resumes_with_an_edit(edited: Edited) -> None:
     assert forbidden(edited) == []
 
 

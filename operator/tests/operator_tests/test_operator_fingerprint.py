@@ -71,7 +71,7 @@ def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
         lambda objects: objects.update({("ConfigMap", "r-curve"): {"metadata": {"uid": "x"}}}),
     ],
 )
-def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects], object]) -> None:
+def test_fingerprint_ignores_status_jobs_pods_and_curve(change: Callable[[Objects], object]) -> None:
     assert said(place(change)) == said(place()) is not None
 
 
@@ -93,7 +93,7 @@ def test_a_status_a_job_pods_and_the_curve_are_no_news(change: Callable[[Objects
         ),
     ],
 )
-def test_what_an_object_says_is_news_and_that_one_comes_or_goes(change: Callable[[Objects], object]) -> None:
+def test_fingerprint_changes_with_content_and_existence(change: Callable[[Objects], object]) -> None:
     assert said(place(change)) not in (said(place()), None)
 
 

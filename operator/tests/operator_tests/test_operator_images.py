@@ -59,7 +59,7 @@ def images(**own: str) -> dict[str, str]:
     return {name: by_role[role] for name, role in OF_ROLES.items()}
 
 
-def test_pinned_keeps_the_images_of_a_run_under_way(cluster: Cluster) -> None:
+def test_pinned_keeps_images_of_a_running_run(cluster: Cluster) -> None:
     assert cluster.reconcile(OLD) == images()
     assert cluster.reconcile(NEW) == images()
     cluster.objects.clear()  # suspended, and resumed
@@ -71,7 +71,7 @@ def test_pinned_replaces_an_image_that_is_no_longer_named(cluster: Cluster) -> N
     assert cluster.reconcile(OLD) == images()
 
 
-def test_pinned_replaces_it_by_the_release_of_the_other_roles(cluster: Cluster) -> None:
+def test_pinned_uses_the_release_of_the_other_roles(cluster: Cluster) -> None:
     cluster.reconcile(OLD, generator="mine:1", coordinator="mine:2")
     assert cluster.reconcile(NEW, coordinator="mine:2") == images(coordinator="mine:2")
     assert cluster.reconcile(NEW) == images()

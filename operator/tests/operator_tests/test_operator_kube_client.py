@@ -73,9 +73,7 @@ async def api(serve: Serve, server: Faulty, observer: Observer) -> AsyncIterator
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": "team"}}
 
 
-async def test_a_429_is_waited_out_as_long_as_it_says(
-    api: KubeApi, server: Faulty, observer: Observer
-) -> None:
+async def test_client_waits_as_long_as_a_429_says(api: KubeApi, server: Faulty, observer: Observer) -> None:
     server.say(429, {"message": "slow down"}, Retry_After="1")
     server.say(200, MAP)
     began = time.monotonic()
@@ -85,7 +83,7 @@ async def test_a_429_is_waited_out_as_long_as_it_says(
 
 
 @pytest.mark.parametrize(("after", "calls"), [("1", 3), ("60", 1)])
-async def test_a_server_that_stays_busy_is_the_callers_turn(
+async def test_client_raises_while_the_server_stays_busy(
     after: str, calls: int, api: KubeApi, server: Faulty
 ) -> None:
     server.say(429, {"message": "slow down"}, Retry_After=after)
@@ -155,7 +153,7 @@ async def test_a_list_whose_pages_expired_starts_over_once(api: KubeApi, server:
         await api.list("Pod", "team")
 
 
-async def test_a_watch_that_is_refused_or_fails_in_the_middle_says_why(api: KubeApi, server: Faulty) -> None:
+async def test_failed_watch_raises_with_the_cause(api: KubeApi, server: Faulty) -> None:
     async def fails(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)

@@ -107,7 +107,7 @@ async def until(condition: Callable[[], bool], limit: float) -> float:
     return now() - began
 
 
-def test_the_first_leads_at_once_and_the_second_waits() -> None:
+def test_first_replica_leads_and_second_waits() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
@@ -127,7 +127,7 @@ def test_the_first_leads_at_once_and_the_second_waits() -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 3600.0, -3600.0])
-def test_after_a_kill_the_next_leads_within_15_seconds(offset: float) -> None:
+def test_next_leads_within_15_seconds_of_a_kill(offset: float) -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
@@ -145,7 +145,7 @@ def test_after_a_kill_the_next_leads_within_15_seconds(offset: float) -> None:
     run(scenario())
 
 
-def test_after_an_orderly_end_the_next_leads_within_3_seconds() -> None:
+def test_next_leads_within_3_seconds_of_a_release() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
@@ -165,7 +165,7 @@ def test_after_an_orderly_end_the_next_leads_within_3_seconds() -> None:
     run(scenario())
 
 
-def test_a_lead_that_cannot_be_given_up_does_not_keep_a_process_from_ending() -> None:
+def test_failed_release_does_not_block_the_exit() -> None:
     async def scenario() -> None:
         silent = False
         leases = Leases(latency=lambda: (1e6, 0) if silent else (0.005, 0.005))
@@ -196,7 +196,7 @@ def test_restarted_replica_leads_again_at_once() -> None:
     run(scenario())
 
 
-def test_without_an_answer_it_leads_no_more_before_others_may_and_again_when_there_is_one() -> None:
+def test_leader_steps_down_before_its_lease_expires() -> None:
     async def scenario() -> None:
         away = False
         leases = Leases(failing=lambda: away)
@@ -239,7 +239,7 @@ def test_deleted_lease_never_makes_two_leaders() -> None:
     run(scenario())
 
 
-def test_where_there_never_was_a_lease_the_first_leads_once_one_would_have_run_out() -> None:
+def test_first_lease_waits_one_lease_duration() -> None:
     async def scenario() -> None:
         leases = Leases(lease=None)
         first, second = Replica(leases, "one"), Replica(leases, "two")
@@ -316,7 +316,7 @@ def test_disconnected_leader_does_not_assume_missing_lease() -> None:
     run(scenario())
 
 
-def test_one_renewal_that_hangs_does_not_cost_the_lead() -> None:
+def test_hanging_renewal_keeps_the_lead() -> None:
     async def scenario() -> None:
         hang = False
         leases = Leases(latency=lambda: (1e6, 0) if hang else (0.005, 0.005))
@@ -333,7 +333,7 @@ def test_one_renewal_that_hangs_does_not_cost_the_lead() -> None:
     run(scenario())
 
 
-def test_a_process_that_was_frozen_knows_that_it_leads_no_more_before_it_does_anything() -> None:
+def test_frozen_process_does_not_lead_after_thawing() -> None:
     time = 0.0
 
     async def scenario() -> None:

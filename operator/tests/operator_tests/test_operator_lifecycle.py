@@ -112,7 +112,7 @@ def test_budget_end_is_requested_and_completed() -> None:
     assert exists(decide(SPEC, gone, last.memory)) == (False, False, 0, None), "and is not made again"
 
 
-def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() -> None:
+def test_complete_job_waits_for_the_coordinator() -> None:
     """All ranks were terminated, as at a node drain: exit 0, but the run is not over."""
     left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
     silent = decide(SPEC, replace(left, status=None), FIRST)
@@ -126,7 +126,7 @@ def test_a_job_that_is_complete_means_nothing_until_the_coordinator_says_so() ->
     assert (gone.trainer, gone.memory.attempt) == (2, 2)
 
 
-def test_a_gang_that_fails_comes_back_with_back_off_and_a_limit() -> None:
+def test_failed_gang_restarts_with_back_off_and_limit() -> None:
     memory, now, waits = FIRST, 100.0, []
     for _ in range(100):
         failed = Job(JobState.FAILED, memory.attempt, (Ended(137), Ended(1)))
@@ -185,7 +185,7 @@ def test_the_coordinator_has_a_budget_of_restarts() -> None:
     assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
 
 
-def test_a_rank_that_fails_after_the_last_checkpoint_loses_nothing() -> None:
+def test_rank_failure_after_the_last_checkpoint() -> None:
     over = replace(
         RUNNING,
         status=reported(CoordinatorPhase.FINISHED, "maxSteps"),
@@ -213,7 +213,7 @@ def test_a_drain_that_was_taken_back_is_forgotten() -> None:
     assert later.phase == "Suspending"
 
 
-def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> None:
+def test_changed_spec_drains_prepares_then_starts() -> None:
     stale = replace(
         RUNNING, prepare=Job(JobState.COMPLETE, stale=True), trainer=Job(JobState.ACTIVE, 1, stale=True)
     )
@@ -238,7 +238,7 @@ def test_a_changed_spec_is_drained_on_the_old_one_then_prepared_then_begun() -> 
     assert decision.memory.drain_since is None
 
 
-def test_a_job_made_from_an_earlier_spec_leaves_before_the_next_comes() -> None:
+def test_job_of_an_earlier_spec_ends_before_the_next() -> None:
     stale = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1, stale=True))
     assert decide(SPEC, stale, FIRST).trainer is None
     leaving = replace(RUNNING, trainer=Job(JobState.LEAVING, 1))
@@ -289,7 +289,7 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
     assert (decision.request_stop, decision.phase, decision.memory.outcome) == ("", "Running", None)
 
 
-def test_a_drain_that_takes_too_long_is_cut_short() -> None:
+def test_drain_has_a_time_limit() -> None:
     memory = decide(SPEC, replace(RUNNING, suspend=True), FIRST).memory
     late = replace(RUNNING, suspend=True, unix_seconds=100.0 + DRAIN_SECONDS)
     assert decide(SPEC, late, memory).phase == "Suspended"
@@ -297,7 +297,7 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
     assert decide(SPEC, back, memory).memory.drain_since == 50.0, "a clock that goes back begins it again"
 
 
-def test_drain_deletes_the_trainer_job_when_the_coordinator_stays_unreachable() -> None:
+def test_drain_without_coordinator_deletes_the_trainer_job() -> None:
     silent = replace(RUNNING, suspend=True, status=None)
     decision = decide(SPEC, silent, FIRST)
     assert (decision.trainer, decision.memory.unreachable_since) == (1, 100.0)
@@ -397,7 +397,7 @@ def test_forecast_stop_suspends_until_resumed() -> None:
         (replace(RUNNING, trainer=Job(JobState.LEAVING, 1)), False),
     ],
 )
-def test_a_run_that_is_deleted_saves_what_it_trained(seen: LifecycleInput, released: bool) -> None:
+def test_deleted_run_saves_its_training(seen: LifecycleInput, released: bool) -> None:
     assert decide(SPEC, replace(seen, deleting=True), FIRST).release == released
 
 

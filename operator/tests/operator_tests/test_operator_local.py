@@ -94,7 +94,7 @@ async def test_gang_restarts_as_a_whole_with_a_new_master_port(tmp_path: Path) -
     assert alive == []
 
 
-async def test_gang_waits_for_its_last_rank_and_restarts_if_it_exited_too_early(tmp_path: Path) -> None:
+async def test_gang_restarts_if_a_rank_exited_early(tmp_path: Path) -> None:
     path, answers = tmp_path / "notes", [False, True]
 
     async def may_exit(lifetime: Lifetime) -> bool:

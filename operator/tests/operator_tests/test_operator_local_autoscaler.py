@@ -50,7 +50,7 @@ async def recorded(tmp_path: Path, mode: str, wanted: int, to: int | None) -> De
         ("Auto", 2, 3, {"generators": None}, 1),
     ],
 )
-async def test_a_run_begins_with_the_generators_that_were_chosen(
+async def test_run_starts_with_the_chosen_generators(
     tmp_path: Path, recorded_mode: str, wanted: int, to: int | None, rules: dict[str, Any], expected: int
 ) -> None:
     record = await recorded(tmp_path, recorded_mode, wanted, to)
@@ -127,7 +127,7 @@ async def deciding(
         await asyncio.wait_for(runtime, 120)
 
 
-async def test_a_recorded_stop_is_carried_out_after_a_restart(tmp_path: Path) -> None:
+async def test_recorded_stop_is_executed_after_a_restart(tmp_path: Path) -> None:
     async with deciding(tmp_path, State.STOP, Action(kind="stop")) as (autoscaler, _, _):
         await eventually(lambda: autoscaler.stop == FORECAST)
 
@@ -135,7 +135,7 @@ async def test_a_recorded_stop_is_carried_out_after_a_restart(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("state", "kind", "reason"), [(State.STOP, "stop", FORECAST), (State.BROKEN, "hold", BROKEN)]
 )
-async def test_a_run_that_is_resumed_is_not_stopped_by_the_decision_that_stopped_it(
+async def test_resumed_run_ignores_the_decision_that_stopped_it(
     tmp_path: Path, state: State, kind: Any, reason: str
 ) -> None:
     """Its first statuses still have the stop; the next ones do not."""
@@ -150,9 +150,7 @@ async def test_a_run_that_is_resumed_is_not_stopped_by_the_decision_that_stopped
         assert autoscaler.stop == ""
 
 
-async def test_an_error_of_the_autoscaler_is_reported_once_and_the_run_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_autoscaler_error_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("so")
 
@@ -163,9 +161,7 @@ async def test_an_error_of_the_autoscaler_is_reported_once_and_the_run_continues
         assert [(e.text, e.is_problem) for e in events] == [("ZeroDivisionError: so", True)]
 
 
-async def test_a_number_is_applied_once_and_the_plans_number_not_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chosen_number_is_applied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``resumed_plan`` has started as many as the last decision of the process before set, or could not."""
     numbers = iter((3, 3, 2))
 

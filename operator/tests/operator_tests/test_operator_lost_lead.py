@@ -35,7 +35,7 @@ async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:
     assert await reconciler._known.state(("ns", "run"), "u") is not state
 
 
-def test_an_answer_that_cannot_be_read_is_worth_another_try() -> None:
+def test_unreadable_response_is_retried() -> None:
     with (
         pytest.raises(Unreachable, match="cannot be read"),
         translated(Call("list", kind_of("Pod"), None), ""),

@@ -74,7 +74,7 @@ def test_a_wrong_setting_is_named(name: str, value: str) -> None:
         Settings.read(LEAST | {name: value})
 
 
-def test_the_process_ends_with_2_and_one_line_when_it_cannot_begin() -> None:
+def test_exit_code_2_and_one_line_without_a_cluster() -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SCALERL_", "KUBE"))}
     command = [sys.executable, "-m", "scalerl_operator.main"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
@@ -86,7 +86,7 @@ def test_the_process_ends_with_2_and_one_line_when_it_cannot_begin() -> None:
     assert "/nonexistent/kubeconfig" in done.stderr.strip().splitlines()[-1]
 
 
-async def test_every_metric_is_there_under_its_name_from_the_first_scrape() -> None:
+async def test_every_metric_is_in_the_first_scrape() -> None:
     async def nothing(key: tuple[str, str]) -> None: ...
 
     class NoLeases:

@@ -30,7 +30,7 @@ def test_what_is_applied_already_is_kept_beside_it() -> None:
     ]
 
 
-def test_an_object_that_is_only_applied_is_left_alone() -> None:
+def test_applied_object_keeps_its_managed_fields() -> None:
     assert applied([THEIRS, STATUS, entry("scalerl-operator", "Apply", {})]) is None
     assert applied([]) is None
 

@@ -103,7 +103,7 @@ def test_config_errors_say_whether_something_is_missing(message: str, reason: Re
         ("1m0s", 0, 5.0, 0),
     ],
 )
-def test_restarts_in_a_row_are_counted_whatever_a_nodes_longest_back_off(
+def test_consecutive_restarts_count_for_any_longest_back_off(
     back_off: str, restarts: int, lived: float, counted: int
 ) -> None:
     looping = {"reason": "CrashLoopBackOff", "message": f"back-off {back_off} restarting failed container"}
@@ -112,7 +112,7 @@ def test_restarts_in_a_row_are_counted_whatever_a_nodes_longest_back_off(
     assert pod_view(pod).restarts == counted
 
 
-def test_empty_volume_end_is_reported_without_restart_until_ready() -> None:
+def test_empty_volume_exit_is_reported_until_ready() -> None:
     looping = {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}
     last = {"terminated": {"exitCode": 4, "finishedAt": rfc3339(STARTED + 50.0)}}
     view = pod_view(a_pod({"waiting": looping}, restartCount=30, lastState=last))

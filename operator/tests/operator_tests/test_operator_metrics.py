@@ -67,7 +67,7 @@ def metrics() -> Metrics:
     return made
 
 
-def test_runs_show_by_phase_problem_and_restarts_under_the_name_that_their_pods_carry():
+def test_run_metrics_have_the_run_label_of_the_pods():
     shown = metrics()
     shown.run(
         ("team", LONG),
@@ -88,7 +88,7 @@ def test_runs_show_by_phase_problem_and_restarts_under_the_name_that_their_pods_
     assert f"scalerl_operator_run_trainer_restarts_total{{{run}}} 2.0" in text
 
 
-def test_a_run_that_is_gone_is_in_no_metric():
+def test_deleted_run_has_no_metrics():
     shown = metrics()
     shown.run(("team", "a"), RunStatus(phase=Phase.RUNNING))
     shown.run(("team", "a"), None)

@@ -22,7 +22,7 @@ def every_name(run: str) -> list[str]:
 
 
 @given(RUN_NAMES)
-def test_every_name_is_a_dns_label_that_starts_with_a_letter(run: str) -> None:
+def test_every_name_is_a_dns_label(run: str) -> None:
     made = every_name(run)
     assert all(LABEL.fullmatch(name) for name in made), made
     assert len(set(made)) == len(made)
@@ -68,11 +68,11 @@ def test_run_named_like_shortened_name_is_distinguished(run: str) -> None:
         ("7b", "run-7b-x925a7bf1"),
     ],
 )
-def test_a_name_stays_as_it_is_where_it_can(run: str, made: str) -> None:
+def test_valid_name_is_not_changed(run: str, made: str) -> None:
     assert stem(run) == made
 
 
-def test_labels_select_a_runs_pods_and_no_earlier_ones() -> None:
+def test_labels_select_only_pods_of_the_run() -> None:
     labels = names.labels("math", "uid-1", "trainer")
     assert names.selector("uid-1", "trainer").items() <= labels.items()
     assert names.selector("uid-1").items() <= labels.items()

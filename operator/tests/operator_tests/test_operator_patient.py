@@ -30,7 +30,7 @@ def reasons(observed: RunObservation) -> dict[str, Reason]:
     return {pod.name: pod.problem.reason for pod in observed.pods if pod.problem is not None}
 
 
-def test_of_several_that_wait_the_first_to_be_news_is_looked_at_in_time() -> None:
+def test_patient_returns_the_shortest_wait() -> None:
     observed, left = patient(waiting(node=(4, NODE), volume=(5, VOLUME)), NOW)
     assert (reasons(observed), left) == ({}, 6.0)
     observed, left = patient(waiting(node=(10, NODE), volume=(11, VOLUME)), NOW)

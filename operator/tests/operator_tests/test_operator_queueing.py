@@ -51,7 +51,7 @@ def test_run_starts_with_admitted_workloads() -> None:
         (Job(JobState.FAILED, 1), False),
     ],
 )
-def test_a_trainer_that_a_queue_holds_has_no_volume_mounted(trainer: Job, at_work: bool) -> None:
+def test_queued_trainer_has_no_volume_mounted(trainer: Job, at_work: bool) -> None:
     observed = replace(observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""}), trainer=trainer)
     assert may_have_mounted(observed) is at_work
 
@@ -60,7 +60,7 @@ def test_without_a_queue_all_begins_at_once() -> None:
     assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), Memory())) == (True, True, 1, 1)
 
 
-def test_a_trainer_that_is_put_back_is_no_failure_and_lets_all_go_after_a_while() -> None:
+def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
     """Generators would idle on their devices, and the coordinator's clock use the budget up."""
     saving = replace(QUEUED, trainer=replace(HELD, ending=True))
     for now in (100.0, 100.0 + 2 * HELD_SECONDS):
@@ -110,7 +110,7 @@ def test_next_attempt_is_admitted_again_while_others_stay() -> None:
     assert exists(decide(SPEC, held, between.memory)) == (True, True, 1, 2)
 
 
-def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> None:
+def test_requeue_at_the_end_needs_no_devices() -> None:
     over = replace(QUEUED, status=reported(CoordinatorPhase.FINISHED, "maxSteps"), trainer=HELD)
     outcome = decide(SPEC, over, FIRST).memory.outcome
     assert outcome is not None
@@ -119,7 +119,7 @@ def test_one_that_was_put_back_while_it_ended_needs_no_devices_any_more() -> Non
 
 
 @pytest.mark.parametrize(("ending", "released"), [(True, False), (False, True)])
-def test_one_that_is_deleted_while_it_is_put_back_saves_first(ending: bool, released: bool) -> None:
+def test_deletion_while_requeued_saves_first(ending: bool, released: bool) -> None:
     decision = decide(SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, ending=ending)), FIRST)
     assert decision.release == released
 
@@ -193,6 +193,6 @@ def test_recreated_preparation_waits_for_quota_again() -> None:
     assert said(nothing(), Phase.SUSPENDED, before, ConditionType.PREPARED) == ("True", Reason.PREPARED)
 
 
-def test_a_trainer_that_has_just_been_put_back_waits_for_its_quota() -> None:
+def test_requeued_trainer_waits_for_quota() -> None:
     now = said(seen(suspend=True), Phase.RUNNING, RunStatus(), ConditionType.TRAINER_READY)
     assert now == ("False", Reason.WAITING_FOR_QUOTA)

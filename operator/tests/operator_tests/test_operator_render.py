@@ -116,7 +116,7 @@ def test_spec_map_holds_the_accepted_run() -> None:
     assert "temperature" in data["run.yaml"]
 
 
-def test_spec_map_of_a_run_that_only_an_earlier_release_accepted(tmp_path: Path) -> None:
+def test_spec_map_of_a_run_accepted_by_an_earlier_release(tmp_path: Path) -> None:
     obj = cluster_run().to_manifest()
     obj["metadata"]["namespace"] = "ml"
     obj["spec"]["recipe"]["optimizer"]["learningRate"] = "1e5"
@@ -188,7 +188,7 @@ def test_trainer_has_a_pod_per_node_with_a_rank_per_device() -> None:
     assert "livenessProbe" in trainer
 
 
-def test_launcher_numbers_the_ranks_of_all_pods_in_the_rendered_environment() -> None:
+def test_launcher_numbers_ranks_across_pods() -> None:
     """The pods' environments, as the launcher reads them, give each rank of the world once."""
     job = rendered(cluster_run(trainer={"replicas": 3, "devices": 2}))["Job/trainer"]
     env = environment(container(job, "trainer"))
@@ -242,7 +242,7 @@ def test_selectors_match_the_pods_of_their_role() -> None:
     assert all(everyone.items() <= labels.items() for labels in templates.values())
 
 
-def test_queue_labels_are_on_workloads_and_jobs_do_not_set_suspend() -> None:
+def test_queue_labels_are_on_workloads() -> None:
     label = "kueue.x-k8s.io/queue-name"
     objects = rendered(cluster_run(labels={label: "team", "other": "x"}))
     with_queue = {key for key, obj in objects.items() if obj["metadata"]["labels"].get(label) == "team"}

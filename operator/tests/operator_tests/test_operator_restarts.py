@@ -105,9 +105,7 @@ def test_a_refused_update_is_remembered_across_crashes(codes: list[int], gives_u
     ),
     st.lists(st.one_of(st.none(), st.floats(0, 599)), min_size=41, max_size=41),
 )
-def test_without_quiet_every_unit_is_given_up_and_delays_never_shrink(
-    policy: RestartPolicy, ends: list[float | None]
-) -> None:
+def test_unit_without_quiet_time_is_given_up(policy: RestartPolicy, ends: list[float | None]) -> None:
     """But where it worked at last, after long waits for it to start."""
     record, delays = Record(), [0.0]
     for ready_seconds in ends:
@@ -152,7 +150,7 @@ def test_run_once_ready_has_an_hour_to_restart() -> None:
     assert "restarted 20 times" in outcome.reason
 
 
-def test_what_its_machine_ends_is_tried_again_for_ever_and_counts_against_nothing() -> None:
+def test_disruption_is_retried_without_limit() -> None:
     policy, record, delays = RestartPolicy(max_start_delay_seconds=300.0), Record(3, 2), list[float]()
     for _ in range(100):
         again = disrupted(policy, record, None)

@@ -44,7 +44,7 @@ def test_labels_may_change_and_the_name_may_not() -> None:
     assert forbidden_changes(before, after) == ["metadata.name: test → other (it names the run)"]
 
 
-def test_what_only_a_cluster_reads_may_differ_or_be_unknown_to_the_release_before() -> None:
+def test_cluster_only_fields_may_differ_on_resume() -> None:
     after = run_spec(
         storage={"size": "1Gi"},
         images={"trainer": "t:2"},

@@ -68,7 +68,7 @@ def test_resume_keeps_the_token_and_applies_a_new_budget(tmp_path: Path) -> None
     again.release()
 
 
-def test_resume_of_the_release_before_asks_for_what_new_defaults_would_change(tmp_path: Path) -> None:
+def test_resume_of_the_release_before_needs_changed_defaults(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path / "run", run_spec())
     manifest = yaml.safe_load(first.paths.run_file.read_text())
     recipe = manifest["spec"]["recipe"]

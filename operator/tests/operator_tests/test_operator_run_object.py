@@ -49,7 +49,7 @@ def said(type_: str, reason: str) -> Condition:
     return Condition(type=type_, status="True", last_transition_time=T0, reason=reason)
 
 
-async def test_fields_that_an_older_crd_does_not_keep_are_written_and_reported_once(
+async def test_fields_dropped_by_an_older_crd_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
@@ -93,7 +93,7 @@ async def test_reason_of_the_release_before_gets_no_second_event(
     assert server.events == events
 
 
-def test_a_run_that_begins_again_has_neither_models_nor_decisions() -> None:
+def test_restarted_run_has_neither_models_nor_decisions() -> None:
     before = RunStatus(step=3, decision="Watching", exports=ExportsStatus(problem="full"))
     after = without_steps(copy.deepcopy(before))
     assert (after.step, after.decision, after.decisions, after.exports) == (None, None, [], ExportsStatus())

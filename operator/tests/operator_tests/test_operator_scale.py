@@ -122,7 +122,7 @@ async def test_scale_reassigns_devices_and_never_shares_them(
     await harness.while_running(scenario)
 
 
-async def test_failure_of_an_inessential_unit_does_not_end_the_run(tmp_path: Path) -> None:
+async def test_inessential_unit_failure_does_not_end_the_run(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     container = Container(name="extra", argv=("python", "-c", "import sys; sys.exit(2)"))
     extra = Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,), essential=False)

@@ -30,7 +30,7 @@ def test_a_pace_takes_three_intervals() -> None:
 
 
 @pytest.mark.parametrize("jump", [-250.0, -50.0, 1e7])
-def test_a_jump_of_the_clock_does_not_move_it(jump: float) -> None:
+def test_clock_jump_does_not_change_the_pace(jump: float) -> None:
     steady = progress(8)
     jumped = [*steady[:5], *(replace(p, seconds=p.seconds + jump) for p in steady[5:])]
     found = pace(jumped)
@@ -38,7 +38,7 @@ def test_a_jump_of_the_clock_does_not_move_it(jump: float) -> None:
     assert (found.tokens_per_second, found.devices) == (1000.0, 4.0)
 
 
-def test_a_pace_since_a_change_leaves_out_the_interval_it_fell_into() -> None:
+def test_pace_leaves_out_the_interval_of_a_change() -> None:
     slow, fast = progress(4), progress(8, tokens=2000.0)[4:]
     mixed = [*slow, *fast]
     since = pace(mixed, since=401.0)
@@ -97,14 +97,14 @@ def test_prices_are_of_tokens_at_the_measured_pace() -> None:
     assert request.price == pytest.approx(2 / (3600 * TOKENS / 4))
 
 
-def test_a_target_is_out_of_reach_only_with_all_generators_there_may_be() -> None:
+def test_reach_assumes_all_allowed_generators() -> None:
     spec_ = {"target": "0.7", "generators": {"max": 9}}
     assert asked(flat_curve(), spec_).max_compute == pytest.approx((4000 + 3 * 6000) * TOKENS)
     few = Generators(wanted=1, ready=1, quota=3)
     assert asked(flat_curve(), spec_, few).max_compute == pytest.approx((4000 + 1.5 * 6000) * TOKENS)
 
 
-def test_samples_and_sets_that_change_are_labelled_point_by_point() -> None:
+def test_changed_evaluation_settings_are_labelled_per_point() -> None:
     curve = flat_curve()
     curve[30:] = [replace(p, set_digest="other", samples=100) for p in curve[30:]]
     request = asked(curve, {})
@@ -112,7 +112,7 @@ def test_samples_and_sets_that_change_are_labelled_point_by_point() -> None:
     assert request.points.samples == [4000.0] * 30 + [100.0] * 11
 
 
-def test_without_a_measured_pace_there_is_no_price_and_no_reach() -> None:
+def test_no_price_without_a_measured_pace() -> None:
     request = asked(flat_curve()[:3], {"pricePerDeviceHour": "2", "valuePerPoint": "50", "target": "0.7"})
     assert (request.value, request.price, request.max_compute) == (None, None, None)
 
@@ -137,7 +137,7 @@ def test_load_covers_window_and_restarts() -> None:
     assert measure(meter, 150.0, Generators(wanted=2, ready=2)) is None
 
 
-def test_a_clock_that_was_set_back_costs_one_cooldown_at_most() -> None:
+def test_clock_set_back_costs_one_cooldown_at_most() -> None:
     change = Change(before=2, after=1, at=1e6, exploratory=False, measuring=False, pace=None)
     rules, history = spec(generators={"max": 4}, cooldownSeconds=600), History(generators=1, change=change)
     history = decide(rules, seen(seconds=2000.0), history).history

@@ -45,9 +45,7 @@ def where(key: str, part: str, name: str, entry: str) -> int:
         ("Job/prepare", "imagePullSecrets", "s", ".name", "spec.podTemplate.imagePullSecrets[0].name"),
     ],
 )
-def test_an_entry_of_a_list_is_found_by_what_it_is(
-    key: str, part: str, name: str, rest: str, field: str
-) -> None:
+def test_spec_field_finds_list_entries_by_key(key: str, part: str, name: str, rest: str, field: str) -> None:
     index = where(key, part, name, "name")
     of = "spec.containers[0]." if part in ("env", "volumeMounts") else "spec."
     path = f"spec.template.{of}{part}[{index}]{rest}"
@@ -69,7 +67,7 @@ def test_an_entry_of_a_list_is_found_by_what_it_is(
         ("Job/prepare", "metadata.labels", "spec.podTemplate.labels"),
     ],
 )  # fmt: skip
-def test_a_value_is_found_where_the_spec_has_it(key: str, path: str, field: str) -> None:
+def test_spec_field_finds_the_value_in_the_spec(key: str, path: str, field: str) -> None:
     assert spec_field(f"spec.template.{path}", OBJECTS[key], RUN.to_manifest()) == field
 
 
@@ -81,7 +79,7 @@ def test_what_the_operator_writes_itself_keeps_its_name(path: str) -> None:
     assert spec_field(path, OBJECTS["Job/prepare"], RUN.to_manifest()) == path
 
 
-def test_what_two_containers_have_from_one_field_is_said_once() -> None:
+def test_field_of_two_containers_is_named_once() -> None:
     generator = OBJECTS["Deployment/generator"]
     index = where("Deployment/generator", "env", "A", "name")
     causes = tuple(
@@ -94,7 +92,7 @@ def test_what_two_containers_have_from_one_field_is_said_once() -> None:
     )
 
 
-def test_a_field_in_a_message_without_causes_is_named_too() -> None:
+def test_field_in_a_message_without_causes_is_named() -> None:
     index = where("Job/prepare", "volumes", "a", "name")
     error = errors.Invalid(
         f'strict decoding error: unknown field "spec.template.spec.volumes[{index}].emptydir"'

@@ -8,7 +8,7 @@ from scalerl_operator.controller.status import report
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
 
-def test_status_shows_every_value_of_the_recipe_and_its_origin() -> None:
+def test_status_shows_recipe_values_and_origins() -> None:
     run = cluster_run(
         recipe={"preset": "gspo", "temperature": "0.9", "length": {"interruption": {"phrase": "x" * 500}}}
     )

@@ -92,9 +92,7 @@ async def test_kill_9_of_child_or_subreaper_kills_the_grandchildren(
     assert left_of(mark) == []
 
 
-async def test_kill_9_of_the_subreaper_kills_a_grandchild_that_hides_its_environment(
-    tmp_path: Path, mark: str
-) -> None:
+async def test_subreaper_kill_9_kills_a_grandchild_without_environment(tmp_path: Path, mark: str) -> None:
     note = tmp_path / "pid"
     hidden = script(tmp_path, "hidden", HIDDEN_GRANDCHILD)
     process = ChildProcess.start(command(tmp_path, mark, "python", "-S", hidden, str(note)))

@@ -23,7 +23,7 @@ def grown(**changes: Any) -> Decision:
     return decide(spec(**rules), observation, history)
 
 
-def test_grow_when_going_on_pays_and_time_runs_out() -> None:
+def test_grow_when_continuing_pays_and_time_is_short() -> None:
     decision = grown()
     assert (decision.state, decision.action) == (State.GROW, Action(kind="scale", generators=3))
     assert decision.reach == pytest.approx(5e5)
@@ -63,7 +63,7 @@ def test_staleness_beyond_k_keeps_a_run_from_growing() -> None:
     assert "steps old" in " ".join(decide(spec(**GROWING), observation, History()).reasons)
 
 
-def test_a_deadline_binds_like_a_limit_of_time_and_a_clock_that_went_back_does_not() -> None:
+def test_deadline_limits_time_despite_a_clock_set_back() -> None:
     rules = GROWING | {"deadline": "2023-11-14T22:55:00Z"}  # 1.7e9 + 2500 s
     observation = seen(200, 0.9)
     history = replace(History(), generators=1, settled=0.0)
@@ -95,7 +95,7 @@ def after_growing(tokens: float, devices: float = 5.0) -> list[Decision]:
     return decisions
 
 
-def test_a_trial_step_that_helped_is_followed_by_measured_ones() -> None:
+def test_successful_trial_step_is_followed_by_more() -> None:
     first, joined, later = after_growing(tokens=1250.0)
     assert first.action.generators == 2
     assert (joined.state, joined.action) == (State.CONTINUE, Action())
@@ -105,7 +105,7 @@ def test_a_trial_step_that_helped_is_followed_by_measured_ones() -> None:
     assert not later.history.change.exploratory
 
 
-def test_a_trial_step_that_did_not_help_is_taken_back_and_not_tried_again() -> None:
+def test_failed_trial_step_is_reverted_and_not_repeated() -> None:
     *_, later = after_growing(tokens=1050.0)
     assert later.history.elasticity == pytest.approx(0.2187, abs=1e-3)
     assert later.action == Action(kind="scale", generators=1)

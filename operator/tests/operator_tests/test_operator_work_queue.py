@@ -60,7 +60,7 @@ WAKES = st.lists(st.tuples(st.floats(0, 3), st.sampled_from([A, B, ("other", "a"
 
 @settings(max_examples=150, deadline=None)
 @given(wakes=WAKES, seed=st.integers(0, 2**32), workers=st.integers(1, 3))
-def test_no_wake_up_is_lost_and_no_key_is_in_work_twice(
+def test_no_wake_up_is_lost_and_no_key_runs_twice(
     wakes: list[tuple[float, Key]], seed: int, workers: int
 ) -> None:
     chance = random.Random(seed)
@@ -90,7 +90,7 @@ def test_no_wake_up_is_lost_and_no_key_is_in_work_twice(
 
 @settings(max_examples=60, deadline=None)
 @given(pauses=st.lists(st.floats(0.01, 5), min_size=1, max_size=80))
-def test_a_failing_key_is_never_hot_however_often_it_is_woken(pauses: list[float]) -> None:
+def test_failing_key_respects_its_floor_when_woken(pauses: list[float]) -> None:
     async def scenario() -> None:
         def fail(key: Key) -> float | None:
             raise RuntimeError("always")
@@ -109,7 +109,7 @@ def test_a_failing_key_is_never_hot_however_often_it_is_woken(pauses: list[float
     run(scenario())
 
 
-def test_what_waits_patiently_brings_no_failed_key_forward_and_any_other() -> None:
+def test_patient_wake_does_not_advance_a_failed_key() -> None:
     async def scenario() -> None:
         fails = True
 
@@ -136,7 +136,7 @@ def test_what_waits_patiently_brings_no_failed_key_forward_and_any_other() -> No
     run(scenario())
 
 
-def test_a_key_woken_in_work_is_run_once_more_and_many_wake_ups_are_one() -> None:
+def test_key_woken_in_work_runs_once_more() -> None:
     async def scenario() -> None:
         work = Work(seconds=lambda: 1.0)
         one = queue(work)
@@ -150,7 +150,7 @@ def test_a_key_woken_in_work_is_run_once_more_and_many_wake_ups_are_one() -> Non
     run(scenario())
 
 
-def test_what_the_handler_returns_is_when_the_key_comes_back_and_a_wake_up_brings_it_forward() -> None:
+def test_handler_delay_is_kept_and_advanced_by_a_wake() -> None:
     async def scenario() -> None:
         work = Work(outcome=lambda key: 30.0)
         one = queue(work)
@@ -164,7 +164,7 @@ def test_what_the_handler_returns_is_when_the_key_comes_back_and_a_wake_up_bring
     run(scenario())
 
 
-def test_a_handler_that_asks_for_no_pause_at_all_is_no_busy_loop() -> None:
+def test_zero_delay_is_no_busy_loop() -> None:
     async def scenario() -> None:
         work = Work(outcome=lambda key: 0.0)
         one = queue(work)
@@ -176,7 +176,7 @@ def test_a_handler_that_asks_for_no_pause_at_all_is_no_busy_loop() -> None:
     run(scenario())
 
 
-def test_back_off_doubles_to_its_ceiling_and_ends_with_a_success() -> None:
+def test_back_off_doubles_to_its_ceiling_and_resets() -> None:
     async def scenario() -> None:
         failing = True
 
@@ -204,7 +204,7 @@ def test_back_off_doubles_to_its_ceiling_and_ends_with_a_success() -> None:
     run(scenario())
 
 
-def test_an_unreachable_server_is_asked_again_when_it_said_so_and_at_least_every_quarter_minute() -> None:
+def test_unreachable_server_is_retried_within_15_seconds() -> None:
     async def scenario() -> None:
         def outcome(key: Key) -> float | None:
             if key == A:
@@ -224,7 +224,7 @@ def test_an_unreachable_server_is_asked_again_when_it_said_so_and_at_least_every
     run(scenario())
 
 
-def test_a_pass_that_does_not_end_is_stopped_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_pass_is_stopped_and_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         work = Work(seconds=lambda: 10_000.0)
         one = queue(work, limit=30.0)
@@ -237,7 +237,7 @@ def test_a_pass_that_does_not_end_is_stopped_and_tried_again(caplog: pytest.LogC
     assert "took longer than 30 s" in caplog.text
 
 
-def test_a_held_queue_gathers_and_hands_out_when_released() -> None:
+def test_held_queue_gathers_until_released() -> None:
     async def scenario() -> None:
         work = Work()
         one = WorkQueue(work)
@@ -254,7 +254,7 @@ def test_a_held_queue_gathers_and_hands_out_when_released() -> None:
     run(scenario())
 
 
-def test_halt_stops_at_once_and_what_was_in_work_is_due_again() -> None:
+def test_halt_cancels_and_keeps_keys_due() -> None:
     async def scenario() -> None:
         work = Work(seconds=lambda: 50.0)
         one = queue(work)
@@ -275,7 +275,7 @@ def test_halt_stops_at_once_and_what_was_in_work_is_due_again() -> None:
     run(scenario())
 
 
-def test_drain_lets_passes_finish_begins_none_and_names_those_that_were_late() -> None:
+def test_drain_waits_for_passes_and_returns_late_keys() -> None:
     async def scenario() -> None:
         finished: list[str] = []
         seconds = {A: 2.0, B: 100.0}
