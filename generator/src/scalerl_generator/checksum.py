@@ -10,7 +10,7 @@ _CHUNK_WORDS = 1 << 18
 def checksum_u8(payload: torch.Tensor) -> int:
     """Checksum of a flat uint8 tensor, computed on its device.
 
-    Works in chunks of 2 MiB, so that a large bucket needs no copy of its size.
+    Processes chunks of 2 MiB, so that a large bucket needs no temporary of its own size.
     """
     words = payload.view(torch.int64)
     weights = torch.arange(1, 2 * min(_CHUNK_WORDS, words.numel()) + 1, 2, device=payload.device)

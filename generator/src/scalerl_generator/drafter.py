@@ -1,14 +1,15 @@
 """Drafts the next tokens of running completions from past responses and from each other; no vLLM types.
 
-A memory of tokens in pages holds past responses, and running completions as they grow, the siblings of a prompt among them. Every
-position is chained to earlier ones with the same 8, 4 or 2 tokens before it, as in LZ77: one set of chains within a prompt and
-one over all prompts, since responses to different prompts share text. The positions found for a context vote for the token
-that came next there: the longer the context they share, and the same prompt, the more (blended, as in prediction by partial
-matching, rather than the longest match alone). A draft is extended while all its tokens are expected to be accepted with at least a
-given probability, which is learned from what was accepted before.
+A paged token memory holds past responses, and running completions as they grow, including those of the same prompt. Each
+position is chained to earlier positions preceded by the same 8, 4 or 2 tokens, as in LZ77: one set of chains within a
+prompt and one over all prompts, since responses to different prompts share text. Each position found for a context votes
+for the token at it; its vote has more weight the longer the shared context is and if it belongs to the same prompt
+(blending, as in prediction by partial matching, rather than the longest match alone). A draft grows while the estimated
+probability that all its tokens are accepted is at least a given threshold; the estimate is calibrated on the acceptance
+of earlier drafts.
 
-A full memory overwrites its oldest pages, so the responses of old weight versions go first. Chains may then lead to other text:
-every match is compared token by token.
+A full memory overwrites its oldest pages, so the responses of old weight versions are evicted first. Chains may then lead
+to unrelated text, so every match is compared token by token.
 
 Shapes: ``r`` rows of a step, ``t`` tokens, ``s`` sequences, ``d`` tokens of a draft, ``m`` tokens of memory, ``p`` pages,
 ``o`` context orders, ``b`` buckets of calibration.
@@ -26,17 +27,17 @@ from numpy.typing import NDArray
 PAGE = 64
 ORDERS = (2, 4, 8)
 MAX_CONTEXT = 12
-"""Longest context that is compared."""
+"""Maximum number of context tokens compared."""
 CHAIN = 8
-"""Most positions read of a chain."""
+"""Maximum number of positions read from a chain."""
 FEW = 3
-"""With fewer positions that agree with the draft so far, positions are looked up again."""
+"""With fewer positions that agree with the draft so far, the lookup is repeated."""
 LENGTH_BASE = 1.6
 PROMPT_WEIGHT = 4.0
 SHARES, LENGTHS = 8, 6
 BUCKETS = 2 * LENGTHS * SHARES
 DECAY = 0.999
-"""Of a bucket's counts at each trial: the weights change, and with them what is accepted."""
+"""Decay of a bucket's counts at each trial, because acceptance changes with the weights."""
 
 _FREE = -1
 _CANDIDATES = 2 * len(ORDERS) * CHAIN
@@ -51,7 +52,7 @@ def _compiled(function: Function) -> Function:
 
 
 class Memory(NamedTuple):
-    """Tokens in pages, and chains over them. ``-1``: none."""
+    """Paged tokens, and chains over them. ``-1`` means none."""
 
     tokens_m: Int32s
     next_p: Int32s
@@ -60,30 +61,30 @@ class Memory(NamedTuple):
     held_p: NDArray[np.bool_]
     """Pages that running completions write to."""
     heads: Int32s
-    """Latest position of a context, shape [2 scopes, o, hashes]."""
+    """Latest position of each context hash, shape [2 scopes, o, hashes]."""
     chains: Int32s
-    """The position before it in its chain, shape [2 scopes, o, m]."""
+    """Previous position in the chain of each position, shape [2 scopes, o, m]."""
     cursor: Int32s
-    """The page to overwrite next, shape [1]."""
+    """Next page to overwrite, shape [1]."""
 
 
 class Sequences(NamedTuple):
     """Running completions, and their last drafts."""
 
     position_s: Int32s
-    """Where its next token goes."""
+    """Memory position of the sequence's next token."""
     prompt_s: Int32s
     known_s: Int32s
-    """Tokens of its row that are in memory."""
+    """Number of the sequence's tokens, prompt included, that are in memory."""
     drafted_s: Int32s
     draft_sd: Int32s
     bucket_sd: Int32s
     tally_skd: NDArray[np.int64]
-    """Drafted and accepted tokens since they were taken (:meth:`Drafter.take_tally`), shape [s, 2, d]."""
+    """Drafted and accepted tokens since the last :meth:`Drafter.take_tally`, shape [s, 2, d]."""
 
 
 class Calibration(NamedTuple):
-    """Drafted tokens that were verified, by bucket: all tokens before them in their draft were accepted."""
+    """Trials and acceptances by bucket; a trial is a drafted token whose predecessors in the draft were all accepted."""
 
     tried_b: NDArray[np.float64]
     accepted_b: NDArray[np.float64]
@@ -91,7 +92,7 @@ class Calibration(NamedTuple):
 
 @_compiled
 def _after(memory: Memory, position: int) -> int:
-    """The position after one, or -1."""
+    """The position after ``position``, or -1."""
     if (position + 1) % PAGE:
         return position + 1
     page = memory.next_p[position // PAGE]
@@ -100,7 +101,7 @@ def _after(memory: Memory, position: int) -> int:
 
 @_compiled
 def _before(memory: Memory, position: int) -> int:
-    """The position before one, or -1."""
+    """The position before ``position``, or -1."""
     if position % PAGE:
         return position - 1
     page = memory.previous_p[position // PAGE]
@@ -109,7 +110,7 @@ def _before(memory: Memory, position: int) -> int:
 
 @_compiled
 def _new_page(memory: Memory, previous: int, prompt: int) -> int:
-    """Overwrite the oldest page that is not written to; returns its number."""
+    """Clear the oldest page that is not held, chain it after page ``previous``, and return its number."""
     pages = len(memory.next_p)
     page = int(memory.cursor[0])
     while memory.held_p[page]:  # there are more pages than sequences
@@ -144,7 +145,11 @@ def _write(
     indexed: bool,
     held: bool,
 ) -> int:
-    """Append ``text_t[start:end]`` at a position, and chain it by the tokens before; returns the position after it."""
+    """Write ``text_t[start:end]`` from ``position`` on, and return the position after it.
+
+    indexed: add each position to the chains of its context.
+    held: protect the written page from being overwritten.
+    """
     hashes = memory.heads.shape[2]
     scope = np.uint64(prompt + 1) * np.uint64(0xD6E8FEB86659FD93)
     for at in range(start, end):
@@ -176,10 +181,10 @@ def _write(
 
 @_compiled
 def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, length: Int32s) -> int:
-    """Positions whose tokens before are the last ones of ``text_t[:end]``; returns how many.
+    """Find the positions preceded by the last tokens of ``text_t[:end]``; returns their number.
 
-    ``found`` and ``length`` are filled: the position, and the tokens in common before it, negative for those of the
-    same prompt. Where a sequence itself continues there is no token yet.
+    Fills ``found`` with the positions, and ``length`` with the number of matching tokens before each, negated for positions
+    of the same prompt. The next position of a running sequence is skipped, since it has no token yet.
     """
     hashes = memory.heads.shape[2]
     scope = np.uint64(prompt + 1) * np.uint64(0xD6E8FEB86659FD93)
@@ -190,7 +195,7 @@ def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, 
         value = value * np.uint64(1099511628211) + np.uint64(text_t[end - back] + 1)
         if back != ORDERS[order]:
             continue
-        # Longer ones are in the next order's chain.
+        # Longer matches are in the chain of the next order.
         longest = ORDERS[order + 1] if order + 1 < len(ORDERS) else MAX_CONTEXT + 1
         for kind in range(2):
             bucket = _bucket_of_hash(value ^ scope if kind else value, hashes)
@@ -215,7 +220,7 @@ def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, 
                             length[count] = -common if kind else common
                             count += 1
                 earlier = memory.chains[kind, order, position]
-                if earlier == position:  # it was the latest one of its chain when it was overwritten
+                if earlier == position:  # the position was the head of its chain when it was overwritten
                     break
                 position = earlier
         order += 1
@@ -234,7 +239,10 @@ def _draft(
     draft_d: Int32s,
     bucket_d: Int32s,
 ) -> int:
-    """Draft after ``context_t[:end]``, which has room for the draft; returns its length."""
+    """Fill ``draft_d`` with a draft after ``context_t[:end]``, and return its length.
+
+    ``context_t`` has room for the draft after ``end``. ``bucket_d`` receives the calibration bucket of each token.
+    """
     found = np.empty(_CANDIDATES, np.int32)
     length = np.empty(_CANDIDATES, np.int32)
     tokens = np.empty(_CANDIDATES, np.int32)
@@ -307,7 +315,7 @@ def _step(
     limit_r: Int32s,
     threshold: float,
 ) -> tuple[int, int]:
-    """Take in what was sampled since the last step, and draft; returns accepted and drafted tokens of the last drafts."""
+    """Store the tokens sampled since the last step, and draft; returns the accepted and drafted tokens of the last drafts."""
     context_t = np.empty(MAX_CONTEXT + sequences.draft_sd.shape[1], np.int32)
     accepted = verified = 0
     for r in range(len(slot_r)):
@@ -349,8 +357,8 @@ class Drafter:
     """Drafts for up to ``sequences`` running completions.
 
     Args:
-        memory_tokens: tokens remembered, 56 bytes each; rounded up to pages, of which every sequence needs two.
-        max_draft_tokens: longest draft.
+        memory_tokens: capacity in tokens, 56 bytes each; rounded up to whole pages, at least two for each sequence.
+        max_draft_tokens: maximum length of a draft.
     """
 
     def __init__(self, sequences: int, memory_tokens: int, max_draft_tokens: int) -> None:
@@ -373,7 +381,7 @@ class Drafter:
         }
         tally_skd = np.zeros((sequences, 2, max_draft_tokens), np.int64)
         self._sequences = Sequences(**by_sequence, **by_token, tally_skd=tally_skd)
-        # Before the first trials: half for matches of two tokens without agreement, nearly all where all agree.
+        # Prior acceptance before the first trials, by agreement of the votes: from .4 to .95.
         prior_b = np.tile(np.linspace(0.4, 0.95, SHARES), BUCKETS // SHARES)
         self._calibration = Calibration(np.full(BUCKETS, 4.0), 4.0 * prior_b)
         self._free = list(range(sequences))
@@ -381,24 +389,24 @@ class Drafter:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile for the types that come, which takes seconds that a step does not have."""
+        """Compile for the argument types in use, because compilation takes seconds and would delay the first step."""
         nothing = np.zeros(0, np.int32)
         received = np.frombuffer(b"", np.int32)  # read-only
         self.propose(nothing, nothing, np.zeros((1, 1), np.int32), nothing, nothing, 1.0)
-        self.remember(-2, received, received)  # -1: pages of no prompt
+        self.remember(-2, received, received)  # not -1, which marks pages without a prompt
         self.end(self.begin(-2, nothing))
 
     def remember(self, prompt: int, prompt_t: Int32s, response_t: Int32s) -> None:
-        """Take in a past response of a prompt."""
+        """Store a past response to a prompt."""
         page = self._begin(prompt, prompt_t)
         text_t = np.concatenate([prompt_t[-MAX_CONTEXT:], response_t])
         context = len(text_t) - len(response_t)
         _write(self._memory, page * PAGE + context, text_t, context, len(text_t), prompt, True, False)
 
     def begin(self, prompt: int, prompt_t: Int32s) -> int:
-        """A sequence of a prompt begins; returns its slot.
+        """Add a running sequence of a prompt, and return its slot.
 
-        Raises IndexError if there are too many.
+        Raises ``IndexError`` if all slots are in use.
         """
         slot = self._free.pop()
         page = self._begin(prompt, prompt_t)
@@ -411,7 +419,7 @@ class Drafter:
         return slot
 
     def _begin(self, prompt: int, prompt_t: Int32s) -> int:
-        """A page that begins with the end of the prompt, the context of what comes; the prompt is remembered once."""
+        """Allocate a page that begins with the end of the prompt, as context; the prompt itself is indexed once."""
         memory = self._memory
         if memory.prompt_p[self._prompt_pages.get(prompt, 0)] != prompt:
             page = self._prompt_pages[prompt] = _new_page(memory, -1, prompt)
@@ -430,7 +438,7 @@ class Drafter:
         return page
 
     def end(self, slot: int) -> None:
-        """A sequence ends; its tokens stay in memory."""
+        """Release the slot of a finished sequence; its tokens stay in memory."""
         self._memory.held_p[self._sequences.position_s[slot] // PAGE] = False
         self._free.append(slot)
 
@@ -443,17 +451,20 @@ class Drafter:
         limit_r: Int32s,
         threshold: float,
     ) -> tuple[Int32s, Int32s, int, int]:
-        """Draft for sequences that have just grown.
+        """Draft for sequences that have new tokens.
 
         Args:
-            slot_r: the sequences; ``row_r``: their rows.
-            rows_rt: token ids of a sequence, prompt included, at ``[row, : length]``.
-            limit_r: longest draft of each.
-            threshold: a draft ends before a token that is accepted, with all before it, less probably than this.
+            slot_r: slots of the sequences.
+            row_r: their rows in ``rows_rt``.
+            rows_rt: token ids; those of a sequence, prompt included, are at ``[row, :length]``.
+            length_r: number of tokens of each sequence.
+            limit_r: maximum draft length of each sequence.
+            threshold: least probability that a token and all before it in the draft are accepted; the draft ends before a
+                token below it.
 
         Returns:
-            Drafts of shape ``[s, d]`` and their lengths of shape ``[s]``, by slot, valid until the next call; how many tokens of
-            the drafts before were accepted, and how many there were.
+            Drafts, shape ``[s, d]``, and their lengths, shape ``[s]``, by slot, both valid until the next call; then the numbers
+            of accepted and of drafted tokens of the previous drafts.
         """
         accepted, verified = _step(
             self._memory,
@@ -469,7 +480,7 @@ class Drafter:
         return self._sequences.draft_sd, self._sequences.drafted_s, accepted, verified
 
     def take_tally(self, slot: int) -> NDArray[np.int64]:
-        """A sequence's drafted and accepted tokens by position in a draft, since the last call or since it began; shape [2, d]."""
+        """Drafted and accepted tokens of a sequence by draft position, int64 ``[2, d]``; resets both."""
         tally: NDArray[np.int64] = self._sequences.tally_skd[slot].copy()
         self._sequences.tally_skd[slot] = 0
         return tally

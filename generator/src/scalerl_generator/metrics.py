@@ -24,7 +24,7 @@ _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class ActorMetrics:
-    """Metrics of one actor, in their own registry (so that tests can have several in a process)."""
+    """Metrics of one actor, in a registry of its own, so that tests can create several in a process."""
 
     def __init__(self, state: ServerState, busy: BusyClock) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ class ActorMetrics:
         r.register(_BusySeconds(busy))
 
     def text(self) -> bytes:
-        """The exposition that ``/metrics`` serves."""
+        """The metrics in Prometheus' text format, for ``/metrics``."""
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, documentation: str, value: object) -> None:

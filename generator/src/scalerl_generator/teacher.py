@@ -1,21 +1,21 @@
-"""The teacher of ``recipe.distillation``: a vLLM server of somebody else's, which scores the student's tokens.
+"""The teacher of ``recipe.distillation``: an external vLLM server that scores the student's tokens.
 
-One request a completion, ``/v1/completions`` of prompt and completion with ``prompt_logprobs``; vLLM computes those at
-temperature 1, and samples one token beyond, of which no use is made.
+Each completion takes one request to ``/v1/completions``, with prompt and completion as the prompt and with
+``prompt_logprobs``. vLLM computes these at temperature 1 and samples one further token, which is discarded.
 
 =====================================  ==========================================================================
-the teacher                            what follows
+state of the teacher                   effect on the actor
 =====================================  ==========================================================================
 has another tokenizer, or too short a  :class:`UnfitTeacher` before the first lease: exit code 2
 context, or refuses the first call
-does not answer, is overloaded,        groups wait and ask again with back-off; their leases stay alive; a warning,
-refuses every call, accepts requests   ``scalerl_actor_teacher_failures`` and the heartbeat's ``teacher_problem``
-and answers none, or was restarted
-with too short a context
+does not answer, is overloaded,        groups wait and retry with back-off, and their leases stay alive; reported by
+refuses every call, accepts requests   a warning, ``scalerl_actor_teacher_failures`` and the heartbeat's
+without answering any, or was          ``teacher_problem``
+restarted with too short a context
 refuses one completion (400, 413,      that group fails, and its lease is released
-422), or gives it no log-probability,
-or fails on it repeatedly while it
-answers others, or a probe
+422), returns no log-probability for
+it, or fails on it repeatedly while
+other requests or a probe succeed
 =====================================  ==========================================================================
 """
 
@@ -56,20 +56,21 @@ API_KEY = "TEACHER_API_KEY"
 _CHECK_SECONDS = 60.0
 _SCORE_SECONDS = 120.0
 _SCORED_TOKENS_PER_SECOND = 100.0
-"""The first attempt at a completion has this long for an answer, and the time of its tokens at this rate: 16,000 tokens have
-280 s. It is far below any teacher's prefill, since all actors' requests may be in its queue before this one."""
+"""The timeout of the first attempt is ``_SCORE_SECONDS`` plus the tokens divided by this rate: 280 s for 16,000 tokens.
+The rate is far below any teacher's prefill rate, since the requests of all actors may be queued before this one."""
 _MAX_SCORE_SECONDS = 3600.0
-"""Each attempt that had no answer doubles the limit up to this one: a request that is given up loses its place in the queue
-of a teacher that is only busy."""
+"""Upper limit of the timeout, which doubles after each attempt without an answer: a cancelled request loses its place in
+the queue of a teacher that is only busy."""
 _MAX_BACKOFF_SECONDS = 30.0
 _PROGRESS_SECONDS = 1.0
 _REQUESTS = 16
-"""Completions that the teacher scores at once for this actor; vLLM's own queue takes the requests of all actors."""
+"""Maximum number of concurrent requests of this actor; vLLM queues the requests of all actors."""
 _MAX_FAILURES = 5
-"""The completion is the cause when its request fails this often after the teacher has answered another, or a probe."""
+"""Failures of a request, each after the teacher has answered another request or a probe, that identify the completion as
+the cause."""
 _DETOKENIZED_IDS = 2048
 _OF_THE_COMPLETION = (400, 413, 422)
-"""Statuses that say something about the one request; any other concerns all."""
+"""Status codes that concern a single request; all others concern the teacher."""
 _OVERLOADED = (408, 429, 503)
 
 _PROBES = (
@@ -84,7 +85,7 @@ Reply = TypeVar("Reply")
 
 
 class UnfitTeacher(Exception):
-    """This teacher cannot teach this student, now or later."""
+    """The teacher cannot score this student's tokens; a retry does not help."""
 
 
 class _NoAnswer(ServerDown):
@@ -112,8 +113,8 @@ class Teacher:
     """Client of the teacher.
 
     Args:
-        session: of this actor; the caller closes it.
-        key: its API key; empty without one.
+        session: HTTP session of this actor; the caller closes it.
+        key: API key of the teacher; empty if it needs none.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class Teacher:
         self._answers = 0
         """Completions and probes that the teacher has scored."""
         self._answer_seconds = 0.0
-        """How long the last of them took."""
+        """Duration of the last answered request."""
         self._failing: dict[object, str] = {}
-        """Requests whose last attempt failed, oldest first, and why."""
+        """Requests whose last attempt failed, oldest first, with the error."""
 
     @property
     def problem(self) -> str:
@@ -138,7 +139,7 @@ class Teacher:
         return next(iter(self._failing.values()), "")
 
     async def check(self, tokenizer: ModelTokenizer, context_tokens: int) -> None:
-        """Wait until the teacher answers, and see whether it fits.
+        """Wait until the teacher answers, and check that it fits the student.
 
         Args:
             context_tokens: ``model.contextTokens``.
@@ -173,13 +174,15 @@ class Teacher:
     async def score(
         self, prompt: Sequence[int], completions: Sequence[Sampled], on_waiting: Callable[[], None]
     ) -> list[NDArray[np.float32]]:
-        """Log-probability of each token of each completion, 0 where it is masked. Waits for a teacher that is away.
+        """Log-probabilities of each completion's tokens, float32 ``[tokens]``, 0 at masked tokens.
+
+        Waits while the teacher is unavailable.
 
         Args:
-            on_waiting: called every second until the answer is complete.
+            on_waiting: called every second until all completions are scored.
 
         Raises:
-            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher answers, but not for these completions.
+            ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher is available but cannot score these completions.
         """
         async with _calling(on_waiting):
             return await gather_all(self._score(prompt, completion) for completion in completions)
@@ -194,16 +197,16 @@ class Teacher:
         return logprobs
 
     async def _scored(self, body: dict[str, Any]) -> bytes:
-        """The answer for one completion.
+        """The response body for one completion.
 
-        Where the teacher has answered nothing since a failure, a probe of as many tokens goes before the next attempt. It
-        decides whether the teacher is the cause, which is waited for, or the completion, which is given up.
+        If the teacher has answered nothing since a failure, a probe with as many tokens precedes the next attempt. Its
+        result distinguishes a failing teacher, for which the request waits, from a failing completion, which is dropped.
         """
         probe = body | {"prompt": body["prompt"][:1] * len(body["prompt"])}
         backoff, failures, timeouts, answers = Backoff(0.5, _MAX_BACKOFF_SECONDS), 0, 0, -1
         with self._request() as request:
             while True:
-                async with self._free:  # not during the back-off: others may be answered
+                async with self._free:  # released during the back-off, so that other requests proceed
                     probes = self._answers == answers
                     try:
                         if probes:
@@ -217,18 +220,18 @@ class Teacher:
                         if status in _OF_THE_COMPLETION and unfit is None and not probes:
                             raise
                         self._failed(request, unfit or error)
-                        # A teacher with too short a context still answers for short completions, an overloaded one for some.
+                        # A teacher with too short a context still scores short completions, an overloaded one some of them.
                         if unfit is None and status not in _OVERLOADED:
                             failures += not probes and -1 < answers < self._answers
                         if failures == _MAX_FAILURES:
                             raise
-                        # A probe that is refused says nothing of the teacher: the completion itself comes next.
+                        # A refused probe does not show the teacher's state: the next attempt is the completion itself.
                         refused = probes and status in _OF_THE_COMPLETION and unfit is None
                 answers = -1 if refused else self._answers
                 await backoff.wait()
 
     def limit_seconds(self, tokens: int, timeouts: int) -> float:
-        """How long the teacher has for an answer about ``tokens``, after ``timeouts`` attempts that had none in time."""
+        """Timeout of a request with ``tokens`` tokens, after ``timeouts`` attempts that timed out."""
         first = _SCORE_SECONDS + tokens / _SCORED_TOKENS_PER_SECOND + 2 * self._answer_seconds
         return min(first * 2.0 ** min(timeouts, 10), _MAX_SCORE_SECONDS)
 
@@ -245,7 +248,7 @@ class Teacher:
     async def _check_model(self) -> None:
         served = [model.id for model in (await self._get("/v1/models", _Models)).data]
         if self._model is None and served:
-            # By its name from now on: a server of another model refuses it.
+            # Later requests name the model, so a server that has since loaded another model refuses them.
             self._model = served[0]
         if self._model not in served:
             raise UnfitTeacher(
@@ -253,7 +256,7 @@ class Teacher:
             )
 
     async def _unfit(self) -> UnfitTeacher | VllmError | None:
-        """Why the teacher cannot score any completion of the run: it may have been restarted since the check."""
+        """Why the teacher cannot score any completion, if so: it may have been restarted since :meth:`check`."""
         try:
             await self._check_context()
         except (UnfitTeacher, VllmError) as error:
@@ -270,7 +273,10 @@ class Teacher:
             )
 
     async def _check_tokenizer(self, tokenizer: ModelTokenizer) -> None:
-        """The same tokens for the same texts, and the same text of every token, spaces aside: transformers drops some."""
+        """Check that both encode the same texts to the same tokens, and each token to the same text.
+
+        Spaces are ignored, since transformers drops some.
+        """
         texts = [*_PROBES, "".join(tokenizer.added_tokens)]
         for text, here in zip(texts, tokenizer.encode(texts), strict=True):
             there = (await self._tokenize(text)).tokens
@@ -304,7 +310,7 @@ class Teacher:
 
     @contextlib.contextmanager
     def _request(self) -> Iterator[object]:
-        """A request, which no longer fails at the end of the block."""
+        """Key of a request in ``_failing``, removed at the end of the block."""
         request = object()
         try:
             yield request
@@ -326,7 +332,7 @@ class Teacher:
         return _decoded(await self._call(path, body, _CHECK_SECONDS), reply)
 
     async def _call(self, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> bytes:
-        """GET without a body, POST with one."""
+        """The response body of a GET (without ``body``) or a POST (with it)."""
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=10.0)
         named = body if body is None or self._model is None else body | {"model": self._model}
         method, url = ("GET" if body is None else "POST"), self._url + path
@@ -336,7 +342,7 @@ class Teacher:
             ) as response:
                 content = await response.read()
                 status = response.status
-        except aiohttp.ClientError as error:  # also no connection in time
+        except aiohttp.ClientError as error:  # includes a connection timeout
             raise ServerDown(f"{url}: {error}") from error
         except TimeoutError as error:
             raise _NoAnswer(f"{url}: no answer in {timeout_seconds:.0f} s") from error

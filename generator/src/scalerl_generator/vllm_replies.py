@@ -1,13 +1,13 @@
-"""Reads and checks the vLLM server's answers.
+"""Decodes and checks the vLLM server's responses.
 
 Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
 
     VllmError
-    ├── ServerDown         no connection, or no answer in time
+    ├── ServerDown         no connection, or no response within the timeout
     ├── ServerRefused      a status other than 200: ``status`` and ``message``
-    ├── BadReply           a 200 answer that this release of vLLM is not known to give
-    ├── GenerationFailed   an answer that cannot be trained on (aborted, or of the wrong length)
-    └── UpdateFailed       weights were not installed; ``partial`` says what the server holds now
+    ├── BadReply           a 200 response with a body that the pinned vLLM release does not send
+    ├── GenerationFailed   a response that cannot be trained on (aborted, or of the wrong length)
+    └── UpdateFailed       the weights were not installed; ``partial``: the server holds a mixture of versions
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from scalerl_generator.draft_protocol import DraftReport, DraftTally
 
 UNVERSIONED = -1
-"""Version of the weights a server starts with, before the first update."""
+"""Version of the weights that a server starts with, before the first update."""
 
 _CLAMPED = -9999.0
-"""vLLM writes this for a log-probability that is missing, minus infinity or NaN."""
+"""Value that vLLM writes for a log-probability that is missing, minus infinity or NaN."""
 
 Reply = TypeVar("Reply")
 
@@ -38,11 +38,11 @@ class VllmError(Exception):
 
 
 class ServerDown(VllmError):
-    """No connection, a broken connection, or no answer within the timeout."""
+    """No connection, a broken connection, or no response within the timeout."""
 
 
 class ServerRefused(VllmError):
-    """The server answered, but not with 200."""
+    """The server responded with a status other than 200."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
         super().__init__(f"{path}: HTTP {status}: {message}")
@@ -51,18 +51,18 @@ class ServerRefused(VllmError):
 
 
 class BadReply(VllmError):
-    """The server answered 200 with an unknown body: is it the pinned vLLM release?"""
+    """The server responded with 200 and an unknown body; it may not be the pinned vLLM release."""
 
 
 class GenerationFailed(VllmError):
-    """The server answered with completions that must not be trained on."""
+    """The server responded with completions that must not be trained on."""
 
 
 class UpdateFailed(VllmError):
     """A weight update failed.
 
-    ``partial``: the server holds layers of both versions and stays paused until an update succeeds. Otherwise its old
-    weights are complete.
+    ``partial``: the server holds layers of both versions and stays paused until an update succeeds. Otherwise it holds its
+    old weights completely.
     """
 
     def __init__(self, message: str, *, partial: bool) -> None:
@@ -74,7 +74,7 @@ class UpdateFailed(VllmError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens ``[start, end)`` of a completion were sampled under weights ``version``."""
+    """Tokens ``[start, end)`` of a completion, sampled with the weights of ``version``."""
 
     version: int
     start: int
@@ -83,27 +83,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive tokens of one completion; three arrays of shape ``[tokens]``.
-
-    ``logprobs`` are natural logarithms under the distribution sampled from: ``log_softmax(logits / temperature)``. Where
-    ``masked``, the server gave no finite value, and the entry is 0.
-    """
+    """Consecutive tokens of one completion; three arrays of shape ``[tokens]``."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    """Log-probabilities in the sampling distribution, ``log_softmax(logits / temperature)``, nats; 0 where masked."""
     masked: NDArray[np.bool_]
+    """Tokens without a finite log-probability from the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Part):
-    """A whole completion, or the last part of one.
-
-    ``finish_reason`` is ``stop`` after a stop token, which is the last of the tokens, and ``length`` when ``max_tokens``
-    cut them. ``weight_versions`` are of all tokens of the answer.
-    """
+    """A whole completion, or the last part of one."""
 
     weight_versions: tuple[Span, ...]
+    """Spans over all tokens of the completion in this response, those of earlier parts included."""
     finish_reason: Literal["stop", "length"]
+    """``stop``: the last token is a stop token. ``length``: the completion was truncated at ``max_tokens``."""
 
 
 class PublishReport(msgspec.Struct, frozen=True):
@@ -176,10 +172,12 @@ class _DraftReply(msgspec.Struct):
 
 @dataclass(frozen=True)
 class CachePressure:
-    """How full the server's KV cache is.
+    """Utilisation of the server's KV cache.
 
-    used: fraction of its blocks. running: sequences in the batch. ended: sequences since the server's start. longest: how many
-    sequences of the longest context it holds.
+    used: fraction of the cache's blocks in use.
+    running: sequences in the batch.
+    ended: sequences finished since the server's start.
+    longest: number of sequences of maximum length that the cache holds.
     """
 
     used: float
@@ -217,7 +215,7 @@ _ERROR = msgspec.json.Decoder(_ErrorReply)
 
 
 def read_completions(content: bytes, n: int) -> list[Sampled]:
-    """The ``n`` completions of an answer, in the order of their indices.
+    """The ``n`` completions of a response, in the order of their indices.
 
     Raises:
         BadReply, GenerationFailed
@@ -229,16 +227,18 @@ def read_completions(content: bytes, n: int) -> list[Sampled]:
 
 
 class StreamedAnswer:
-    """The ``n`` completions of an answer in server-sent events; each event extends one of them."""
+    """Decodes a response of ``n`` completions in server-sent events; each event extends one completion."""
 
     def __init__(self, path: str, n: int) -> None:
         self._path = path
         self._rest = b""
         self.unfinished = n
-        """Completions whose last part has not arrived."""
+        """Number of completions whose last part has not arrived."""
 
     def feed(self, content: bytes) -> Iterator[tuple[int, Part]]:
-        """Add received bytes; yields index and new tokens of a completion, event by event. The last is a :class:`Sampled`.
+        """Add received bytes; yields the index and new tokens of a completion for each complete event.
+
+        The last part of each completion is a :class:`Sampled`.
 
         Raises:
             BadReply, GenerationFailed, ServerRefused
@@ -262,7 +262,7 @@ class StreamedAnswer:
 
 
 def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """Log-probability of each token after the first; shape ``[len(token_ids) - 1]``.
+    """Log-probabilities of the tokens after the first, nats, shape ``[len(token_ids) - 1]``.
 
     Raises:
         BadReply, GenerationFailed
@@ -274,10 +274,10 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
 def read_completion_prompt_logprobs(
     content: bytes, token_ids: Sequence[int], used: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """As :func:`read_prompt_logprobs`, of an answer of ``/v1/completions``.
+    """As :func:`read_prompt_logprobs`, from a response of ``/v1/completions``.
 
     Args:
-        used: shape ``[len(token_ids) - 1]``; where false, the result is 0 and the answer may have no finite value.
+        used: shape ``[len(token_ids) - 1]``; where False, the result is 0 and the response needs no finite value.
 
     Raises:
         BadReply, GenerationFailed
@@ -301,7 +301,7 @@ def _of_tokens(
 
 
 def read_weight_version(content: bytes) -> int:
-    """The version of the weights that the server holds, or :data:`UNVERSIONED`.
+    """Version of the weights that the server holds, or :data:`UNVERSIONED`.
 
     Raises:
         BadReply
@@ -310,7 +310,9 @@ def read_weight_version(content: bytes) -> int:
 
 
 def read_report(content: bytes) -> PublishReport:
-    """The slowest worker's report; ``active`` and with an ``error`` if any worker's is, ``partial`` also if they hold different
+    """Merge the workers' reports into that of the slowest worker.
+
+    ``active`` and ``error`` are set if they are for any worker; ``state`` is ``partial`` also if the workers hold different
     versions.
 
     Raises:
@@ -329,7 +331,7 @@ def read_report(content: bytes) -> PublishReport:
 
 
 def read_join_error(content: bytes) -> str:
-    """Of the first worker that did not join its group; empty if all did.
+    """Error of the first worker that did not join its weight group; empty if all did.
 
     Raises:
         BadReply
@@ -338,7 +340,7 @@ def read_join_error(content: bytes) -> str:
 
 
 def read_cache_pressure(content: bytes) -> CachePressure:
-    """From vLLM's metrics.
+    """Utilisation of the KV cache, from vLLM's Prometheus metrics.
 
     Raises:
         BadReply
@@ -346,7 +348,7 @@ def read_cache_pressure(content: bytes) -> CachePressure:
     text = content.decode(errors="replace")
     try:
         found: dict[str, float] = {}
-        for name, value in _METRIC.findall(text):  # a line for each reason why requests end
+        for name, value in _METRIC.findall(text):  # request_success_total has one line per finish reason
             found[name] = found.get(name, 0.0) + float(value)
         return CachePressure(
             used=found["kv_cache_usage_perc"],
@@ -359,7 +361,7 @@ def read_cache_pressure(content: bytes) -> CachePressure:
 
 
 def read_draft_tally(content: bytes) -> DraftTally:
-    """Of the worker that drafts.
+    """The tally of the worker that drafts.
 
     Raises:
         BadReply
@@ -383,7 +385,7 @@ def read_draft_report(content: bytes) -> DraftReport:
 
 
 def read_error(content: bytes) -> str:
-    """The error message of an answer that is not 200."""
+    """The error message of a response with a status other than 200."""
     try:
         return _ERROR.decode(content).error.message
     except msgspec.DecodeError:
@@ -430,6 +432,6 @@ def _part(choice: _ChoiceReply) -> Part:
 
 
 def _floats(entries: Sequence[_LogprobReply]) -> NDArray[np.float32]:
-    """NaN where the server writes null, since JSON has no NaN."""
+    """The log-probabilities as float32; NaN for null, which the server writes since JSON has no NaN."""
     values = (math.nan if entry.logprob is None else entry.logprob for entry in entries)
     return np.fromiter(values, dtype=np.float32, count=len(entries))

@@ -1,16 +1,15 @@
 """``python -m scalerl_generator.vllm_server``: vLLM's HTTP server with a run's settings and a fast start.
 
-The process replaces itself once, at its start, to set what torch reads when it is loaded (OpenMP threads, preloaded
-libraries, the bytecode cache). Then it does what vLLM's own launcher does, with these differences, which matter on one
-or two cores:
+At its start the process executes itself once more with the environment that torch reads when it is loaded (OpenMP
+threads, preloaded libraries, the bytecode cache). Then it does what vLLM's own launcher does, with these differences,
+which shorten the start on one or two cores:
 
-- one worker runs in the engine's process, not in a third one (CPU builds start a worker process by default, only for
-  thread binding);
-- the engine's process is forked after vLLM is imported, as on GPUs, so it does not import again;
+- a single worker runs in the engine process (CPU builds start a worker process by default, only for thread binding);
+- the engine process is forked after vLLM is imported, as on GPUs, so it does not import vLLM again;
 - the model class is looked up in this process, not in a subprocess that imports vLLM;
-- if the installation has no compiled bytecode, a cache for it is kept.
+- if the installation has no compiled bytecode, the process keeps a bytecode cache.
 
-The engine's process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
+The engine process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
 
 Every endpoint but ``/health`` and ``/metrics`` requires the run's token, development endpoints included.
 """
@@ -38,7 +37,8 @@ from scalerl_generator.draft_protocol import MEMORY_TOKENS
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
-"""Bearer token that all requests but liveness and metrics need; by default read from ``SCALERL_TOKEN_FILE``."""
+"""Environment variable with the bearer token of all requests but liveness and metrics; if unset, the token is read from
+``SCALERL_TOKEN_FILE``."""
 
 OPEN_PATHS = ("/health", "/metrics")
 
@@ -52,7 +52,7 @@ class ServerProblem(Exception):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """A run's settings of its vLLM server; all others are constants of this module."""
+    """Settings of the vLLM server that depend on the run; all others are constants of this module."""
 
     model: str
     port: int
@@ -63,9 +63,9 @@ class ServerOptions:
     max_model_len: int = 1024
     max_num_seqs: int = 256
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache; none: on CPUs 256 MiB, on GPUs what ``memory_fraction`` leaves."""
+    """Memory of the KV cache; None: 256 MiB on CPUs, the rest of ``memory_fraction`` on GPUs."""
     watermark: float = 0.0
-    """Fraction of the KV cache that stays free when a sequence is admitted, for those that run to grow."""
+    """Fraction of the KV cache that stays free when a sequence is admitted, so that running sequences can grow."""
     memory_fraction: float = 0.9
     """GPU only: fraction of the device's memory that vLLM may use."""
     threads: int = 1
@@ -73,18 +73,18 @@ class ServerOptions:
     tensor_parallel: int = 1
     prefix_caching: bool = True
     max_draft_tokens: int = 0
-    """Longest draft from past responses (:mod:`.drafter`); 0: no speculative decoding."""
+    """Maximum draft length of speculative decoding from past responses (:mod:`.drafter`); 0 turns it off."""
     draft_memory_tokens: int = 4_000_000
-    """Tokens of responses that are remembered for drafts, 56 bytes each."""
+    """Capacity of the drafter's memory in tokens, 56 bytes each."""
     stats: bool = False
-    """Serve vLLM's own metrics at ``/metrics``; they cost time at every step."""
+    """Serve vLLM's own metrics at ``/metrics``; they add time to every step."""
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
     """Appended unchanged to vLLM's command line."""
 
 
 def parse(argv: Sequence[str]) -> ServerOptions:
-    """Options from the command line; names and defaults are :class:`ServerOptions`'s."""
+    """Parse the command line; names and defaults are those of :class:`ServerOptions`."""
     p = argparse.ArgumentParser(
         prog="python -m scalerl_generator.vllm_server", description="vLLM for one run"
     )
@@ -114,8 +114,8 @@ def parse(argv: Sequence[str]) -> ServerOptions:
 def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
     """The command line for vLLM's own parser.
 
-    Log-probabilities are those of the distribution sampled from (``processed_logprobs``: after
-    temperature and truncation). Sampling defaults come from vLLM, not from the model's files.
+    Log-probabilities are those of the sampling distribution (``processed_logprobs``: after temperature and
+    truncation). Sampling defaults are vLLM's, not those of the model's files.
     """
     argv = [
         *("--model", options.model, "--host", options.host, "--port", str(options.port)),
@@ -154,7 +154,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
     if options.fp32_head:
         argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if on_cpu:
-        argv.append("--enforce-eager")  # compiling needs a C++ compiler, and minutes
+        argv.append("--enforce-eager")  # compilation needs a C++ compiler and takes minutes
         if options.tensor_parallel == 1:
             argv += ["--distributed-executor-backend", "uni"]
     return [*argv, *options.extra]
@@ -169,18 +169,18 @@ def prepared_environment(
     *,
     cache_bytecode: bool,
 ) -> dict[str, str]:
-    """The environment vLLM must be started in.
+    """The environment variables that vLLM must be started with.
 
     Args:
         torch_dir: torch's package directory; its OpenMP library is preloaded on CPUs, because a second
-            one loaded by another package would bring a second pool of threads.
-        cache: folder for what is compiled at a first start.
-        cache_bytecode: keep bytecode there too: the installation has none.
+            one loaded by another package would start a second thread pool.
+        cache: folder for code compiled at the first start.
+        cache_bytecode: also keep bytecode in ``cache``, because the installation has none.
     """
     env = dict(environ)
     env |= {
         _PREPARED: "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # opens the endpoints of weight updates
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the endpoints for weight updates
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than the client's
         "HF_HUB_OFFLINE": "1",
@@ -189,16 +189,16 @@ def prepared_environment(
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
     if options.max_draft_tokens:
-        env.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))  # compiling the drafter takes ten seconds
+        env.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))  # compiling the drafter takes 10 s
     if cache_bytecode:
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         env["PYTHONPYCACHEPREFIX"] = str(cache / "pycache")
     if on_cpu:
         env["OMP_NUM_THREADS"] = str(options.threads)
-        env["TORCHDYNAMO_DISABLE"] = "1"  # one sampler function is compiled otherwise: C++ compiler, 15 s
+        env["TORCHDYNAMO_DISABLE"] = "1"  # else a sampler function is compiled: needs a C++ compiler and 15 s
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if options.tensor_parallel == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or the worker gets a process of its own
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the worker runs in its own process
         preload = [p for p in env.get("LD_PRELOAD", "").split(":") if p]
         if not any("omp" in Path(p).name for p in preload):
             found = sorted(
@@ -206,7 +206,7 @@ def prepared_environment(
             )
             preload += [str(p) for p in found[:1]]
         env["LD_PRELOAD"] = ":".join(preload)
-        # vLLM is linked against libnuma; setup puts one here where the system has none.
+        # vLLM is linked against libnuma; setup installs it in this folder if the system has none.
         env["LD_LIBRARY_PATH"] = ":".join(
             filter(None, [env.get("LD_LIBRARY_PATH"), f"{sys.prefix}/lib/scalerl"])
         )
@@ -221,7 +221,7 @@ def uncompiled_package(package_dir: Path) -> bool:
 class RequireToken:
     """ASGI middleware: 401 for any request without the run's token, except to :data:`OPEN_PATHS`.
 
-    A websocket without it is closed before it is accepted, which the client sees as a 403.
+    A websocket without the token is closed before it is accepted, which the client sees as a 403.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str | None = None) -> None:
@@ -237,7 +237,7 @@ class RequireToken:
         if self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await receive()  # the request to connect, which comes first
+            await receive()  # the connection request, which always comes first
             await send({"type": "websocket.close", "code": 1008})
         else:
             body = b'{"error":{"message":"unauthorized: the run\'s token is missing or wrong","code":401}}'
@@ -283,7 +283,7 @@ def _require_a_gpu() -> None:
     except OSError:
         found = 0
     else:
-        count = ctypes.c_int(0)  # both calls fail without a device; the second then leaves the 0
+        count = ctypes.c_int(0)  # without a device both calls fail, and count stays 0
         driver.cuInit(0)
         driver.cuDeviceGetCount(ctypes.byref(count))
         found = count.value
@@ -314,7 +314,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool)
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt("terminated while starting")
 
-    signal.signal(signal.SIGTERM, interrupt)  # the server installs its own handler once it is up
+    signal.signal(signal.SIGTERM, interrupt)  # until the server installs its own handler
     listen_address, sock = setup_server(arguments, reuse_port=False)
     kill_forks_with_parent(sock)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -326,7 +326,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool)
     if drafts:
         await engine.collective_rpc("scalerl_attach_proposer")
     gc.collect()
-    gc.freeze()  # imported objects stay; collections skip them
+    gc.freeze()  # imported objects are permanent, so collections skip them
     try:
         stopped: asyncio.Task[None] = await build_and_serve(engine, listen_address, sock, arguments)
     finally:
@@ -338,7 +338,7 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool)
 
 
 def serve(options: ServerOptions, on_cpu: bool) -> None:
-    """Run the server until SIGTERM. Call in a prepared environment (:func:`prepared_environment`)."""
+    """Run the server until SIGTERM, in the environment of :func:`prepared_environment`."""
     gc.disable()  # imports create millions of permanent objects
     import uvloop
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
