@@ -1,7 +1,8 @@
-"""Checks before a run starts, for what would end it later; without torch, read-only.
+"""Checks a run before its start for errors that would end it later; read-only, without torch.
 
-Task: grading works, answers can be graded, prompts leave room for completions, a warm start has solutions. Model:
-context, tokenizer, logits, attention kernel. Memory of this machine and of its GPUs.
+- Task: grading works, answers can be graded, prompts leave room for completions, a warm start has solutions.
+- Model: context length, tokenizer, logits, attention kernel.
+- Memory: of this machine and of its GPUs.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from scalerl_trainer.models.logits import biased_logits, transformed_logits
 log = logging.getLogger(__name__)
 
 TOO_LONG_FRACTION = 0.01
-"""Largest share of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
+"""Largest allowed fraction of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
 GENERATED_PROMPTS = 2000
-"""Number of evenly spaced prompts of a generated task that are checked; those of a file are all checked."""
+"""Number of evenly spaced prompts checked in a generated task; in a file all prompts are checked."""
 PARSED_ANSWERS = 200
-"""Number of answers that math-verify parses; each takes milliseconds."""
+"""Number of answers checked with math-verify, which takes milliseconds to parse one."""
 _BATCH = 1024
 _GIB = 2.0**30
 
 
 class PrepareError(TrainerError):
-    """The run cannot be trained with this spec; names the field."""
+    """The run cannot be trained with this spec; the message names the field."""
 
 
 # --- the task --------------------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
 
 
 def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask, task: Task) -> None:
-    """Check that a task's prompts, in tokens, leave room for completions, and warm-start examples.
+    """Check that a task's prompts leave room for completions, and that warm-start examples fit a micro-batch.
 
-    Actors skip a prompt that is too long, so that a few only give a warning.
+    Actors skip a prompt that is too long, so a small fraction of such prompts is only a warning.
 
     Raises:
         PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long (names the first, its tokens and
@@ -147,12 +148,13 @@ def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask,
 
 
 def check_set_prompts(tokenizer: ModelTokenizer, spec: RunSpec, one: EvaluationPrompts) -> None:
-    """Check that the tokenizer can write the prompts of an evaluation set, and that they leave room for completions.
+    """Check that the tokenizer can encode the prompts of an evaluation set, and that they leave room for completions.
 
-    Actors give up a prompt that is too long, which scores 0 at every point, so that a few only give a warning.
+    Actors give up a prompt that is too long, which scores 0 at every point, so a small fraction of such prompts is only a
+    warning.
 
     Raises:
-        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long, or one cannot be written.
+        PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long, or one cannot be encoded.
         TokenizerError: the chat template refuses a prompt.
     """
     room = spec.model.context_tokens - spec.recipe.max_completion_tokens
@@ -162,7 +164,7 @@ def check_set_prompts(tokenizer: ModelTokenizer, spec: RunSpec, one: EvaluationP
         rendered = [render_prompt(prompt, one.prompt.template, one.prompt.system) for prompt in prompts]
         for prompt, ids in zip(prompts, tokenizer.encode_prompts(rendered), strict=True):
             longest, too_long = max(longest, len(ids)), too_long + (len(ids) > room)
-            # Only of a tokenizer made here: the unknown token of others may be the one that begins each text.
+            # Only for a scratch model's tokenizer: another's unknown token may also be its begin-of-text token.
             unknown = tokenizer.unknown_token_id if spec.model.scratch is not None else None
             if unknown is not None and unknown in ids:
                 raise PrepareError(
@@ -200,10 +202,12 @@ def _check_examples(
 
 
 def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
-    """Check that every line of ``warmStart.jsonl`` has a solution, and fits a micro-batch; held-out ones are dropped later.
+    """Check that every line of ``warmStart.jsonl`` has a solution and fits a micro-batch.
+
+    Held-out lines are checked too; mid-training drops them.
 
     Raises:
-        PrepareError: names the line; or all lines are held out.
+        PrepareError: a line is invalid (the message names it), or all lines are held out.
         TaskError: the file cannot be read.
     """
     if spec.warm_start is None or spec.warm_start.jsonl is None:
@@ -245,7 +249,7 @@ def _batches(source: PromptSource, limit: int | None) -> Iterator[list[tuple[int
 
 
 def _place(given: TrainingTask, source: PromptSource, index: int) -> str:
-    """A prompt as its author finds it."""
+    """Location of a prompt for a message: spec field, and the file and line or the prompt's id."""
     prompt, field = source[index], f"{given.field}.{given.section.source_field}"
     if given.section.jsonl is None:
         return f"{field}: prompt {prompt.id}"
@@ -253,7 +257,7 @@ def _place(given: TrainingTask, source: PromptSource, index: int) -> str:
 
 
 def line_of(path: Path, index: int) -> str:
-    """File and line of a prompt, counted without empty lines."""
+    """File and line of the prompt with this index, which does not count empty lines."""
     with path.open("rb") as file:
         filled = (number for number, line in enumerate(file, 1) if line.strip())
         return f"{path}, line {next(islice(filled, index, None), '?')}"
@@ -263,10 +267,10 @@ def line_of(path: Path, index: int) -> str:
 
 
 def check_model(directory: Path, spec: RunSpec, one_machine: bool) -> None:
-    """The model's files against the spec and the machine.
+    """Check the model's files against the spec and this machine. ``one_machine``: as in :func:`check_memory`.
 
     Raises:
-        PrepareError: names the field.
+        PrepareError: the model cannot be used; the message names the field.
     """
     config = _config(directory)
     longest = config.get("max_position_embeddings")
@@ -310,7 +314,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[str, int]]:
-    """Names and elements of all tensors in the folder's safetensors, from their headers."""
+    """Names and numbers of elements of all tensors in the folder's safetensors files, from their headers."""
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
@@ -329,10 +333,10 @@ def _stored_tensors(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) -> None:
-    """Check the run's memory against this machine's. ``one_machine``: all roles share it.
+    """Check the run's estimated memory against this machine's. ``one_machine``: all roles share it.
 
     Raises:
-        PrepareError: needed and available memory, and what to change.
+        PrepareError: there is too little memory; the message has both figures and the fields to change.
     """
     model = f"{field}: {size.parameters / 1e6:,.0f} M parameters"
     rank = trainer_rank_memory(size, spec)
@@ -367,7 +371,7 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
 
 
 def memory_bytes() -> int:
-    """The machine's memory, or the container's limit if that is lower."""
+    """The machine's memory, bytes, or the container's limit if that is lower."""
     readers: list[Callable[[], int]] = [
         lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()),
@@ -376,13 +380,13 @@ def memory_bytes() -> int:
     for read in readers:
         try:
             limits.append(read())
-        except (OSError, ValueError):  # no such control group, or "max"
+        except (OSError, ValueError):  # no such control group, or its value is "max"
             continue
     return min(limits)
 
 
 def gpu_memory_bytes() -> int | None:
-    """Memory of the largest GPU that ``nvidia-smi`` lists; None without one or without ``nvidia-smi``."""
+    """Memory of the largest GPU that ``nvidia-smi`` lists, bytes; None without a GPU or without ``nvidia-smi``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,6 +1,6 @@
-"""Client of the coordinator: a blocking call per message, retried with back-off until a deadline.
+"""Client of the coordinator: one blocking call per message, retried with back-off until a deadline.
 
-The coordinator may restart from its journal at any moment, so refused connections, time-outs and 5xx answers are
+The coordinator may restart from its journal at any moment, so refused connections, timeouts and 5xx responses are
 retried; every trainer call is idempotent. Permanent errors (another wire version, a wrong token, a newer trainer) are
 raised at once.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-"""Time-out of an attempt at a call that is not a long poll."""
+"""Timeout of one attempt of a call; that of a long poll is its wait plus this."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class CoordinatorError(Exception):
 
 
 class CoordinatorUnreachable(CoordinatorError):
-    """No usable answer until the deadline; the coordinator may restart."""
+    """No usable response until the deadline; the coordinator may be restarting."""
 
 
 class Superseded(CoordinatorError):
@@ -41,17 +41,18 @@ class Superseded(CoordinatorError):
 
 
 class Unresumable(CoordinatorError):
-    """Coordinator and checkpoint do not belong together; a restart does not help."""
+    """The coordinator's state and the checkpoint do not match; a restart does not help."""
 
 
 _UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unknown-version")
 
 
 class Coordinator:
-    """Calls of one rank. Not shared between threads.
+    """The coordinator's API for one rank. Not thread-safe.
 
-    ``retry_seconds``: limit of the retries of one call.
-    ``interrupted``: checked between attempts; True ends the retries (a drain does not wait for a dead coordinator).
+    Args:
+        retry_seconds: deadline of one call with its retries.
+        interrupted: checked between attempts; True ends the retries, so that a drain does not wait for a dead coordinator.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Coordinator:
         """Register this trainer incarnation at ``version``.
 
         Raises:
-            Unresumable: the coordinator has no state for ``version``, or would lose some.
+            Unresumable: the coordinator has no state for ``version``, or would lose state.
         """
         message = wire.TrainerHello(
             incarnation=self._incarnation, version=version, world_size=world_size, snapshot=snapshot
@@ -82,10 +83,10 @@ class Coordinator:
         return self._call(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
 
     def next(self, version: int, wait_seconds: float) -> wire.Next:
-        """One long poll, one attempt: between attempts the caller synchronises the ranks.
+        """Long-poll the next step, in one attempt: the caller synchronises the ranks between attempts.
 
         Raises:
-            CoordinatorUnreachable: no answer.
+            CoordinatorUnreachable: no response.
         """
         message = wire.NextRequest(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
@@ -99,7 +100,10 @@ class Coordinator:
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
     ) -> bool:
-        """Report a finished step; whether its version is published now. ``skipped``: why it was not applied."""
+        """Report a finished step; returns whether to publish its version now.
+
+        ``skipped``: why the update was not applied; empty if it was.
+        """
         message = wire.StepReport(
             incarnation=self._incarnation,
             step=step,
@@ -111,8 +115,10 @@ class Coordinator:
         return self._call(endpoints.TRAINER_STEP, message, wire.StepReported).publish
 
     def supervised(self, steps: int, tokens: int, seconds: float, *, patient: bool) -> str:
-        """Report the progress of mid-training; why the run is to end, empty while it is not. ``patient``: with retries, else
-        one attempt."""
+        """Report the progress of mid-training; returns why the run is to end, or an empty string.
+
+        ``patient``: retry; otherwise one attempt.
+        """
         message = wire.SupervisedReport(
             incarnation=self._incarnation, steps=steps, tokens=tokens, seconds=seconds
         )
@@ -122,7 +128,7 @@ class Coordinator:
         return self._once(path, message, answer, 0.0).stop_reason
 
     def publish_begin(self, version: int, wait_seconds: float) -> wire.PublishPermit:
-        """One long poll, one attempt, as :meth:`next`."""
+        """Long-poll the permission to publish, in one attempt, as :meth:`next`."""
         message = wire.PublishBegin(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
         return self._once(endpoints.PUBLISH_BEGIN, message, wire.PublishPermit, wait_seconds)
 
@@ -135,12 +141,12 @@ class Coordinator:
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
 
     def checkpoint_begin(self, step: int) -> wire.CheckpointSnapshot:
-        """The coordinator's state as of ``step``."""
+        """Fetch the coordinator's state as of ``step``."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
         return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
 
     def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
-        """``patient``: with retries, else one attempt."""
+        """Report a complete checkpoint. ``patient``: retry; otherwise one attempt."""
         message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
         if patient:
             self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
@@ -148,10 +154,10 @@ class Coordinator:
             self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
 
     def points(self) -> list[wire.EvaluationPoint]:
-        """The evaluations so far; one attempt.
+        """Fetch the evaluation points so far, in one attempt.
 
         Raises:
-            CoordinatorUnreachable: no answer, or an invalid one.
+            CoordinatorUnreachable: no response, or an invalid one.
         """
         try:
             response = self._http.get(endpoints.STATUS, timeout=ANSWER_SECONDS).raise_for_status()
@@ -207,7 +213,7 @@ def wire_headers(token: str) -> dict[str, str]:
 
 
 def decode_problem(response: httpx.Response) -> wire.Problem:
-    """The error in an answer that is not 2xx, also from a proxy."""
+    """The error in a response other than 2xx, including one from a proxy."""
     try:
         return msgspec.msgpack.decode(response.content, type=wire.Problem)
     except msgspec.DecodeError:

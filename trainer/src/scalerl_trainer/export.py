@@ -32,7 +32,7 @@ log = logging.getLogger("scalerl_trainer.export")
 
 STAGED = ".tmp-"
 SHARD_BYTES = 5 * 10**9
-"""Largest weights file, unless one tensor is larger; as hubs and loaders expect."""
+"""Maximum size of a weights file, unless one tensor is larger, as hubs and loaders expect."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOURCES = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _NOT_COPIED = {"prepared.json", _INDEX, "config.json"}
@@ -51,7 +51,7 @@ def write_model(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the folder ``target`` atomically, by :func:`stage_model` and :func:`commit_model`."""
+    """Write the folder ``target`` atomically, with :func:`stage_model` and :func:`commit_model`."""
     commit_model(stage_model(target, base_model, infos, tensors, spec, shard_bytes=shard_bytes), target)
 
 
@@ -64,11 +64,11 @@ def stage_model(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the model into a staging folder beside ``target``, and return it.
+    """Write the model into a staging folder beside ``target``, and return that folder.
 
-    ``tensors`` are in the order of ``infos``, with the names and shapes of the transformers model, tied ones once.
-    All other files are ``base_model``'s; in the config the dtype is set and, with ``recipe.fp32Logits`` of the generator, vLLM's
-    ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
+    ``tensors`` are in the order of ``infos``, which have the names and shapes of the transformers model; tied tensors appear
+    once. All other files are ``base_model``'s. The config has the run's dtype and, if ``recipe.fp32Logits`` includes the
+    generator, vLLM's ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
 
     Raises:
         OSError: disk full, …; the staging folder is removed.
@@ -90,7 +90,7 @@ def stage_model(
 
 
 def commit_model(staged: Path, target: Path) -> None:
-    """Flush ``staged`` and rename it to ``target``, which it replaces.
+    """Flush ``staged`` and rename it to ``target``, replacing an existing folder.
 
     Raises:
         OSError: the staging folder is removed.
@@ -149,7 +149,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def copy_run_file(paths: RunPaths) -> None:
-    """Copy the run's spec into its directory: on a cluster it is in a ConfigMap, and an export from the volume needs it."""
+    """Copy the run's spec into its directory: an export from the volume needs it, and on a cluster it is in a ConfigMap."""
     kept = RunPaths(paths.root).run_file
     if paths.run_file == kept:
         return
@@ -165,7 +165,8 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
     """Export checkpoint ``step`` (None: the newest) to ``target``; returns the step.
 
     Raises:
-        ExportError: no such checkpoint, a damaged one, or one of an earlier release that the run must load first.
+        ExportError: ``target`` exists, or the checkpoint is missing, damaged, or of an earlier release that the run must load
+            first.
         SpecError: the run's spec cannot be parsed; it is not validated.
         OSError: ``target`` cannot be written.
     """
@@ -197,7 +198,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 if the target cannot be written; 2 for bad input."""
+    """Run the command; returns 0, 1 if the target cannot be written, 2 for bad input."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="scalerl export", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="the run's directory")

@@ -6,9 +6,9 @@
 ``s3://bucket/prefix``     ``<prefix>/step-<version>/``; ``<prefix>/exports.json``, written last, names the complete ones
 ========================== =================================================================================
 
-On a path and in a bucket, versions that are neither best nor last any more are removed. Credentials are those of the
-libraries: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
-``AWS_REGION``, ``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for one without TLS), or a web identity.
+On a path and in a bucket, versions that are no longer best or last are removed. The client libraries read the
+credentials: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``,
+``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for an endpoint without TLS), or a web identity.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from scalerl_trainer.errors import TrainerError, first_line
 from scalerl_trainer.export import STAGED, commit_model
 
 Models = Mapping[str, tuple[ExportedModel, Path]]
-"""``best`` and ``last``: each model and its folder."""
+"""The model and its folder by role, ``best`` and ``last``."""
 
 _NAME = re.compile(r"^step-\d{8,}$")
 _RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-"""Retries of one request to a bucket: the library's default of ten takes minutes without a log; the copy is retried."""
+"""Retries of one request to a bucket. The library's default, ten, takes minutes without a log; the whole copy is retried."""
 
 
 class TargetError(TrainerError):
@@ -38,13 +38,13 @@ class TargetError(TrainerError):
 
 
 class Target(Protocol):
-    """A destination of copies."""
+    """Destination of copies."""
 
     def put(self, models: Models) -> dict[int, str]:
-        """Copy the models, remove others; returns the URI of each version.
+        """Copy the models and remove others; returns the URI of each version.
 
         Raises:
-            TargetError: earlier copies are still there.
+            TargetError: the copy failed; earlier copies are kept.
         """
 
 
@@ -52,7 +52,7 @@ def open_target(to: str) -> Target:
     """The target of ``trainer.export.to``.
 
     Raises:
-        TargetError: names a missing library.
+        TargetError: a library is missing; the message names it.
     """
     if to.startswith("hf://"):
         return Hub(to)
@@ -105,7 +105,7 @@ class Hub:
         uris = {}
         try:
             self._api.create_repo(self._name, exist_ok=True, private=True)
-            # The last first: if both are the same model, its URI is that of revision main.
+            # ``last`` is first, so that a model in both roles gets the URI of revision main.
             for role, revision in (("last", "last"), ("best", "main")):
                 if role not in models:
                     continue
@@ -126,7 +126,7 @@ class Hub:
 
 
 class Bucket:
-    """A prefix of an S3 bucket, by multipart upload: no file is in memory as a whole."""
+    """A prefix of an S3 bucket; multipart upload keeps no whole file in memory."""
 
     def __init__(self, to: str) -> None:
         try:
@@ -170,7 +170,7 @@ class Bucket:
 
 
 def _distinct(models: Models) -> Iterable[tuple[ExportedModel, Path]]:
-    """The distinct models: the last is often the best too."""
+    """The models without duplicates, since the last is often also the best."""
     return {model.version: (model, folder) for model, folder in models.values()}.values()
 
 

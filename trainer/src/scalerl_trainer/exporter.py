@@ -1,8 +1,8 @@
-"""Exports the models of evaluations while the run trains, and keeps the best and the last.
+"""Exports the evaluated models while the run trains, and keeps the best and the last.
 
-On rank 0. The weights of a version exist only until the next update, so they are written while training waits. One
-thread flushes, renames and removes; another copies to ``trainer.export.to``. A failure does not end the run: it is
-counted, reported in ``exports.json``, and retried.
+Runs on rank 0. The weights of a version exist only until the next update, so training waits while they are written. One
+thread flushes, renames and removes folders; another copies them to ``trainer.export.to``. A failure does not end the run:
+it is counted, reported in ``exports.json``, and retried.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^step-(\d{8,})$")
 WRITE_PAUSES = (1.0, 4.0)
-"""Seconds before each retry of a write; training waits."""
+"""Seconds before each retry of a write, during which training waits."""
 COPY_PAUSES = (5.0, 20.0, 60.0, 180.0)
-"""Seconds before each retry of a copy; after the last the next evaluation retries it."""
+"""Seconds before each retry of a copy; after the last retry, the next evaluation starts another copy."""
 CLOSE_SECONDS = 600.0
-"""Time-out of a copy in progress at the end of the run."""
+"""Timeout of an export or copy in progress at the end of the run."""
 STOPPED_SECONDS = 30.0
-"""The same once the trainer is to stop."""
+"""The same timeout once the trainer is asked to stop."""
 
 Weights = Callable[[], Iterator[torch.Tensor]]
 
@@ -56,8 +56,10 @@ class SelectedPoints:
 
     @classmethod
     def of(cls, points: Sequence[EvaluationPoint]) -> SelectedPoints | None:
-        """Select by reward within the newest held-out set, among points of a single version; if there are none, among
-        points of mixed versions."""
+        """Select the best point of the newest held-out set by reward, and the last point by version.
+
+        Points of mixed versions are candidates for the best only if there are no others. None without a finite reward.
+        """
         finite = [p for p in points if math.isfinite(p.reward)]
         if not finite:
             return None
@@ -68,7 +70,7 @@ class SelectedPoints:
 
 
 class Exporter:
-    """Maintains ``checkpoints/hf`` and its copy by ``spec.trainer.export``."""
+    """Maintains ``checkpoints/hf`` and its copy, as ``spec.trainer.export`` says."""
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class Exporter:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="export-copy")
         self._tasks: set[Future[None]] = set()
         self._lock = threading.Lock()
-        """Guards the state shared by both threads: status, problems, versions being copied."""
+        """Guards the state shared by both threads: status, problems, versions in copy."""
         self._points: Sequence[EvaluationPoint] = []
         self._selectable: set[int] = set()
-        """Versions of the last selection. Only these are removed: a version evaluated since may be the new best or last."""
+        """Candidates of the last selection. Only these may be removed: a later version may become the best or the last."""
         self._status = read_exports(paths.exports) or Exports()
         self._failures, self._problems = 0, {"write": "", "copy": ""}
         self._copying: frozenset[int] = frozenset()
@@ -101,7 +103,7 @@ class Exporter:
 
     @property
     def waiting(self) -> bool:
-        """Whether an exported version has no evaluation yet."""
+        """Whether an exported version still lacks its evaluation."""
         return self._spec.trainer.export.enabled and bool(self._unmeasured)
 
     def wants(self, version: int) -> bool:
@@ -115,7 +117,7 @@ class Exporter:
     def write(self, version: int, infos: Sequence[TensorInfo], weights: Weights) -> float:
         """Export the present weights as ``version``; returns the seconds that training waited.
 
-        ``weights`` is called for each attempt, and its iterator is always exhausted: it is a collective.
+        ``weights`` is called for each attempt, and its iterator is always exhausted, because it is a collective.
         """
         begun = time.perf_counter()
         self._attempted = version
@@ -139,7 +141,7 @@ class Exporter:
         return time.perf_counter() - begun
 
     def evaluated(self, points: Sequence[EvaluationPoint]) -> None:
-        """Select the best and the last model by ``points``, copy them, remove the others."""
+        """Select the best and the last model by ``points``, copy them, and remove the others."""
         if not self._spec.trainer.export.enabled:
             return
         self._unmeasured -= {p.version for p in points}
@@ -148,7 +150,10 @@ class Exporter:
             self._submit(self._disk, "write", self._select_and_remove)
 
     def close(self, stopped: Callable[[], bool] = lambda: False, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for tasks in progress, :data:`STOPPED_SECONDS` at most once ``stopped``; failed copies are not retried."""
+        """Wait for tasks in progress, up to ``seconds``, or :data:`STOPPED_SECONDS` after ``stopped`` returns True.
+
+        Failed copies are not retried.
+        """
         deadline = time.monotonic() + seconds
         self._closing.set()
         while under_way := [task for task in tuple(self._tasks) if not task.done()]:
@@ -183,7 +188,7 @@ class Exporter:
         self._select_and_remove()
 
     def _select_and_remove(self) -> None:
-        """Write the status, remove models that are neither best, last nor unmeasured, and queue the copy."""
+        """Select, write the status, remove models that are neither best, last nor unevaluated, and queue the copy."""
         with self._lock:
             self._select()
         try:
@@ -204,8 +209,10 @@ class Exporter:
             shutil.rmtree(self._folder(version), ignore_errors=True)
 
     def _copy(self) -> None:
-        """Copy the models selected at the time of each attempt. Their folders stay until it ends, so that a copy may take
-        longer than the time between two evaluations."""
+        """Copy the models that are selected when an attempt begins.
+
+        Their folders stay until the attempt ends, so that a copy may take longer than the time between two evaluations.
+        """
         self._copy_queued = False
         for pause in (*self._copy_pauses, None):
             with self._lock:
@@ -241,7 +248,10 @@ class Exporter:
                 return
 
     def _select(self, uris: dict[int, str] | None = None) -> None:
-        """Select the best and the last of the models on disk: one that could not be written replaces none."""
+        """Select the best and the last of the models on disk, so that a failed write replaces no model.
+
+        ``uris``: URIs of copied versions.
+        """
         known = {m.version: m for m in (self._status.best, self._status.last) if m is not None}
         present = set(self._versions())
 

@@ -1,19 +1,20 @@
 """``python -m scalerl_trainer.launch COMMAND...``: runs the command once per rank of this pod.
 
-Reads ``NODE_RANK`` (the pod's index), ``LOCAL_WORLD_SIZE`` (ranks in this pod) and ``SCALERL_NAME``; gives each rank
-``RANK``, ``LOCAL_RANK`` and a name of its own, and passes on the rest (``WORLD_SIZE``, ``MASTER_ADDR``,
+The launcher reads ``NODE_RANK`` (the pod's index) and ``LOCAL_WORLD_SIZE`` (ranks in this pod), sets ``RANK``,
+``LOCAL_RANK`` and ``SCALERL_NAME`` for each rank, and passes on all other variables (``WORLD_SIZE``, ``MASTER_ADDR``,
 ``MASTER_PORT``). Ranks of one pod share its GPUs, NVLink and ``/dev/shm``.
 
-Exit code: 0 when all ranks exit 0; else that of the rank that failed first, 128 + n for signal n. The last line of the
-log names that rank and quotes its last line, because the kubelet's termination message is the end of the log. When one
-rank fails, the others get SIGTERM, and SIGKILL after :data:`END_SECONDS`: a collective without its peer does not end by
-itself. SIGTERM and SIGINT are sent on to all ranks, which have the pod's whole grace period for a checkpoint; one that arrives
-before the ranks are started ends the launcher with 128 + n. When the launcher is killed, the kernel kills the ranks.
+Exit code: 0 when all ranks exit with 0; otherwise that of the rank that failed first, 128 + n for signal n. The last line
+of the log names that rank and quotes its last line, because the kubelet takes the termination message from the end of
+the log. When one rank fails, the launcher sends SIGTERM to the others, and SIGKILL after :data:`END_SECONDS`, because a
+collective with a missing rank does not end by itself. SIGTERM and SIGINT are forwarded to all ranks, which have the pod's
+whole grace period for a checkpoint; a signal before the ranks are started ends the launcher with 128 + n. When the
+launcher is killed, the kernel kills the ranks.
 
-The launcher is process 1 of its container, so it reaps every process that the ranks leave behind.
+The launcher is process 1 of its container, so it reaps all orphans of the ranks.
 
-torchrun is not used: it exits with 1 whatever the rank's code is, kills the ranks 30 s after SIGTERM, and its
-rendezvous and restarts do what the Job and the operator do already.
+torchrun is not used: it exits with 1 whatever the rank's exit code is, kills the ranks 30 s after SIGTERM, and its
+rendezvous and restarts duplicate the Job and the operator.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__":
-    # The kernel drops a signal that process 1 neither handles nor blocks, and the imports below take a while.
+    # Blocked first, because the kernel drops a signal that process 1 neither handles nor blocks, and the imports below are slow.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 import asyncio
@@ -40,11 +41,11 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, NAME
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 10.0
-"""From SIGTERM to SIGKILL for the other ranks once one has failed, and then for the kernel to end them."""
+"""Seconds from SIGTERM to SIGKILL for the other ranks after one has failed, and from SIGKILL until they must have ended."""
 LONGEST_LINE = 64 * 1024
-"""Bytes after which an output line is passed on in pieces."""
+"""Length in bytes above which an output line is passed on in pieces."""
 QUOTED_CHARACTERS = 1500
-"""Of the failed rank's last line; the kubelet keeps 2,048 bytes of a termination message."""
+"""Maximum length of the quoted last line; the kubelet keeps 2,048 bytes of a termination message."""
 _PR_SET_PDEATHSIG = 1
 _LOG_PREFIX = re.compile(r"^\S+ \S+ (?:INFO|WARNING|ERROR|CRITICAL) \S+ ")
 
@@ -52,11 +53,11 @@ log = logging.getLogger("scalerl_trainer.launch")
 
 
 class LaunchError(Exception):
-    """A variable of the pod is missing or malformed."""
+    """An environment variable of the pod is missing or malformed, or there is no command."""
 
 
 def rank_environments(environment: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """Environment of each of this pod's ranks, by rank.
+    """Environment variables of this pod's ranks, by rank.
 
     >>> pod = {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "4"}
     >>> [(rank, each["LOCAL_RANK"], each["SCALERL_NAME"]) for rank, each in rank_environments(pod).items()]
@@ -71,7 +72,7 @@ def rank_environments(environment: Mapping[str, str]) -> dict[int, dict[str, str
         raise LaunchError(f"NODE_RANK and LOCAL_WORLD_SIZE must be set to integers: {error}") from error
     if node < 0 or local_world < 1:
         raise LaunchError(f"NODE_RANK {node} must be at least 0, LOCAL_WORLD_SIZE {local_world} at least 1")
-    # torch starts a thread per core of the node in every process; ranks that share the cores divide them.
+    # By default torch starts one thread per core of the node in every process; the ranks of a pod divide its cores.
     threads = max(1, int(usable_cores() / local_world))
     return {
         node * local_world + local: {
@@ -86,9 +87,9 @@ def rank_environments(environment: Mapping[str, str]) -> dict[int, dict[str, str
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that this process may use: its CPU affinity, or its container's CPU quota where that is less.
+    """Number of cores that this process may use: of its CPU affinity, or the container's CPU quota if that is lower.
 
-    cgroups: where the container's own control group is mounted (version 2 or 1).
+    ``cgroups``: mount point of the container's own control group (version 2 or 1).
     """
     cores = float(len(os.sched_getaffinity(0)))
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
@@ -102,19 +103,19 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 class Launcher:
-    """The ranks of one pod, from start to end."""
+    """Starts the ranks of one pod, and supervises them until all have ended."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]]) -> None:
         self._command = command
         self._environments = environments
         self._running: dict[int, int] = {}  # rank by process id
-        self._ended: list[tuple[int, int]] = []  # (rank, return code), in the order in which they ended
+        self._ended: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._rank_ended = asyncio.Event()
         self._last_line: dict[int, str] = {}
         self._requested: int | None = None
 
     async def run(self) -> int:
-        """Start the ranks, wait for all; the pod's exit code."""
+        """Start the ranks and wait for all; returns the pod's exit code."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         for number in STOP_SIGNALS:
@@ -130,12 +131,12 @@ class Launcher:
         ]
         await self._wait(lambda: not self._running or bool(self._failed))
         if self._requested is not None:
-            # They have the signal, and may be writing the checkpoint: the pod's grace period bounds them.
+            # The ranks have the signal and may be writing a checkpoint, for which they have the pod's grace period.
             await self._wait(lambda: not self._running)
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._send(number)
             await self._wait(lambda: not self._running, END_SECONDS)
-        # A process that a rank has left behind may hold the pipe open.
+        # The timeout is for an orphan of a rank that holds the pipe open.
         await asyncio.wait(copies, timeout=END_SECONDS)
         if not self._failed:
             return 0
@@ -145,7 +146,7 @@ class Launcher:
         return code if code > 0 else 128 - code
 
     async def _start(self, rank: int, environment: Mapping[str, str]) -> asyncio.StreamReader:
-        """Start one rank; what it prints."""
+        """Start one rank; returns the stream of its output."""
         pid, output = self._spawn(environment)
         self._running[pid] = rank
         stream = asyncio.StreamReader()
@@ -157,17 +158,17 @@ class Launcher:
         return stream
 
     def _spawn(self, environment: Mapping[str, str]) -> tuple[int, int]:
-        """The process id, and the pipe with its output."""
+        """Start the command; returns its process id and the read end of the pipe with its output."""
         ours, theirs = os.pipe()
         process = subprocess.Popen(
             self._command, env=environment, stdout=theirs, stderr=theirs, preexec_fn=_die_with(os.getpid())
         )
         os.close(theirs)
-        process.returncode = 0  # _reap() collects the process, this object never does
+        process.returncode = 0  # keeps this object from waiting for the process, which _reap() collects
         return process.pid, ours
 
     def _reap(self) -> None:
-        """Collect every child that has ended, a rank or an orphan that process 1 has adopted."""
+        """Collect every child that has ended, either a rank or an orphan adopted by process 1."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -181,7 +182,7 @@ class Launcher:
                 self._rank_ended.set()
 
     async def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Return once ``condition``, which depends on the ranks' ends, holds, or after ``seconds``."""
+        """Wait until ``condition`` holds, but at most ``seconds``; it is checked whenever a rank ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():
@@ -201,8 +202,8 @@ class Launcher:
             os.kill(pid, number)
 
     async def _copy(self, rank: int, stream: asyncio.StreamReader) -> None:
-        """Pass on what a rank prints, each line after the rank's number."""
-        rest, in_line = b"", False  # whether the pieces so far of a long line have been shown
+        """Copy a rank's output to standard error, with the rank's number before each line."""
+        rest, in_line = b"", False  # in_line: a first piece of the present long line has been printed
         while chunk := await stream.read(LONGEST_LINE):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
@@ -222,7 +223,7 @@ class Launcher:
 
 
 def signal_name(number: int) -> str:
-    """Name of a signal; Python names only the first and the last of the real-time signals.
+    """Name of a signal, or ``signal N``: Python names only the first and the last of the real-time signals.
 
     >>> signal_name(15), signal_name(40)
     ('SIGTERM', 'signal 40')
@@ -239,7 +240,7 @@ def _print(line: str) -> None:
 
 
 def _die_with(launcher: int) -> Callable[[], None]:
-    """For a child between fork and exec: SIGKILL when the launcher ends, however it ends."""
+    """A function for a child between fork and exec: the kernel then kills the child when the launcher ends."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -251,7 +252,7 @@ def _die_with(launcher: int) -> Callable[[], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; see the module for what it returns."""
+    """Run the launcher; returns the exit code (see the module)."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )

@@ -86,15 +86,16 @@ class Metrics:
         )
 
     def show(self, stats: Mapping[str, float]) -> None:
-        """Set the gauges of a step's scalars."""
+        """Set the gauges to a step's scalars, by name."""
         for name, value in stats.items():
             self.step_stat.labels(name).set(value)
 
 
 class StatusServer:
-    """``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread; ``ready`` is set when the loop begins.
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread.
 
-    ``/healthz`` answers while the process lives. A rank that is stuck in a collective ends by the collective's time-out.
+    ``ready`` is set when the training loop begins. ``/healthz`` responds with 200 while the process lives; a rank that hangs
+    in a collective ends by the collective's timeout.
     """
 
     def __init__(self, host: str, port: int, metrics: Metrics) -> None:

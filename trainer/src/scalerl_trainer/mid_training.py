@@ -1,7 +1,7 @@
-"""Mid-training: supervised steps (:mod:`.sft`) on worked solutions before RL, with checkpoints of their own.
+"""Mid-training: supervised steps (:mod:`.sft`) on worked solutions before RL, with separate checkpoints.
 
-They have the format of the run's, and are named by supervised steps. A run that has a checkpoint of its own has finished
-its mid-training; one without continues it from the newest of these, or begins it.
+Mid-training checkpoints have the format of RL checkpoints, and are named by the number of supervised steps. A run with an
+RL checkpoint has finished its mid-training; one without resumes from the newest mid-training checkpoint, or starts it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 _LOG_EVERY_STEPS = 50
 HELD_OUT_EXAMPLES = 256
 REPORT_SECONDS = 2.0
-"""Between reports to the coordinator; a killed trainer's time since the last one is not counted."""
+"""Seconds between reports to the coordinator; the time of a killed trainer after its last report is not counted."""
 
 
 class MidTraining:
-    """The mid-training of one run; every method is a collective, except where noted."""
+    """The mid-training of one run. All methods are collectives, except where noted."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class MidTraining:
         self._begun = self._reported = time.monotonic()
 
     def run(self) -> Progress:
-        """Train from the newest checkpoint, or from the beginning, to the end or to the end of the run's budget.
+        """Train from the newest checkpoint, or from step 0, until mid-training or the run's budget ends.
 
         Raises:
-            Stopped: on all ranks, once ``stop`` is set on one or the run is interrupted; the state is saved.
+            Stopped: on all ranks, once ``stop`` is set on one rank or the run is interrupted; the state is saved.
             Unresumable: the coordinator refuses this trainer.
-            MidTrainingError: too many examples are empty or longer than a micro-batch, they are not those of the checkpoint,
-                the tokenizer does not fit the run, or the state of the checkpoint cannot be read.
-            NoUsableCheckpoint: all of its checkpoints are damaged.
+            MidTrainingError: too many examples are empty or longer than a micro-batch, the examples are not those of the
+                checkpoint, the tokenizer does not fit the run, or the state in the checkpoint cannot be read.
+            NoUsableCheckpoint: all mid-training checkpoints are damaged.
         """
         self._begun = self._reported = time.monotonic()
         self._hello()
@@ -97,7 +97,7 @@ class MidTraining:
             keep_rows(self._paths.supervised_metrics, done.steps)
         wanted = self._wanted
         try:
-            # Of completions, which all tasks encode alike.
+            # For solutions only, which are encoded without a task's prompt settings.
             tokenizer = ModelTokenizer(self._paths.base_model, PromptSpec())
             held_out = held_out_examples(self._spec, self._paths.base_model)
             pairs = solved_pairs(self._spec, self._paths.base_model)
@@ -140,7 +140,7 @@ class MidTraining:
             ) from error
 
     def _hello(self) -> None:
-        """Register at version 0, so that the coordinator accepts reports, or refuses this trainer before it trains."""
+        """Register at version 0, so that the coordinator accepts reports or refuses this trainer before the first step."""
         refusal = ""
         if self._ranks.is_leader:
             try:
@@ -176,7 +176,10 @@ class MidTraining:
         return False
 
     def _evaluate(self, held_out: list[PackedSequence], done: Progress) -> None:
-        """Loss and pass rate on the task's held-out solutions, without sampling: before the first step and after the last."""
+        """Record loss and expected pass rate on the held-out solutions, without sampling.
+
+        Called before the first step and after the last.
+        """
         ranks = self._ranks
         own = self._engine.logprobs(held_out[ranks.rank :: ranks.world], temperature=1.0).per_sequence()
         sums = [(float(one.double().sum()), len(one)) for one in own]
@@ -195,7 +198,10 @@ class MidTraining:
         log.info("mid-training step %d: held-out loss %.4f", done.steps, row["held_out_loss"])
 
     def _report(self, done: Progress, *, patient: bool = False) -> str:
-        """Rank 0's report, with the whole time of this incarnation. The coordinator's reason to end the run, or empty."""
+        """Report the progress with the seconds since this incarnation began; called on rank 0 only.
+
+        Returns the coordinator's reason to end the run, or an empty string.
+        """
         self._reported = time.monotonic()
         seconds = self._reported - self._begun
         try:
@@ -221,7 +227,7 @@ class MidTraining:
 
 
 def remove_checkpoints(paths: RunPaths) -> None:
-    """Remove the checkpoints of a finished mid-training. Rank 0 calls it, once the run has a checkpoint of its own."""
+    """Remove the checkpoints of a finished mid-training. Rank 0 calls this once the run has an RL checkpoint."""
     shutil.rmtree(paths.mid_training.root, ignore_errors=True)
 
 
@@ -240,7 +246,7 @@ def _row(done: Progress, stats: StepStats, seconds: float) -> dict[str, Any]:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """One line of ``mid-training.jsonl``. A full disk does not end the training."""
+    """Append a line to ``mid-training.jsonl``. A failed write, such as on a full disk, is only logged."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -249,7 +255,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def keep_rows(path: Path, steps: int) -> None:
-    """Drop the lines of steps that are trained again, from ``steps`` on, and those that a crash or a full disk cut."""
+    """Drop the rows from step ``steps`` on, which are trained again, and lines truncated by a crash or a full disk."""
 
     def is_kept(line: str) -> bool:
         try:
@@ -270,8 +276,10 @@ def keep_rows(path: Path, steps: int) -> None:
 
 
 def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
-    """Held-out prompts with their worked solutions, as far as they can be made, have one and fit a micro-batch. Of a mix,
-    each task has its share of them."""
+    """Up to about 256 held-out prompts with their worked solutions; in a mix, in proportion to the tasks' weights.
+
+    Examples that cannot be generated, have no solution or do not fit a micro-batch are left out.
+    """
     found = []
     opened = open_tasks(spec)
     for one, task in zip(opened.sections, opened.tasks, strict=True):
@@ -279,16 +287,16 @@ def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
         count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
         pairs = Pairs(task.held_out, one.section.prompt, tokenizer, np.arange(count))
         for index in range(count):
-            # Without a usable solution, it is still a prompt of the curve.
+            # A prompt without a usable solution is left out here and is still evaluated during RL.
             with contextlib.suppress(BadBatchError):
                 found.append(encode_pair(tokenizer, *pairs[index]))
     return [pair for pair in found if pair.tokens <= spec.micro_batch_tokens]
 
 
 def own_examples(path: Path, train: Train) -> tuple[PromptSource, npt.NDArray[np.int64]]:
-    """The prompts of mid-training's own file, and the indices that are not held out from any training.
+    """The prompts of ``warmStart.jsonl``, and the indices of those that are not held out, int64.
 
-    Raises ``MidTrainingError`` if none is left.
+    Raises ``MidTrainingError`` if all are held out.
     """
     source = JsonlSource(path)
     kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
@@ -305,7 +313,7 @@ def own_examples(path: Path, train: Train) -> tuple[PromptSource, npt.NDArray[np
 
 
 def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
-    """``done``, with the digest of the examples' source. Raises ``MidTrainingError`` if it began with others."""
+    """``done`` with the digest of the examples' source. Raises ``MidTrainingError`` if the digest has changed."""
     if done.source not in ("", digest):
         own = spec.warm_start.jsonl if spec.warm_start is not None else None
         where = "task: the training prompts" if own is None else f"warmStart.jsonl: {own.path}"
@@ -317,10 +325,10 @@ def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
 
 
 def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
-    """The prompts in an order that the seed fixes, without those that ``steps`` cannot reach; those of a mix in its
-    proportions. model: the folder with the tokenizer.
+    """The training pairs in an order fixed by the seed, without those that ``steps`` cannot reach.
 
-    Raises ``MidTrainingError`` as :func:`own_examples`.
+    Pairs of a mix are in its proportions. ``model``: the folder with the tokenizer. Raises ``MidTrainingError`` as
+    :func:`own_examples`.
     """
     wanted = spec.warm_start
     assert wanted is not None
@@ -336,7 +344,7 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
         return Pairs(source, one.section.prompt, tokenizer, order)
 
     if wanted.jsonl is not None:
-        # No task's training prompts have the text of a held-out one of another.
+        # One task's exclusions suffice: each task excludes the held-out prompts of all tasks from training.
         return pairs(*own_examples(Path(wanted.jsonl.path), opened.tasks[0].train), given[0], spec.seed)
     train = [task.train for task in opened.tasks]
     if len(train) == 1:
@@ -350,9 +358,9 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
 
 @dataclass(frozen=True)
 class Pairs(Sequence[tuple[Sequence[int], str]]):
-    """Prompts, as token ids, with their worked solutions, each made when it is asked for; the same on all ranks.
+    """Pairs of a prompt's token ids and its worked solution, each made on access; the same on all ranks.
 
-    Raises ``BadBatchError`` for a prompt that cannot be generated or rendered, or has neither solution nor answer.
+    Access raises ``BadBatchError`` for a prompt that cannot be generated or rendered, or has neither solution nor answer.
     """
 
     source: PromptSource
@@ -362,7 +370,7 @@ class Pairs(Sequence[tuple[Sequence[int], str]]):
 
     @property
     def digest(self) -> str:
-        """Of the source."""
+        """Digest of the source."""
         return self.source.digest
 
     def __len__(self) -> int:
@@ -380,17 +388,20 @@ class Pairs(Sequence[tuple[Sequence[int], str]]):
 
 @dataclass(frozen=True)
 class MixedPairs(Sequence[tuple[Sequence[int], str]]):
-    """Pairs of the tasks of a mix, in its proportions, as many as the first task that is used up permits."""
+    """Pairs of the tasks of a mix, in its proportions; the task that is used up first limits their number."""
 
     parts: Sequence[Pairs]
     mixture: Mixture
     total: int
     digest: str
-    """Of the training prompts of the mix."""
+    """Digest of the mix's training prompts."""
 
     @classmethod
     def of(cls, parts: Sequence[Pairs], weights: Sequence[Fraction], seed: int, digest: str) -> MixedPairs:
-        """weights: of the parts. The parts of any beginning deviate from their shares by less than the number of tasks."""
+        """Mix ``parts`` by ``weights``, in their order.
+
+        In every prefix, each task's count deviates from its proportion by less than the number of tasks.
+        """
         sizes = [int((len(part) - len(parts)) / weight) for part, weight in zip(parts, weights, strict=True)]
         return cls(parts, Mixture(weights, seed), max(1, min(sizes)), digest)
 

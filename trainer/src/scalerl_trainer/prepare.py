@@ -1,7 +1,7 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
-Atomic; if the model exists it only checks (:mod:`.checks`). Exit code 0; 2 for bad input, with one line that names the
-field; 1 if no grader could be started.
+The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. Exit code: 0 on success; 2 for bad input,
+with one line that names the field; 1 if no grader could be started.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ log = logging.getLogger("scalerl_trainer.prepare")
 
 MARKER_FILE = "prepared.json"
 TOKENIZER_TEXTS = 2000
-"""Number of texts of the training split for the tokenizer of a scratch model."""
+"""Number of prompts of the training split that the tokenizer of a scratch model is trained on."""
 FIRST_INITIALIZER_RANGE = 0.02
-"""Value for scratch models of releases without ``initializerRange``."""
+"""The value that scratch models had in releases without ``initializerRange``."""
 _PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def main() -> int:
-    """Returns the exit code; see the module."""
+    """Run the command; returns the exit code (see the module)."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -75,8 +75,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     ``one_machine``: all roles share this machine's memory.
 
     Raises:
-        PrepareError: the model cannot be used, or not for this task or on this machine.
-        TaskError: the task, or the model's tokenizer, cannot be used.
+        PrepareError: the model cannot be used at all, for this task or on this machine.
+        TaskError: the task or the model's tokenizer cannot be used.
         OSError: the folder cannot be written.
     """
     tasks = open_tasks(spec)
@@ -96,7 +96,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
                 raise PrepareError(
                     f"{field}.prompt.format: a scratch model has no chat template; use Raw, or give {field}.prompt.chatTemplate"
                 )
-        # Before the weights are written, which needs the memory.
+        # Checked before the weights are written, which already needs this memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, tasks)
     target = paths.base_model
@@ -135,7 +135,7 @@ def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -
 
 
 def _identity(spec: RunSpec, tasks: RunTasks) -> str:
-    """Hash of all that the prepared model depends on."""
+    """SHA-256 of all settings that the prepared model depends on."""
     model = spec.model.model_dump(mode="json", exclude={"attention"})
     if spec.model.scratch is not None:
         model["task"], model["seed"] = tasks.digest, spec.seed
@@ -226,7 +226,7 @@ def _download(model: ModelSpec) -> Path:
 
 
 def _link_or_copy(source: Path, directory: Path, field: str) -> None:
-    """Link the files where the file system allows it, else copy."""
+    """Hard-link the model's files, or copy them where the file system does not allow links."""
     files = sorted({f for pattern in _PATTERNS for f in source.glob(pattern) if f.is_file()})
     names = {f.name for f in files}
     if "config.json" not in names:

@@ -1,8 +1,8 @@
-"""Supervised steps on worked solutions, with the same engine as the updates that follow.
+"""Supervised fine-tuning on worked solutions, with the same engine as the RL updates that follow.
 
 A policy that never succeeds gets no reward signal. ScaleRL starts from a supervised model (arXiv 2510.13786 [P]);
 Interplay (arXiv 2512.07783 [P]) finds that reinforcement learning raises pass@k only where pass@1 is low and pass@k above
-zero. So the aim is a base that succeeds sometimes, not a good one.
+zero. So the aim is a base model that succeeds sometimes, not one that succeeds often.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.ranks import Ranks
 
-# Number of the last examples whose mean probability is compared with ``stop_at``: ±.03 at .25 if each were 0 or 1.
+# Number of most recent examples whose mean probability is compared with ``stop_at``; its standard error at .25 is at
+# most .03, which it would have if each probability were 0 or 1.
 STOP_WINDOW_EXAMPLES = 256
-# Share of the training with a rising learning rate; it falls linearly to a tenth over the rest.
+# Fraction of the training over which the learning rate rises; over the rest it falls linearly to a tenth of its peak.
 WARMUP_FRACTION = 0.05
 FINAL_FRACTION = 0.1
-# So many bad examples in a row are not the fault of single ones.
+# This many consecutive bad examples indicate a problem of the source rather than of single examples.
 MAX_BAD_EXAMPLES = 100
 
 log = logging.getLogger(__name__)
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of supervised training beside the engine's; with both, training continues as if it had not been interrupted.
+    """State of supervised training besides the engine's; with both, training resumes exactly.
 
-    steps: updates, which fix the next batch too.
-    tokens: solution tokens of these updates, with the end tokens.
-    window: of the last steps, that hold 256 examples: loss, sum of the examples' probabilities, examples.
-    replaced: bad examples, in whose places others were trained on.
-    source: digest of the examples' source; kept as it is.
+    steps: number of updates, which also determines the next batch.
+    tokens: solution tokens trained on, end tokens included.
+    window: loss, sum of the examples' probabilities and number of examples of each recent step, for 256 examples in total.
+    replaced: number of bad examples that were replaced by others.
+    source: digest of the examples' source, which this module only passes on.
     """
 
     steps: int = 0
@@ -54,7 +55,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def loss(self) -> float:
-        """Mean negative log-likelihood per solution token, nats; over the window, each example before it was trained on."""
+        """Mean negative log-likelihood per solution token over the window, nats, each before its own update."""
         return sum(loss for loss, _, _ in self.window) / len(self.window)
 
     @property
@@ -64,10 +65,10 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_pair(tokenizer: ModelTokenizer, prompt: Items[int], solution: str) -> Sequence:
-    """A prompt's token ids and its encoded solution, with the end token.
+    """A sequence of the prompt's token ids and the encoded solution with its end token.
 
-    They are encoded separately, because the generator appends to the prompt's tokens. Raises ``BadBatchError`` if either
-    has no tokens.
+    The solution is encoded separately, because the generator also appends to the prompt's tokens. Raises
+    ``BadBatchError`` if either has no tokens.
     """
     (completion,) = tokenizer.encode([solution])
     if not prompt or not completion:
@@ -78,10 +79,11 @@ def encode_pair(tokenizer: ModelTokenizer, prompt: Items[int], solution: str) ->
 def encode_usable(
     tokenizer: ModelTokenizer, pairs: Items[tuple[Items[int], str]], index: int, most_tokens: int
 ) -> tuple[Sequence, str]:
-    """The example at ``index``, and ``""``; if it is bad, the next good one, and what is wrong with the first.
+    """The example at ``index`` and ``""``; if that example is bad, the next good one and the error of the bad one.
 
-    Bad: ``pairs`` raises ``BadBatchError`` for it, it has no tokens, or more than ``most_tokens``. Deterministic, so that
-    the batch does not depend on the number of ranks. Raises ``BadBatchError`` if 100 in a row are bad, or all.
+    An example is bad if ``pairs`` raises ``BadBatchError`` for it, or it has no tokens or more than ``most_tokens``. The
+    choice is deterministic, so the batch does not depend on the number of ranks. Raises ``BadBatchError`` if 100
+    consecutive examples, or all, are bad.
     """
     problem = ""
     for place in range(index, index + min(len(pairs), MAX_BAD_EXAMPLES)):
@@ -106,9 +108,9 @@ def encode_shard(
     batch: Items[int],
     most_tokens: int,
 ) -> tuple[list[Sequence], int, list[str]]:
-    """This rank's examples of ``batch``, the solution tokens of all ranks' examples, and what is wrong with those replaced.
+    """This rank's examples of ``batch``, the number of solution tokens on all ranks, and the errors of replaced examples.
 
-    A collective: each rank encodes its own share only. Raises ``BadBatchError`` on all ranks if it does on one.
+    A collective: each rank encodes its own shard only. Raises ``BadBatchError`` on all ranks if one rank fails.
     """
     own, problems, failure = [], [], ""
     try:
@@ -125,9 +127,9 @@ def encode_shard(
 
 
 def learning_rate_at(done: float, peak: float) -> float:
-    """Linear rise over the first 5 % of the training, linear fall to a tenth of ``peak`` at its end.
+    """Learning rate with linear warmup over the first 5 % of the training and linear decay to a tenth of ``peak``.
 
-    ``done``: share of the training with the present step, above 0.
+    ``done``: fraction of the training completed, including the present step; above 0.
 
     >>> [round(learning_rate_at(done, 1.0), 6) for done in (0.01, 0.05, 1.0, 1.1)]
     [0.2, 1.0, 0.1, 0.1]
@@ -154,22 +156,22 @@ def train_supervised(
 ) -> Progress:
     """Train on (prompt, worked solution) pairs; a collective: every rank passes the same arguments, with its ``ranks``.
 
-    Each update takes ``batch_size`` pairs over all ranks, drawn without replacement until all were seen, in an order that
-    ``seed`` fixes. The loss is the mean over the batch's solution tokens. Ends after ``steps`` updates, or with the one that
-    reaches ``tokens`` solution tokens, whichever is first; then the optimizer is reset.
+    Each update takes ``batch_size`` pairs over all ranks, drawn without replacement within an epoch, in an order fixed by
+    ``seed``. The loss is the mean over the batch's solution tokens. Training ends after ``steps`` updates, or with the
+    update that reaches ``tokens`` solution tokens, whichever is first; then the optimizer is reset. A bad pair is
+    replaced as in :func:`encode_usable`, counted and logged.
 
-    ``stop_at``: ends early once the mean probability of solving the last examples reaches this. Small models learn
-    suddenly, at a step that differs between seeds: with a fixed number of steps the base never succeeds or always does.
-    While there are unused pairs, this is measured on unseen examples.
+    Args:
+        stop_at: ends the training early once the mean probability of the recent examples' solutions reaches this value.
+            Small models learn suddenly, at a step that differs between seeds: after a fixed number of steps the base
+            model succeeds never or always. In the first epoch the probability is measured on unseen examples.
+        progress: progress of an earlier call whose engine state was loaded; training resumes with the next batch.
+        on_step: called with the progress, the statistics and the seconds of each step; True ends the training.
 
-    A bad pair is replaced as in :func:`encode_usable`, counted and logged.
-
-    ``progress``: of an earlier call whose engine state was loaded; training continues with its next batch.
-
-    ``on_step``: is passed the progress, the statistics and the seconds of each step; True ends the training.
-
-    Raises ``BadBatchError`` for empty pairs and too many bad ones, ``DivergedError`` for a step that cannot be applied, and what
-    ``Engine.step`` raises.
+    Raises:
+        BadBatchError: there are no pairs, or too many bad ones.
+        DivergedError: a step cannot be applied.
+        Exception: all errors of ``Engine.step``.
     """
     if not pairs:
         raise BadBatchError("supervised training needs at least one pair of prompt and solution")
@@ -182,7 +184,7 @@ def train_supervised(
     window = max(1, STOP_WINDOW_EXAMPLES // batch_size)
     while not _over(done, steps, tokens, stop_at, window):
         begin = time.perf_counter()
-        # Encoded again in each epoch: all examples of a long mid-training are gigabytes of integers.
+        # Encoded in each epoch and not cached: all examples of a long mid-training are gigabytes of integers.
         batch = list(islice(order, batch_size))
         own, total, problems = encode_shard(
             ranks, tokenizer, pairs, batch, engine.settings.micro_batch_tokens
@@ -205,7 +207,7 @@ def train_supervised(
         )
         if stats.skipped:
             raise DivergedError(f"supervised step {done.steps}: {stats.skipped}; lower its learningRate")
-        # The loss reports the sum of the probabilities per trainable token.
+        # ``loss_means`` divides the sum of the probabilities by the number of trainable tokens.
         solved = stats.loss_means["solved"] * stats.trainable_tokens
         last = (*done.window, (stats.loss, solved, stats.sequences))[-window:]
         done = msgspec.structs.replace(

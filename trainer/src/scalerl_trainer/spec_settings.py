@@ -1,4 +1,4 @@
-"""Settings of the trainer's parts, from the run's spec."""
+"""Derives the settings of the trainer's components from the run's spec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_COLLECTIVE_SECONDS = 600.0
 
 
 def engine_settings(spec: RunSpec) -> EngineSettings:
-    """Raises ``EngineError`` for combinations that cannot train."""
+    """Settings of the engine. Raises ``EngineError`` for combinations that cannot be trained."""
     recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
     return EngineSettings(
         zero_stage=trainer.zero_stage,
@@ -37,17 +37,20 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
 
 
 def collective_timeout_seconds(spec: RunSpec) -> float:
-    """Time-out of every collective of the default process group; beyond it NCCL's watchdog ends the process.
+    """Timeout of every collective of the default process group, after which NCCL's watchdog ends the process.
 
-    Under ZeRO-3 the ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, for up to
-    ``weightSync.timeoutSeconds`` and the answers after it.
+    Under ZeRO-3 the other ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, which takes
+    up to ``weightSync.timeoutSeconds`` plus the time of the generators' responses.
     """
     return max(MIN_COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:
-    """The loss of ``recipe.loss`` with ``recipe.kl``, both weighted by ``recipe.correction``, with the advantages of
-    ``recipe.distillation``, which compares with the policy that sampled and so comes first."""
+    """The loss of ``recipe.loss`` with ``recipe.kl``, both weighted by ``recipe.correction``.
+
+    The advantages of ``recipe.distillation`` are added before the correction, because they compare with the policy that
+    sampled.
+    """
     loss = _corrected(recipe)
     distillation = recipe.distillation
     return loss if distillation is None else Distilled(loss, float(distillation.coefficient))
@@ -80,7 +83,7 @@ def _loss(spec: LossSpec) -> Loss:
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
-    """``host``: address of this process for the actors."""
+    """Settings of the publisher. ``host``: address of this process for the actors."""
     backend = spec.weight_backend
     return PublishSettings(
         host=host,

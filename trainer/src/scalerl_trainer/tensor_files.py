@@ -1,8 +1,8 @@
 """Writes safetensors files as a stream, with one tensor in memory at a time.
 
-The library's ``save_file`` needs all tensors of a file at once, and copies those on an accelerator. The format
-(https://github.com/huggingface/safetensors#format): eight bytes with the length of a JSON header, the header, then the
-tensors' bytes. The library reads them: it maps files and copies slices.
+The safetensors library is used for reading only: its ``save_file`` needs all tensors of a file at once, and copies those
+on an accelerator. The format (https://github.com/huggingface/safetensors#format) is eight bytes with the length of a JSON
+header, the header, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 _CHUNK_ELEMENTS = 16 << 20
-"""Elements that are copied from an accelerator at once."""
+"""Number of elements copied from an accelerator at once."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file."""
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -36,11 +36,11 @@ class TensorInfo:
 def write_tensors(
     path: Path, infos: Sequence[TensorInfo], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
 ) -> None:
-    """Write ``tensors``, in the order of ``infos`` and on any device, cast to the dtype of their info.
+    """Write ``tensors``, in the order of ``infos`` and on any device, cast to the dtypes of ``infos``.
 
     Raises:
-        OSError: disk full, …
-        ValueError: a tensor has another shape than its info, or their numbers differ.
+        OSError: the file cannot be written, for example because the disk is full.
+        ValueError: a tensor's shape differs from its info's, or the numbers of tensors and infos differ.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0

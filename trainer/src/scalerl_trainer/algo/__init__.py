@@ -1,6 +1,6 @@
-"""Advantages, aggregation weights, losses and mismatch statistics: pure functions of tensors.
+"""Advantages, aggregation weights, losses and mismatch statistics as pure functions of tensors.
 
-No I/O, ranks, models, tokenizers, DeepSpeed, clocks or randomness.
+The package has no I/O, ranks, models, tokenizers, DeepSpeed, clocks or randomness.
 
 Shape suffixes, used in every module of this package:
 
@@ -10,6 +10,6 @@ Shape suffixes, used in every module of this package:
 ``_g`` one entry per group, that is, per prompt
 ===== ==========================================================================================
 
-Why flat: each token's weight includes the normalisation of the whole batch, so any split of the tokens over
-micro-batches and ranks adds up to the same loss and the same gradient. See ``aggregation``.
+Tokens are flat because each token's weight includes the normalisation of the whole batch, so the losses and gradients of
+any split of the tokens over micro-batches and ranks have the same sum. See ``aggregation``.
 """

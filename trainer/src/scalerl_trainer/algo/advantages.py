@@ -1,6 +1,6 @@
-"""Advantages: rewards relative to their group.
+"""Advantages: rewards relative to those of their group.
 
-ScaleRL (arXiv 2510.13786, Eq. in its recipe section [P])::
+ScaleRL (arXiv 2510.13786, equation in the recipe section [P])::
 
     Â_i = (r_i - mean of its prompt's group) / std of all centred rewards in the batch
 
@@ -18,15 +18,15 @@ from scalerl_trainer.errors import BadBatchError
 Normalization = Literal["Batch", "Group", "None"]
 Baseline = Literal["GroupMean", "LeaveOneOut"]
 
-# Avoids a division by zero. A group or a batch without spread has centred rewards of zero, so its advantages are zero
-# whatever this is. The papers' own constant is not known [?].
+# Avoids a division by zero. A group or batch without variance has centred rewards of zero, so its advantages are zero for
+# any value of this constant. The papers' own constant is not known [?].
 EPSILON = 1e-6
 
 
 def group_indices(group_s: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Number the groups 0, 1, … in the order of their identifiers.
 
-    Returns the group number of each sequence, int64 ``[S]``, and how many groups there are.
+    Returns the group number of each sequence, int64 ``[S]``, and the number of groups.
 
     >>> group_indices(torch.tensor([7, 7, 3]))
     (tensor([1, 1, 0]), 2)
@@ -56,30 +56,33 @@ def advantages(
     baseline: Baseline = "GroupMean",
     dropped: int = 0,
 ) -> torch.Tensor:
-    """Group-centred advantages, float32 ``[S]``. ``baseline``: what a reward is compared with.
+    """Group-centred advantages, float32 ``[S]``.
+
+    ``baseline`` is subtracted from a reward:
 
     ``GroupMean``
         the mean of its group (GRPO, ScaleRL [P]).
     ``LeaveOneOut``
-        the mean of the others of its group (RLOO, arXiv 2402.14740 [P]), which the reward itself does not move:
-        G/(G - 1) times the other. The scale cancels under ``Batch`` with groups of one size, and under ``Group``.
+        the mean of the other rewards of its group (RLOO, arXiv 2402.14740 [P]), which is independent of the reward
+        itself. The centred rewards are G/(G - 1) times those of ``GroupMean``; this factor cancels under ``Batch``
+        with groups of one size, and under ``Group``.
 
-    ``normalization``: what the centred rewards are divided by.
+    ``normalization`` divides the centred rewards:
 
     ``Batch``
-        divided by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have
-        mean zero, so this is their root mean square; whether the paper divides by S or S - 1 is not known [?].
-        ``dropped`` sequences, of groups that the zero-variance filter left out, count in it as well: their centred
-        rewards are 0, so they only lower it. Whether the paper counts them is not known [?].
-        Magistral's form, (Â - mean) / std over the minibatch, is this one: the mean of centred rewards is 0.
+        by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have mean zero, so
+        this is their root mean square; whether the paper divides by S or S - 1 is not known [?]. ``dropped`` is the
+        number of sequences in groups removed by the zero-variance filter; they count in the standard deviation with
+        centred rewards of 0, so they only lower it. Whether the paper counts them is not known [?].
+        Magistral's form, (Â - mean) / std over the minibatch, is equal, since the mean of centred rewards is 0.
     ``Group``
-        divided by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
+        by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
     ``None``
-        centred only (Dr. GRPO [P]).
+        by nothing: the rewards are only centred (Dr. GRPO [P]).
 
     The result depends on the whole batch: compute it from all rewards, then take a rank's shard.
 
-    Raises ``BadBatchError`` when the shapes differ or a reward is not finite.
+    Raises ``BadBatchError`` if the shapes differ or a reward is not finite.
 
     >>> advantages(torch.tensor([1., -1., 1., 1.]), torch.tensor([0, 0, 1, 1]), "Group").tolist()
     [0.9999989867210388, -0.9999989867210388, 0.0, 0.0]

@@ -1,7 +1,7 @@
-"""Aggregation of token terms to one loss, as a weight per token.
+"""Aggregation of per-token objectives into one loss, as a weight per token.
 
 With these weights the loss of any set of tokens is ``-(w_n * objective_n).sum()``, and the losses (and gradients) of
-disjoint sets add up to that of their union. So ranks and micro-batches need no further division.
+disjoint sets add up to those of their union, so ranks and micro-batches need no further division.
 
 Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p and P prompts:
 
@@ -13,8 +13,8 @@ Schemes (ScaleRL, arXiv 2510.13786 [P]), with G_p the completions of prompt p an
 ================== ================================================================= =====================
 
 |y| counts the trainable tokens; forced tokens are not sampled from the policy. Whether the papers count forced tokens
-in the divisor is not known [?]; here the weights of a prompt sum to 1/P either way. ``Constant`` divides by the same
-number whatever the lengths are, so its weights do not sum to 1; C is the longest completion that the recipe allows.
+in the divisor is not known [?]; here the weights of a prompt sum to 1/P in either case. ``Constant`` has the same divisor
+for all lengths, so its weights do not sum to 1; C is the longest completion that the recipe allows.
 
 Shapes: see the package's legend.
 """
@@ -37,14 +37,18 @@ def sequence_weights(
     aggregation: Aggregation = "PromptAverage",
     constant: int = 1,
 ) -> torch.Tensor:
-    """The weight of each trainable token, by sequence, float64 ``[S]``.
+    """Weight of each trainable token of a sequence, float64 ``[S]``.
 
-    ``lengths_s`` counts trainable tokens and ``group_s`` identifies the prompt, both of the whole batch over all ranks.
-    A sequence without trainable tokens has weight 0 and does not count as a sample; a prompt without any does not count
-    as a prompt. The weights, each times its sequence's length, sum to 1 (to 0 if there is no trainable token), but for
-    ``Constant``, whose divisor per completion is ``constant`` tokens.
+    A sequence without trainable tokens has weight 0 and does not count as a sample; a prompt without trainable tokens does
+    not count as a prompt. The sum of the weights times the lengths is 1 (0 without trainable tokens), except for
+    ``Constant``.
 
-    Raises ``BadBatchError`` when the shapes differ, a length is negative, or the scheme is unknown.
+    Args:
+        lengths_s: number of trainable tokens of each sequence of the whole batch, over all ranks, ``[S]``.
+        group_s: identifier of each sequence's prompt, ``[S]``.
+        constant: C of ``Constant``, tokens per completion.
+
+    Raises ``BadBatchError`` if the shapes differ, a length is negative, or the scheme is unknown.
 
     >>> sequence_weights(torch.tensor([3, 1, 2]), torch.tensor([0, 0, 1]), "PromptAverage").tolist()
     [0.125, 0.125, 0.25]

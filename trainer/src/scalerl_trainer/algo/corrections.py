@@ -1,14 +1,14 @@
-"""Corrections for the mismatch between the generator's policy and the trainer's, on any loss.
+"""Corrections for the mismatch between the generator's policy and the trainer's, for any loss.
 
-Two things differ between the policy that sampled a token (π_gen) and the one that is trained (π): the weights have moved
-since, and the two programs compute differently. A loss with a ratio treats both as one. A correction separates them: the
-loss compares with the trainer's own policy at the step (π_old = π, detached: one update a step, so its ratio is 1 and no
-clip holds), and each token's term is weighted by how likely the trainer's policy is to sample it::
+The policy that sampled a token (π_gen) and the trained policy (π) differ for two reasons: the weights have changed since,
+and generator and trainer compute differently. The importance ratio of a loss includes both. A correction separates the
+two: the loss uses the trainer's own policy at the step as π_old (π, detached; with one update per step its ratio is 1 and
+no clip is active), and each token's term has an importance weight::
 
     truncated (TIS)   w = min(π/π_gen, C)
     masked (MIS)      w = π/π_gen where that is at most C, else 0
 
-C about 2 [S]. ``w`` has no gradient.
+C is about 2 [S]. ``w`` has no gradient.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """``loss`` with importance weights. ``cap``: C; ``above``: what becomes of a token beyond it."""
+    """``loss`` with importance weights."""
 
     loss: Loss
     cap: float = 2.0
+    """C, the largest importance weight."""
     above: Literal["truncate", "mask"] = "truncate"
+    """Treatment of a token with a ratio above the cap: its weight is truncated to the cap, or 0."""
 
     def __post_init__(self) -> None:
         if not self.cap > 0:
             raise ValueError(f"the cap of importance weights must be positive, not {self.cap}")
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """The loss and its sums, and the number of tokens beyond the cap (``corrected``).
+        """The loss, its sums, and the number of tokens with a ratio above the cap (``corrected``).
 
         >>> import torch
         >>> from scalerl_trainer.algo.losses import Reinforce

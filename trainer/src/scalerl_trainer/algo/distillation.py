@@ -1,21 +1,21 @@
-"""On-policy distillation: the student samples, and a teacher's log-probability of each of its tokens makes an advantage.
+"""On-policy distillation: advantages from a teacher's log-probabilities of the tokens that the student sampled.
 
-Per trainable token, with Â_i of the rewards, or 0 where those are ignored::
+The advantage of a trainable token, where Â_i is that of the rewards, or 0 if the recipe ignores them::
 
     A_it = Â_i - β (log π_gen(y_it) - log π_teacher(y_it))
 
-The difference is an unbiased estimate of the reverse KL, KL(π_gen ‖ π_teacher), of the token after its prefix. On-policy,
-with E[∇log π(y)] = 0::
+The difference is an unbiased one-sample estimate of the reverse KL, KL(π_gen ‖ π_teacher), of the token given its prefix.
+On-policy, with E[∇log π(y)] = 0::
 
     E[A ∇log π(y)] = -β ∇KL(π ‖ π_teacher)
 
-so every policy-gradient loss that is given A lowers the KL token by token; what a token does to the KL of later ones is
-left out (discount 0). Thinking Machines' "On-Policy Distillation" and its published code have the same sum, with β = 1 and
-an importance ratio [S]. GKD (arXiv 2306.13649 [P]) also trains on the student's own samples, and has the divergence over the
-whole vocabulary where this has one sample of it. Where policy and teacher agree, A is Â.
+so every policy-gradient loss with advantages A lowers the KL token by token; the effect of a token on the KL of later
+tokens is ignored (discount 0). Thinking Machines' "On-Policy Distillation" and its published code have the same sum, with
+β = 1 and an importance ratio [S]. GKD (arXiv 2306.13649 [P]) also trains on the student's own samples, but computes the
+divergence over the whole vocabulary instead of from one sample. Where policy and teacher agree, A is Â.
 
-π_gen is the policy that sampled, so the teacher's part needs no second forward pass, and a loss's ratio and
-``recipe.correction`` treat A as any advantage. ``recipe.distillation`` selects it.
+π_gen is the policy that sampled, so the teacher's term needs no second forward pass, and the loss's ratio and
+``recipe.correction`` apply to A as to any advantage. ``recipe.distillation`` turns it on.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch
 from scalerl_trainer.errors import BadBatchError
 
 TEACHER_KL = "teacher_kl"
-"""Name of the sum of the estimates."""
+"""Key of the sum of the KL estimates in ``LossOutput.sums``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """``loss`` with the teacher's part in each token's advantage. ``coefficient``: β; 0 is the loss itself."""
+    """``loss`` with the teacher's term added to each token's advantage."""
 
     loss: Loss
     coefficient: float = 1.0
+    """β; 0 leaves the loss unchanged."""
 
     def __post_init__(self) -> None:
         if not (self.coefficient >= 0 and math.isfinite(self.coefficient)):
@@ -44,9 +45,9 @@ class Distilled:
             )
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """The loss, its sums, and the sum of the estimates of KL(π_gen ‖ π_teacher) (``teacher_kl``).
+        """The loss, its sums, and the sum of the estimates of KL(π_gen ‖ π_teacher), nats (``teacher_kl``).
 
-        Raises ``BadBatchError`` when the tokens have no log-probabilities of the teacher.
+        Raises ``BadBatchError`` if the tokens have no teacher log-probabilities.
 
         >>> import torch
         >>> from scalerl_trainer.algo.losses import Reinforce

@@ -1,25 +1,26 @@
-"""A penalty on the divergence from a frozen reference policy, KL(π ‖ π_ref), on any loss.
+"""Penalty on the divergence from a frozen reference policy, KL(π ‖ π_ref), for any loss.
 
-Per trainable token, with d = log π - log π_ref; the penalty of a batch is the loss's own average of β k::
+The penalty of a batch is the average of β k over its trainable tokens, with the loss's own weights, where k is one of
+these estimators with d = log π - log π_ref::
 
     k1   d                 unbiased, may be negative
     k2   d² / 2            biased, never negative
     k3   exp(-d) - 1 + d   unbiased, never negative; GRPO's [P]
 
-An unbiased value does not make an unbiased gradient. For a token y ~ π, with E[∇log π(y)] = 0 and
+An unbiased value does not imply an unbiased gradient. For a token y ~ π, with E[∇log π(y)] = 0 and
 ∇KL(π ‖ π_ref) = E[d ∇log π(y)]:
 
 ===== ========================= ==========================================================================
-k     derivative                its mean
+k     derivative                mean of the derivative
 ===== ========================= ==========================================================================
-k1    ∇log π                    0: no penalty at all. Here k1 has the gradient d ∇log π instead: unbiased
+k1    ∇log π                    0: no penalty. This module uses the gradient d ∇log π instead: unbiased
 k2    d ∇log π                  ∇KL(π ‖ π_ref): unbiased
-k3    (1 - exp(-d)) ∇log π      ∇KL(π_ref ‖ π), the other direction: biased; both agree where d is small
+k3    (1 - exp(-d)) ∇log π      ∇KL(π_ref ‖ π), the forward KL: biased; both agree where d is small
 ===== ========================= ==========================================================================
 
-All of this is about one token after its prefix: what a token does to the divergence of later tokens is left out. Tokens
-of an older policy bias value and gradient alike; ``Corrected(WithKl(…))`` weights the penalty as it does the loss.
-``recipe.kl`` selects it.
+All estimates are for one token given its prefix; the effect of a token on the divergence of later tokens is ignored.
+Tokens sampled by an older policy bias both value and gradient; ``Corrected(WithKl(…))`` weights the penalty like the
+loss. ``recipe.kl`` selects the estimator and β.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 from scalerl_trainer.errors import BadBatchError
 
 REFERENCE_KL = "reference_kl"
-"""Name of the sum of the estimates."""
+"""Key of the sum of the KL estimates in ``LossOutput.sums``."""
 
 
 def kl_terms(
     logprobs_n: torch.Tensor, reference_logprobs_n: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
-    """The estimate of KL(π ‖ π_ref) of each token, nats, ``[N]``, with the gradient of the table above.
+    """Estimate of KL(π ‖ π_ref) at each token, nats, ``[N]``, with the gradient in the module's table.
 
     >>> kl_terms(torch.tensor([-1.0]), torch.tensor([-3.0]), "k2").tolist()
     [2.0]
@@ -53,18 +54,20 @@ def kl_terms(
         return d_n.detach() + score_n - score_n.detach()
     if estimator == "k2":
         return d_n.square() / 2
-    # Limited before both terms: limiting the exponential alone would leave a gradient that lowers such a token further.
+    # Clamped for both terms: a clamp of the exponential alone leaves a gradient that lowers the token's probability further.
     d_n = d_n.clamp(min=-LOG_RATIO_LIMIT)
     return (-d_n).exp() - 1 + d_n
 
 
 @dataclass(frozen=True, slots=True)
 class WithKl:
-    """``loss`` + ``coefficient`` (β) times the penalty. ``estimator``: k1, k2 or k3."""
+    """``loss`` plus the KL penalty."""
 
     loss: Loss
     estimator: KlEstimator
+    """k1, k2 or k3."""
     coefficient: float
+    """β, above 0."""
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(KlEstimator):
@@ -76,9 +79,9 @@ class WithKl:
             )
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """The loss with its penalty, the loss's sums, and the sum of the estimates (``reference_kl``).
+        """The loss with the penalty, the loss's sums, and the sum of the KL estimates, nats (``reference_kl``).
 
-        Raises ``BadBatchError`` when the tokens have no log-probabilities of the reference.
+        Raises ``BadBatchError`` if the tokens have no reference log-probabilities.
 
         >>> from scalerl_trainer.algo.losses import Reinforce
         >>> one, index_n = torch.ones(1), torch.zeros(1, dtype=torch.long)

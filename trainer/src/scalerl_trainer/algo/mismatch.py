@@ -2,14 +2,14 @@
 
 With d = log π_train(y) - log π_gen(y) at tokens that π_gen sampled, and ρ = exp(d):
 
-- k1 = -d and k3 = (ρ - 1) - d both estimate KL(π_gen ‖ π_train); k1 is unbiased and may be negative, k3 is
-  unbiased too, never negative and of lower variance (Schulman's estimators [S]).
+- k1 = -d and k3 = (ρ - 1) - d both estimate KL(π_gen ‖ π_train), unbiased; k1 may be negative, k3 is never negative and
+  has the lower variance (Schulman's estimators [S]).
 - Σρ / N is 1 in expectation when both are the same policy.
 
-At equal weights d measures numerical differences only; over a step's whole batch it includes staleness. Call this on
-the two sets of tokens to separate them.
+For tokens sampled with the trainer's present weights, d measures numerical differences only; over a step's whole batch it
+includes staleness. Separate statistics of these two sets of tokens separate the two causes.
 
-Statistics are sums, so that those of micro-batches and ranks add up exactly. Shapes: see the package's legend.
+Statistics are sums, so that those of micro-batches and ranks can be added. Shapes: see the package's legend.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ import torch
 from scalerl_api.mismatch import ALL, POSITION_EDGES, POSITIONS, key
 from scalerl_trainer.errors import NonFiniteLogprobError
 
-# log ρ is clamped before exp, so that one broken token gives a large finite ratio, not an infinite sum.
+# log ρ is clamped before exp, so that one broken token gives a large finite ratio instead of an infinite sum.
 LOG_RATIO_LIMIT = 30.0
 
 BEYOND_RATIO = 10.0
-"""A token is an outlier where ρ or 1/ρ exceeds this. Two bfloat16 stacks agree within .1 on nearly every token, and a
-policy that moves within the losses' clips stays far below."""
+"""Limit of ρ and 1/ρ, beyond which a token is an outlier. Two bfloat16 implementations agree within .1 on nearly every
+token, and a policy that changes within the losses' clip ranges stays far below the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatioStatistics:
-    """Sums over ``tokens`` tokens; the properties are means. Zero tokens give zeros, and ``ratio_mean`` 1.
+    """Sums over ``tokens`` tokens; the properties are means.
+
+    Without tokens all values are 0, except for ``ratio_mean`` and ``effective_sample_fraction``, which are 1.
 
     >>> both = ratio_statistics(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0]))
     >>> both.kl_k3, both.ratio_mean, both.ratio_max
@@ -66,7 +68,7 @@ class RatioStatistics:
 
     @property
     def beyond_fraction(self) -> float:
-        """Share of tokens with ρ or 1/ρ above :data:`BEYOND_RATIO`, or not a number; robust to single tokens."""
+        """Fraction of tokens with ρ or 1/ρ above :data:`BEYOND_RATIO`, or ρ NaN; robust to single tokens."""
         return self.beyond / max(self.tokens, 1.0)
 
     @property
@@ -76,8 +78,10 @@ class RatioStatistics:
 
     @property
     def effective_sample_fraction(self) -> float:
-        """(Σρ)² / (N Σρ²), in [0, 1]: effective sample size of the importance weights, as a share of the tokens; 0 where
-        every ρ² underflows."""
+        """(Σρ)² / (N Σρ²), in [0, 1]: effective sample size of the importance weights, as a fraction of the tokens.
+
+        It is 0 if every ρ² underflows.
+        """
         if not self.tokens:
             return 1.0
         return self.ratio_sum**2 / (self.tokens * self.ratio_square_sum) if self.ratio_square_sum else 0.0
@@ -96,15 +100,15 @@ class RatioStatistics:
 
 
 FIELDS = 8
-"""Number of fields of :class:`RatioStatistics`; all are sums but the last, which is a maximum."""
+"""Number of fields of :class:`RatioStatistics`; all are sums except for the last, which is a maximum."""
 
 
 def ratio_table(
     logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor, bucket_n: torch.Tensor, buckets: int
 ) -> torch.Tensor:
-    """The fields of ``RatioStatistics`` in order by bucket, as one float64 tensor ``[buckets, 8]``.
+    """The fields of ``RatioStatistics`` by bucket, in their order, float64 ``[buckets, 8]``.
 
-    ``bucket_n``: int64, the bucket of each token. All on one device, where the result is, too.
+    ``bucket_n`` is the bucket of each token, int64. The result is on the device of the arguments.
     """
     difference_n = (logprobs_n.detach() - generator_logprobs_n).double()
     ratio_n = difference_n.clamp(max=LOG_RATIO_LIMIT).exp()
@@ -126,7 +130,7 @@ def ratio_table(
 
 
 def beyond_ratio(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> torch.Tensor:
-    """bool ``[n]``: tokens with ρ or 1/ρ above ``BEYOND_RATIO``, or not a number."""
+    """Whether ρ or 1/ρ of each token is above ``BEYOND_RATIO``, or ρ is NaN; bool ``[N]``."""
     within_n = (logprobs_n.detach() - generator_logprobs_n).abs() <= math.log(BEYOND_RATIO)
     return ~within_n
 
@@ -139,13 +143,13 @@ def add_tables(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def ratio_statistics(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> RatioStatistics:
-    """Statistics of one set of tokens. Use ``ratio_table`` where a device-to-host copy per call is too much."""
+    """Statistics of one set of tokens; unlike ``ratio_table``, each call copies from device to host."""
     bucket_n = torch.zeros_like(logprobs_n, dtype=torch.long)
     return RatioStatistics(*ratio_table(logprobs_n, generator_logprobs_n, bucket_n, 1)[0].tolist())
 
 
 def position_buckets(position_n: torch.Tensor) -> torch.Tensor:
-    """int64, the index in ``scalerl_api.mismatch.POSITIONS`` of tokens at these positions of their sequences.
+    """Index in ``scalerl_api.mismatch.POSITIONS`` of each token's position in its sequence, int64 ``[N]``.
 
     >>> position_buckets(torch.tensor([0, 255, 256, 16383, 16384])).tolist()
     [0, 0, 1, 3, 4]
@@ -154,9 +158,9 @@ def position_buckets(position_n: torch.Tensor) -> torch.Tensor:
 
 
 def by_position(source: str, positions: Sequence[RatioStatistics]) -> dict[str, float]:
-    """A step's scalars of ``source``: KL (k3) and tokens, over all and by position; nothing where there are no tokens.
+    """A step's scalars of ``source``: KL (k3, nats per token) and tokens, over all positions and by position.
 
-    ``positions``: one entry for each of ``scalerl_api.mismatch.POSITIONS``.
+    Ranges without tokens are left out. ``positions`` has one entry for each of ``scalerl_api.mismatch.POSITIONS``.
     """
     parts = {ALL: sum(positions, RatioStatistics()), **dict(zip(POSITIONS, positions, strict=True))}
     found = {}
@@ -168,7 +172,7 @@ def by_position(source: str, positions: Sequence[RatioStatistics]) -> dict[str, 
 
 
 def check_generator_logprobs(generator_logprobs_n: torch.Tensor) -> None:
-    """Raise ``NonFiniteLogprobError`` when a trainable token's log-probability is NaN or infinite.
+    """Raise ``NonFiniteLogprobError`` if a trainable token's log-probability is NaN or infinite.
 
     >>> check_generator_logprobs(torch.tensor([-1.0, float("-inf")]))
     Traceback (most recent call last):
@@ -184,10 +188,10 @@ def check_generator_logprobs(generator_logprobs_n: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RatioGuard:
-    """Skips an update if too large a share of its tokens are ratio outliers (``BEYOND_RATIO``).
+    """Skips an update if too large a fraction of its tokens are ratio outliers (``BEYOND_RATIO``).
 
-    One broken token can change a mean ratio or a KL without limit, but not a share. The default is ours, from no paper,
-    and wide: it detects generators with wrong weights. It is not calibrated on long runs.
+    One broken token can change a mean ratio or a KL without limit, but not this fraction. The default is not from a paper;
+    it is wide, to detect generators with wrong weights, and not calibrated on long runs.
     """
 
     max_beyond_fraction: float = 0.1

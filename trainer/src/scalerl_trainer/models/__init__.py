@@ -1,8 +1,13 @@
-"""The policy: loading (``load``), small models from scratch (``scratch``), log-probabilities from hidden states (``head``),
-the module that the engine trains (``policy``), unsupported logits (``logits``), dtypes (``precision``). No
-ranks, optimizers, DeepSpeed, rewards or losses.
+"""The policy model; no ranks, optimizers, DeepSpeed, rewards or losses.
 
-torch and transformers take seconds to import; ``prepare`` does not need them, so modules are imported on first use.
+- ``load``: loads a model;
+- ``scratch``: writes small, randomly initialised models;
+- ``head``: computes log-probabilities from hidden states;
+- ``policy``: the module that the engine trains;
+- ``logits``: detects models with unsupported logits;
+- ``precision``: dtypes.
+
+Modules are imported on first use, because torch and transformers take seconds to import and ``prepare`` does not need them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Log-probabilities of given tokens from hidden states, without all logits in memory.
 
-With a vocabulary of V and M trainable tokens, logits and softmax would be several tensors of M × V floats: 10 GB for
-16,384 tokens and a vocabulary of 150,000. Here positions are processed in chunks, the forward keeps the log-normaliser of
-each token only, and the backward recomputes a chunk's logits: one more product, memory bounded by ``chunk_bytes``.
+With a vocabulary of V and M trainable tokens, logits and softmax would be several tensors of M × V floats, each 10 GB for
+16,384 tokens and a vocabulary of 150,000. Here the positions are processed in chunks: the forward pass keeps only the
+log-normaliser of each token, and the backward pass recomputes a chunk's logits. This costs one more matrix product and
+bounds a chunk's logits to ``chunk_bytes``.
 
-``fp32``: hidden states and weight are cast to float32 before the product. ScaleRL (arXiv 2510.13786) reports an
-asymptote of .61 with float32 logits on both sides and of .52 without [P]. Off: the product runs in the model's
-dtype and its result is cast, as inference servers do.
+``fp32`` casts hidden states and weight to float32 before the product. ScaleRL (arXiv 2510.13786) reports an asymptote of
+.61 with float32 logits in trainer and generator, and of .52 without [P]. Without ``fp32`` the product has the model's
+dtype and its result is cast to float32, as in inference servers.
 
-Log-probabilities are of ``logits / temperature``, the distribution that the generator sampled from.
+Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from.
 
 Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chunk of positions.
 """
@@ -24,7 +25,10 @@ DEFAULT_CHUNK_BYTES = 64 * 2**20
 
 
 class LogprobHead(nn.Module):
-    """Uses the output embedding's parameter. A module, so that ZeRO-3 gathers the weight in its forward and backward."""
+    """Computes log-probabilities with the output embedding's parameter.
+
+    A module, so that ZeRO-3 gathers the weight for its forward and backward passes.
+    """
 
     weight: nn.Parameter
     fp32: bool
@@ -41,7 +45,10 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_md: torch.Tensor, target_m: torch.Tensor, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies (nats, without gradient; empty without ``entropy``), float32 ``[M]``."""
+        """Log-probabilities and entropies, nats, float32 ``[M]``.
+
+        The entropies have no gradient; the tensor is empty without ``entropy``.
+        """
         vocabulary = self.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
@@ -76,10 +83,10 @@ class _ChunkedLogprob(torch.autograd.Function):
             normalizer_m[part] = normalizer_c
             logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - normalizer_c
             if entropy:
-                # H = log Z - Σ p·logit, in place: the chunk is not needed again.
+                # H = log Z - Σ p·logit, computed in place, since the chunk is not used again.
                 probability_cv = torch.exp(logits_cv - normalizer_c[:, None])
                 entropy_m[part] = normalizer_c - (probability_cv.mul_(logits_cv)).sum(-1)
-        # The parameter is saved, not its float32 copy: under ZeRO-3 its storage is gathered and freed.
+        # Saves the parameter and not its float32 copy, because ZeRO-3 gathers and frees the parameter's storage.
         ctx.save_for_backward(hidden_md, weight_vd, target_m, normalizer_m)
         ctx.temperature, ctx.fp32, ctx.chunk = temperature, fp32, chunk
         ctx.mark_non_differentiable(entropy_m)
@@ -91,7 +98,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         upstream_m = gradients[0]
         matrix_vd = weight_vd.float() if ctx.fp32 else weight_vd
         grad_hidden_md = torch.empty_like(hidden_md)
-        # Summed over chunks, so kept in float32 whatever the model's dtype is.
+        # Float32 for every model dtype, because the gradient is a sum over chunks.
         grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32)
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)

@@ -1,6 +1,6 @@
-"""Loads a model from a folder or from the hub.
+"""Loads a model from a folder or from the Hugging Face hub.
 
-With ``HF_HUB_OFFLINE=1`` the hub client reads its cache only, and ``ModelNotFoundError`` says so.
+With ``HF_HUB_OFFLINE=1`` the hub client reads its cache only; the message of ``ModelNotFoundError`` then says so.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from scalerl_trainer.errors import ModelError, ModelNotFoundError, first_line
 def load_model(
     name_or_path: str, *, revision: str | None = None, dtype: Dtype = "bfloat16", attention: str = "sdpa"
 ) -> Any:
-    """The causal language model, in ``dtype``, on the CPU, in training mode.
+    """Load a causal language model in ``dtype``, on the CPU, in training mode.
 
-    ``name_or_path`` is a folder when one of that name exists, else a hub name.
+    ``name_or_path`` is a folder if one of that name exists, otherwise a hub repository.
 
     Raises:
-        ModelNotFoundError: it does not exist, or its files are not a model.
-        ModelError: a package that it needs is missing, or it has weights that are neither trained nor published.
+        ModelNotFoundError: the model does not exist, or its files are not a model.
+        ModelError: a package that the model needs is missing, or the model has weights that are neither trained nor published.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -48,8 +48,8 @@ def load_model(
 
 
 def check_weights_are_parameters(model: Any, name: str) -> None:
-    """Raise ``ModelError`` for floating buffers that belong to the weights (DeepSeek-V3's ``e_score_correction_bias``):
-    publishes and exports contain parameters only."""
+    """Raise ``ModelError`` if floating-point buffers are part of the weights (DeepSeek-V3's ``e_score_correction_bias``),
+    because publishes and exports contain parameters only."""
     saved = model.state_dict().keys()
     lost = [n for n, buffer in model.named_buffers() if n in saved and buffer.is_floating_point()]
     if lost:

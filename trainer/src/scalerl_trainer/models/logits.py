@@ -1,6 +1,6 @@
 """Detects models whose logits are not hidden states times the output embedding, from config and weights, without torch.
 
-They are not supported: their log-probabilities would silently differ from the generator's.
+Such models are not supported, because their log-probabilities would silently differ from the generator's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BIASES = ("lm_head.bias", "embed_out.bias", "output.bias")
 
 
 def transformed_logits(setting: Callable[[str], Any]) -> str | None:
-    """A message if the config transforms its logits, else None. ``setting``: its getter."""
+    """A message if the config scales or caps the logits, else None. ``setting``: getter of the config's fields."""
     for name, neutral in _TRANSFORMS.items():
         value = setting(name)
         if value not in (None, neutral):
@@ -27,7 +27,7 @@ def transformed_logits(setting: Callable[[str], Any]) -> str | None:
 
 
 def biased_logits(weights: Iterable[str]) -> str | None:
-    """A message if one of the weights is a bias of the output embedding, else None."""
+    """A message if one of these weight names is a bias of the output embedding, else None."""
     for name in weights:
         if name in _BIASES:
             return f"an output embedding with a bias ({name}) is not supported"

@@ -17,7 +17,7 @@ PREFIX = "causal_lm."
 class Policy(nn.Module):
     """A transformers causal language model with ``LogprobHead`` in place of its own logits.
 
-    Raises ``ModelError`` for architectures whose logits are scaled, capped or biased: their log-probabilities
+    Raises ``ModelError`` for architectures whose logits are scaled, capped or biased, because their log-probabilities
     would silently differ from the generator's.
     """
 
@@ -40,10 +40,11 @@ class Policy(nn.Module):
         self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
 
     def train(self, mode: bool = True) -> Policy:
-        """Evaluation mode in either case, without dropout, jitter or skipped layers: the generator samples without them,
-        and noise on one side would look like a change of the policy.
+        """Set evaluation mode for both values of ``mode``, except in layers with activation checkpointing.
 
-        Layers with activation checkpointing are in training mode, which transformers requires.
+        The generator samples without dropout, jitter and skipped layers, so their noise in the trainer would look like a
+        change of the policy. Layers with activation checkpointing get ``mode``, since transformers checkpoints only in
+        training mode.
         """
         super().train(False)
         for module in self.causal_lm.modules():
@@ -53,7 +54,7 @@ class Policy(nn.Module):
 
     @property
     def variable_length(self) -> bool:
-        """Whether the attention kernel skips pairs of tokens of different sequences in a row."""
+        """Whether the attention kernel skips pairs of tokens of different sequences packed into one row."""
         return bool(self.causal_lm.config._attn_implementation == "flash_attention_2")
 
     def forward(
@@ -65,9 +66,10 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of ``target_m`` (with gradient) and entropies, float32 ``[M]``.
+        """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
-        Arguments as in ``packing.MicroBatch``. No attention mask: sequences are separated by their positions.
+        The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
+        of a row.
         """
         hidden_btd = self.causal_lm.base_model(
             input_ids=input_ids_bt, position_ids=position_ids_bt, use_cache=False
@@ -78,7 +80,7 @@ class Policy(nn.Module):
 
 
 def _zero_dropout(model: nn.Module) -> None:
-    """Set every dropout probability in the modules of ``model`` to 0; its config is unchanged."""
+    """Set every dropout probability in the modules of ``model`` to 0; the config is unchanged."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

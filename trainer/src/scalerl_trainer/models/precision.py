@@ -1,8 +1,9 @@
 """Casts a model's parameters for training, and checks that its buffers keep their dtype.
 
-Buffers such as rotary frequencies and embedding scales are useless in bfloat16 (at position 4,096 a rotary angle is off by
-up to 8 radians), and transformers, DeepSpeed and vLLM keep their dtype. They are computed from the config; a model with
-buffers that belong to its weights, such as routing biases, is refused (:func:`.load.check_weights_are_parameters`).
+Buffers such as rotary frequencies and embedding scales are useless in bfloat16 (at position 4,096 a rotary angle has an
+error of up to 8 radians), and transformers, DeepSpeed and vLLM keep their dtype. Their values are computed from the
+config; a model with buffers that are part of its weights, such as routing biases, is refused
+(:func:`.load.check_weights_are_parameters`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from scalerl_trainer.errors import EngineError, ModelError
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast every floating parameter to ``dtype``, in place; buffers are unchanged.
+    """Cast every floating-point parameter to ``dtype``, in place; buffers are unchanged.
 
-    Raises ``ModelError`` if the model needs a parameter in float32 beside bfloat16 (transformers'
-    ``_keep_in_fp32_modules_strict``): DeepSpeed has one dtype for all parameters.
+    Raises ``ModelError`` if ``dtype`` is bfloat16 and the model needs parameters in float32 (transformers'
+    ``_keep_in_fp32_modules_strict``), because DeepSpeed has one dtype for all parameters.
     """
     if dtype == torch.bfloat16:
         kept = float32_parameters(model)
@@ -35,7 +36,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def float32_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that transformers loads in float32 even with dtype bfloat16."""
+    """Names of the parameters that transformers loads in float32 even if the dtype is bfloat16."""
     patterns = {
         pattern.replace("*", ".*")
         for module in model.modules()
@@ -48,12 +49,12 @@ def float32_parameters(model: nn.Module) -> list[str]:
 
 
 def buffer_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtypes of the floating buffers of ``model``."""
+    """Dtypes of the floating-point buffers of ``model``, by name."""
     return {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def check_buffer_dtypes(model: nn.Module, before: Mapping[str, torch.dtype]) -> None:
-    """Raise ``EngineError`` if a floating buffer's dtype differs from ``before``, of ``buffer_dtypes``."""
+    """Raise ``EngineError`` if a floating-point buffer's dtype differs from ``before``, from :func:`buffer_dtypes`."""
     for name, dtype in buffer_dtypes(model).items():
         if dtype != before.get(name, dtype):
             raise EngineError(

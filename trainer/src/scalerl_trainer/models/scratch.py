@@ -1,7 +1,7 @@
-"""Writes a randomly initialised Llama, without torch and transformers, which take ten seconds to import.
+"""Writes a randomly initialised Llama, without torch and transformers, which take 10 s to import.
 
-The files are those of ``LlamaForCausalLM.save_pretrained``: normal weights, norms of one, and a byte-level BPE tokenizer
-with single digits (arithmetic over merged digits is needlessly hard).
+The files are those of ``LlamaForCausalLM.save_pretrained``. The weights are normally distributed, the norms' weights are
+one, and the tokenizer is a byte-level BPE with one token per digit (arithmetic on merged digits is needlessly hard).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write_scratch(
     dtype: Dtype,
     context_tokens: int,
 ) -> None:
-    """Write config, tokenizer and weights into an existing ``directory``. Deterministic.
+    """Write config, tokenizer and weights into an existing ``directory``, deterministically.
 
     Raises:
         ModelError: the vocabulary is smaller than the alphabet of ``texts``.
@@ -60,13 +60,13 @@ def write_scratch(
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Byte-level BPE of at most ``vocabulary_size`` tokens. Deterministic.
+    """Train a byte-level BPE tokenizer with at most ``vocabulary_size`` tokens, deterministically.
 
-    A vocabulary of at least 256 bytes encodes every text; a smaller one only the ten digits and the bytes of ``texts``,
-    and anything else as the unknown token.
+    A vocabulary with room for all 256 bytes encodes every text. A smaller one has only the ten digits and the bytes of
+    ``texts``, and encodes other bytes as the unknown token.
 
     Raises:
-        ModelError: the alphabet does not fit.
+        ModelError: the vocabulary is smaller than the alphabet.
     """
     texts = list(texts)
     split = pre_tokenizers.Sequence(
@@ -124,7 +124,7 @@ def llama_config(
 
 
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
-    """Names and float32 arrays; each tensor depends on ``seed`` and its name only."""
+    """Names and initial values of all parameters, float32; each depends only on ``seed``, its name and its shape."""
     deviation = np.float32(model.initializer_range)
     for name, shape in parameter_shapes(model, vocabulary):
         if name.endswith("norm.weight"):
@@ -154,7 +154,7 @@ def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str
 def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: int, dtype: Dtype) -> None:
     """Write the weights with one tensor in memory at a time.
 
-    The format: eight bytes with the length of a JSON header, the header, the tensors' bytes.
+    The format is eight bytes with the length of a JSON header, the header, then the tensors' bytes.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -171,7 +171,7 @@ def write_safetensors(path: Path, model: ScratchModel, vocabulary: int, seed: in
 
 
 def _bfloat16(array: Array) -> Array:
-    """The upper halves, rounded to nearest even as torch does; these weights are finite and small."""
+    """bfloat16 bits of a float32 array, uint16, rounded to nearest even as in torch; the values are finite and small."""
     bits = np.ascontiguousarray(array, "<f4").view("<u4")
     return np.asarray((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16, "<u2")
 

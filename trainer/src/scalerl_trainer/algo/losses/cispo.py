@@ -1,14 +1,14 @@
-"""CISPO: truncate the importance ratio, stop its gradient, keep every token.
+"""CISPO: REINFORCE weighted by a truncated importance ratio without gradient; no token is clipped.
 
 ScaleRL (arXiv 2510.13786 [P])::
 
     J = E over prompts of (1/Σ_g|y_g|) Σ_i Σ_t sg(min(ρ_it, ε)) · Â_i · log π_train(y_it)
     ρ_it = π_train(y_it) / π_gen(y_it)
 
-CISPO itself is from MiniMax-M1 (arXiv 2506.13585 [P]), there with clip(r, ·, 1 + ε_h). No lower clip.
+CISPO was introduced by MiniMax-M1 (arXiv 2506.13585 [P]) with clip(r, ·, 1 + ε_h). There is no lower clip here.
 ε ∈ {4, 5, 8} made no difference in ScaleRL [P].
 
-Unlike in a clipped surrogate, a token beyond the truncation has a gradient, of bounded weight.
+Unlike in a clipped surrogate, a truncated token keeps a gradient, with a bounded weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """``ratio_cap``: the largest importance ratio of a token."""
+    """``ratio_cap``: ε, the largest importance ratio of a token."""
 
     ratio_cap: float = 5.0
 
@@ -29,7 +29,7 @@ class Cispo:
             raise ValueError(f"CISPO's truncation must be positive, not {self.ratio_cap}")
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss and the number of truncated tokens (``truncated``).
+        """The loss, and the number of tokens with a truncated ratio (``truncated``).
 
         >>> import torch
         >>> logprobs_n = torch.tensor([-1.0], requires_grad=True)

@@ -1,14 +1,15 @@
-"""DPPO: a trust region by the difference of probabilities in place of their ratio.
+"""DPPO: a trust region on the difference of probabilities instead of their ratio.
 
-Divergence PPO, arXiv 2602.04879, the variant with the binary total variation [S]::
+Divergence PPO (arXiv 2602.04879), in the variant with the binary total variation [S]::
 
     J = Σ_t m_t · r_t · Â_i        r_t = π_train / π_old
     m_t = 0 where |π_train(y_it) - π_old(y_it)| > δ and the gradient leads further away:
           Â_i > 0 with r_t > 1, or Â_i < 0 with r_t < 1;  else 1
 
-The binary total variation is that of "this token or any other": a lower bound of the true one, and it needs no other
-probabilities. A ratio clip stops rare tokens early (1e-4 to 2e-4 is a ratio of 2) and common ones late (.5 to .6 is one
-of 1.2); this one does the opposite. δ = .2 is what its implementations recommend [S].
+The binary total variation compares the probabilities of "this token" and "any other token": it is a lower bound of the
+total variation and needs no other token's probability. A ratio clip stops rare tokens early (1e-4 to 2e-4 is a ratio of 2)
+and common tokens late (.5 to .6 is a ratio of 1.2); this criterion does the opposite. DPPO's implementations recommend
+δ = .2 [S].
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Dppo:
-    """``threshold``: δ, the most that a token's probability may differ."""
+    """``threshold``: δ, the largest difference of a token's two probabilities that a gradient may still increase."""
 
     threshold: float = 0.2
 
@@ -32,7 +33,7 @@ class Dppo:
             )
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss and the number of masked tokens (``clipped``).
+        """The loss, and the number of masked tokens (``clipped``).
 
         >>> import torch
         >>> one = torch.ones(1)

@@ -1,13 +1,14 @@
-"""GSPO: the clipped surrogate with one importance ratio a completion.
+"""GSPO: the clipped surrogate with one importance ratio per completion.
 
 arXiv 2507.18071 [P]::
 
     s_i = (π_train(y_i) / π_old(y_i))^(1/|y_i|) = exp(1/|y_i| Σ_t log π_train(y_it) - log π_old(y_it))
     J = mean over completions of min(s_i Â_i, clip(s_i, 1 - ε_low, 1 + ε_high) Â_i)
 
-Here each token carries its completion's term, so that the aggregation's weights apply as for every loss: with
-``SampleAverage`` they add up to the mean over completions. The gradient is that of s_i: each token of a completion has
-s_i Â_i / |y_i| · ∇ log π, or none where the clip holds. |y_i| counts trainable tokens: forced ones have no ratio.
+Here each token has its completion's term as its objective, so that the aggregation's weights apply as for every loss:
+with ``SampleAverage`` their sum is the mean over completions. The gradient is that of s_i: each token of a completion
+contributes s_i Â_i / |y_i| · ∇ log π, or nothing where the clip is active. |y_i| counts trainable tokens, since forced
+tokens have no ratio.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Gspo:
-    """``clip_low`` and ``clip_high``: the clip range of s is [1 - low, 1 + high]; 3e-4 and 4e-4 [P]."""
+    """The clip range of s is [1 - clip_low, 1 + clip_high]; 3e-4 and 4e-4 are the paper's values [P]."""
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -31,7 +32,7 @@ class Gspo:
         check_clip("GSPO", self.clip_low, self.clip_high)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss and the number of tokens of the completions that the clip stopped (``clipped``).
+        """The loss, and the number of tokens in completions without a gradient because of the clip (``clipped``).
 
         >>> zeros, index_n = torch.zeros(2), torch.zeros(2, dtype=torch.long)
         >>> batch = TokenBatch(torch.tensor([0.3, -0.1]), zeros, zeros + 1, zeros + 0.5, index_n)

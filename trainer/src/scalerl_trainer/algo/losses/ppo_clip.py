@@ -1,11 +1,11 @@
 """PPO's clipped surrogate with group advantages: the loss of GRPO, Dr. GRPO, DAPO and Magistral.
 
-Per token (maximised) [P]::
+The objective per token, which is maximised [P]::
 
     min(r Â, clip(r, 1 - ε_low, 1 + ε_high) Â)      r = π_train / π_old
 
-π_old is the policy that sampled, so its log-probabilities are the generator's. What the recipes differ in (the spec's
-presets have the values):
+π_old is the policy that sampled, so its log-probabilities are the generator's. The recipes differ in these settings, whose
+values are in the spec's presets:
 
 ============ ============== ==================== ==============================================
 recipe       ε_low, ε_high  aggregation          advantage
@@ -16,7 +16,7 @@ DAPO         .2, .28        ``TokenAverage``     ``Group``; as ScaleRL rebuilt i
 Magistral    .2, .26 to .28 ``TokenAverage``     ``Batch``
 ============ ============== ==================== ==============================================
 
-GRPO's KL term is :mod:`scalerl_trainer.algo.kl`'s; ScaleRL's recipe and its rebuilt baselines have none [P].
+GRPO's KL penalty is in :mod:`scalerl_trainer.algo.kl`; ScaleRL's recipe and its rebuilt baselines have none [P].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class PpoClip:
-    """``clip_low`` and ``clip_high``: the clip range is [1 - low, 1 + high]."""
+    """The clip range of the ratio is [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -40,7 +40,7 @@ class PpoClip:
         check_clip("PPO", self.clip_low, self.clip_high)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss and the number of tokens whose gradient the clip stopped (``clipped``).
+        """The loss, and the number of tokens without a gradient because of the clip (``clipped``).
 
         >>> logprobs_n = torch.tensor([0.0], requires_grad=True)
         >>> one = torch.ones(1)

@@ -1,8 +1,8 @@
-"""REINFORCE: the policy gradient as if every token was sampled by the policy that is trained::
+"""REINFORCE: the policy gradient without an importance ratio, as if the trained policy had sampled every token::
 
     J = Σ_t Â_i · log π_train(y_it)
 
-Unbiased on-policy only. Off-policy it ignores by how much the policy has moved, unless a correction
+It is unbiased on-policy only. Off-policy it ignores the change of the policy, unless a correction
 (:mod:`scalerl_trainer.algo.corrections`) weights the tokens.
 """
 
@@ -15,10 +15,10 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """No settings."""
+    """The loss; it has no settings."""
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss.
+        """The loss, without sums.
 
         >>> import torch
         >>> half, one = torch.tensor([0.5]).log(), torch.ones(1)

@@ -1,4 +1,4 @@
-"""Negative log-likelihood, for the warm start; ignores advantages and generator log-probabilities."""
+"""Negative log-likelihood for the warm start; it ignores advantages and generator log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """-(w · log π_train), summed."""
+    """−Σ w · log π_train."""
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """Loss, and ``solved``: Σ over sequences of the probability of sampling exactly that completion.
+        """The loss, and the sum over sequences of the probability of sampling exactly that completion (``solved``).
 
-        On unseen examples ``solved`` per sequence is the expected sampling accuracy, without sampling.
+        On unseen examples, ``solved`` per sequence estimates the accuracy of sampling without sampling.
 
         >>> import torch
         >>> half, zeros = torch.full((3,), 0.5).log(), torch.zeros(3)
