@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the state at each scrape; no other module registers any."""
+"""Prometheus metrics, computed from the state at each scrape; no other module registers any."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class Metrics:
     """The process's registry, and the counters that the server increments.
 
-    refusing: whether the journal refuses records now. staleness_bound: maximum age of a trained token, in steps.
-    closed_slots: of this process, by cause of giving up, ``""`` for those that were served.
-    partial_bytes: kept of unfinished completions. history: of the store of past responses; None without one.
+    Args:
+        refusing: returns whether the journal refuses records at present.
+        staleness_bound: maximum staleness of a trained token, in steps.
+        closed_slots: number of slots closed by this process, by cause of giving up; ``""`` counts the served slots.
+        partial_bytes: returns the bytes of unfinished completions that are kept.
+        history: counters of the store of past responses; None without a store.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

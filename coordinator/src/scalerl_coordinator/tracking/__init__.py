@@ -1,4 +1,4 @@
-"""Experiment trackers: one process a tracker reads ``metrics.jsonl`` and ``curve.csv`` and writes to the tracker.
+"""Experiment trackers: one process per tracker reads ``metrics.jsonl`` and ``curve.csv`` and writes to the tracker.
 
     metrics.jsonl ─▶ MetricsTail ─┐                            ┌─▶ TensorBoardSink   open(), write(), close()
                                   ├─▶ follow() (its process) ──┼─▶ WandbSink
@@ -6,9 +6,9 @@
                                            ▼
                      Trackers (supervisor in the coordinator) ─▶ status()
 
-The files are the queue: they lose nothing and never block. The coordinator imports no tracker library, so no tracker can
-crash it, stop it or fill its memory.
+The files serve as a durable queue that never blocks the coordinator. The coordinator imports no tracker library, so no
+tracker can crash it, block it or exhaust its memory.
 
-Progress is not stored. A sink that can be queried (MLflow, W&B online) returns its newest step and its evaluated versions
-from ``open``; one made of local files (TensorBoard, W&B offline) is written again from the first step at every start.
+Progress is not stored. A sink that can be queried (MLflow, W&B online) returns its newest step and evaluated versions from
+``open``; a sink of local files (TensorBoard, W&B offline) is written again from the first step at every start.
 """

@@ -1,4 +1,4 @@
-"""MLflow, through its own client."""
+"""Sink for MLflow, through its own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.trackers import MLflowSpec
 from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyperparameters, tracker_id
 
-# Read at import: no usage data to its makers; this process itself retries an unavailable server.
+# Set before the import, which reads them: no telemetry, and few retries, because the supervisor restarts this process.
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -24,14 +24,14 @@ _ID_TAG: Final = "scalerl.run"
 _METRICS_A_CALL: Final = 1000
 _PARAMETERS_A_CALL: Final = 100
 _PARAMETER_CHARACTERS: Final = 6000
-"""MLflow's limits (all three)."""
+"""MLflow's limit; so are the two constants above."""
 
 
 class MLflowSink:
     """One MLflow run, found by a tag.
 
-    A call writes whole steps and evaluations in one transaction of the server's database, so its newest step and versions
-    show what it has.
+    A call writes whole steps and evaluations in one transaction of the server's database, so the server's newest step and
+    versions identify all rows that it has.
     """
 
     clears_on_open = False
@@ -70,7 +70,10 @@ class MLflowSink:
         return str(found.experiment_id)
 
     def _write_hyperparameters(self, present: dict[str, str]) -> None:
-        """Write the spec's fields as parameters. MLflow's cannot change: an edited field becomes the tag ``spec.FIELD``."""
+        """Write the spec's fields as parameters.
+
+        MLflow's parameters are immutable, so an edited field becomes the tag ``spec.FIELD``.
+        """
         now = {name: str(value)[:_PARAMETER_CHARACTERS] for name, value in flat(hyperparameters(self._run))}
         new = [Param(name, value) for name, value in now.items() if name not in present]
         for begin in range(0, len(new), _PARAMETERS_A_CALL):

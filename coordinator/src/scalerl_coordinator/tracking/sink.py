@@ -1,4 +1,4 @@
-"""The interface of a tracker's library to the process that follows ``metrics.jsonl`` and ``curve.csv``."""
+"""The interface between a tracker's library and the process that follows ``metrics.jsonl`` and ``curve.csv``."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_coordinator.accounting import Row
 
 Steps = Sequence[tuple[int, Row]]
+"""Training steps: the step and its row."""
 Points = Sequence[tuple[int, Row]]
-"""Evaluations: the version, and its columns under names that begin with :data:`HELD_OUT`."""
+"""Evaluations: the version and its columns, whose names begin with :data:`HELD_OUT`."""
 HELD_OUT: Final = "held_out/"
 
 
 class Sink(Protocol):
-    """Methods block and may raise any exception: then the process ends, and a new one starts over."""
+    """Destination of a run's rows.
+
+    Methods block and may raise any exception; the process then ends, and a new one starts over.
+    """
 
     clears_on_open: bool
-    """:meth:`open` deletes the sink's data, so that it can follow a return to a checkpoint. The others keep the first values of
-    a step and of an evaluation.
+    """Whether :meth:`open` deletes the sink's data, so that the sink can follow a return to a checkpoint.
+
+    Other sinks keep the first values of a step or evaluation.
     """
 
     def open(self) -> tuple[int, set[int]]:
-        """Connect. Returns the first step that the sink lacks, and the versions whose evaluation it has."""
+        """Connect; returns the first step that the sink lacks, and the versions whose evaluations it has."""
 
     def write(self, steps: Steps, points: Points) -> None:
-        """Write steps in ascending order, each above all earlier ones, and new evaluations, by version.
+        """Write new steps in ascending order, all above earlier ones, and new evaluations in order of their versions.
 
-        With ``clears_on_open``, evaluations too are of higher versions than all earlier ones.
+        With ``clears_on_open``, the versions too are above all earlier ones.
         """
 
     def close(self) -> None:
-        """Deliver what is pending."""
+        """Deliver pending rows and disconnect."""
 
 
 def hyperparameters(run: ScaleRLRun) -> dict[str, Any]:
-    """The spec with all defaults; without pod templates, whose variables may hold secrets."""
+    """The spec with all defaults, without pod templates, whose variables may hold secrets."""
     return _without_templates(run.to_manifest()["spec"])
 
 
@@ -54,7 +59,7 @@ def _without_templates(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | bool]]:
-    """Fields by path; lists as JSON.
+    """Fields by path; lists are JSON.
 
     >>> dict(flat({"a": {"b": 1, "c": ["x"]}}))
     {'a.b': 1, 'a.c': '["x"]'}
@@ -67,14 +72,14 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def tracker_id(paths: RunPaths) -> str:
-    """The id of the run in its directory: generated once, constant over restarts."""
+    """The run's id in all trackers, kept in its directory: generated once, constant over restarts."""
     staging = paths.tracker_id.with_name(f"tracker-id.{os.getpid()}.tmp")
     if not paths.tracker_id.exists():
         _write_durably(staging, uuid.uuid4().hex[:16] + "\n")
         try:
             os.link(staging, paths.tracker_id)
         except FileExistsError:
-            pass  # another tracker's process was faster
+            pass  # another tracker's process created it first
         finally:
             staging.unlink()
     return paths.tracker_id.read_text().strip()

@@ -1,4 +1,4 @@
-"""Runs the processes of a run's trackers, and reports their status."""
+"""Runs the tracker processes of a run, and reports their status."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PACKAGES: Final = {"tensorBoard": "tensorboardX", "wandb": "wandb", "mlflow": "
 BACKOFF_SECONDS: Final = (5.0, 20.0, 60.0, 300.0)
 """Seconds before a failed tracker is retried, by consecutive failures; the last value repeats."""
 CLOSE_SECONDS: Final = 15.0
-"""Seconds that the coordinator's shutdown waits for trackers: within its grace period."""
+"""Seconds that the coordinator's shutdown waits for trackers; shorter than its grace period."""
 
 
 def missing_package(name: str) -> str | None:
-    """The problem if the package for a field of ``spec.trackers`` is not installed; None if it is.
+    """A message if the package for a field of ``spec.trackers`` is not installed; None if it is.
 
     >>> missing_package("tensorBoard")
     """
@@ -32,7 +32,7 @@ def missing_package(name: str) -> str | None:
     found = importlib.util.find_spec(package)
     if (
         found is not None and found.origin is not None
-    ):  # a folder of that name, which wandb creates, has no origin
+    ):  # a folder with the package's name, such as wandb creates, has no origin
         return None
     return (
         f"the Python package {package} is missing: pip install --no-deps --require-hashes -r requirements/trackers.txt, "
@@ -41,7 +41,7 @@ def missing_package(name: str) -> str | None:
 
 
 class Trackers:
-    """The processes of all trackers in ``spec``, between :meth:`start` and :meth:`close`."""
+    """Runs one process per tracker in ``spec`` from :meth:`start` until :meth:`close`."""
 
     def __init__(self, spec: TrackersSpec) -> None:
         self._supervisors = [_TrackerSupervisor(name) for name in spec.asked_for]
@@ -58,7 +58,7 @@ class Trackers:
         return [supervisor.tracker for supervisor in self._supervisors]
 
     async def close(self) -> None:
-        """Let the trackers write the present rows; cancel those that do not finish in time."""
+        """Let the trackers write the remaining rows; cancel those that do not finish in time."""
         for supervisor in self._supervisors:
             supervisor.closing.set()
         if not self._tasks:
@@ -71,7 +71,7 @@ class Trackers:
 
 
 class _TrackerSupervisor:
-    """One tracker's process, restarted whenever it ends."""
+    """Runs one tracker's process and restarts it whenever it ends."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class _TrackerSupervisor:
         self.closing = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the process until closing, and then once more if the last attempt failed."""
+        """Run the process until closing, and once more if the last attempt failed."""
         consecutive_failures = 0
         while True:
             final_attempt = self.closing.is_set()
@@ -107,12 +107,16 @@ class _TrackerSupervisor:
         )
 
     async def _attempt(self) -> str:
-        """Run the process once. Returns why it failed; empty if it ended on request. Raises OSError."""
+        """Run the process once; returns why it failed, or an empty string if it ended on request.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "scalerl_coordinator.tracking.tracker_process", self.name),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # A signal to the coordinator's process group must not reach it.
+            # A new session, so that a signal to the coordinator's process group does not reach the process.
             start_new_session=True,
         )
         assert process.stdin is not None

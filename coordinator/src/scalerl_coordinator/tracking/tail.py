@@ -14,7 +14,10 @@ from scalerl_coordinator.tracking.sink import HELD_OUT
 
 
 class MetricsTail:
-    """Reads appended lines; reads a replaced file from the start (after a crash, or a return to a checkpoint)."""
+    """Reads lines appended to ``metrics.jsonl``.
+
+    If the file was replaced, after a crash or a return to a checkpoint, it is read from the start.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,13 +28,14 @@ class MetricsTail:
         self._inode = -1
         self._offset = 0
         self._last_line = b""
-        """The line that ends at the offset: a replaced file can have the same inode, since inode numbers are reused."""
+        """The line that ends at the offset, compared because a replaced file can have the same, reused, inode number."""
         self._digests: dict[int, int] = {}
-        """Hash of the line of every step that was read."""
+        """Hash of each step's line that was read."""
 
     def read(self, limit: int = 256) -> list[tuple[int, Row]] | None:
-        """New steps and their rows, ascending, at most ``limit``; None if a step that was read is missing or changed, because the
-        trainer returned to a checkpoint.
+        """Up to ``limit`` new steps and their rows, ascending.
+
+        Returns None if a step that was read is missing or changed, because the trainer returned to a checkpoint.
 
         Raises:
             OSError: the file exists and cannot be read.
@@ -62,7 +66,7 @@ class MetricsTail:
 
 
 class CurveTail:
-    """Reads new evaluations; their file is replaced as a whole with each."""
+    """Reads new evaluations from ``curve.csv``, which is replaced as a whole at each evaluation."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,8 +78,9 @@ class CurveTail:
         self._read: dict[int, Row] = {}
 
     def read(self) -> list[tuple[int, Row]] | None:
-        """New versions and their columns, named ``held_out/COLUMN``, ascending; None if a version that was read is missing or
-        changed, or a new one is older than those that were read.
+        """New versions and their columns, named ``held_out/COLUMN``, ascending.
+
+        Returns None if a version that was read is missing or changed, or a new version is older than one that was read.
 
         Raises:
             OSError: the file exists and cannot be read.
@@ -102,7 +107,10 @@ class CurveTail:
 
 
 def _rows(file: BinaryIO) -> Iterator[tuple[bytes, int, Row]]:
-    """Complete lines; step -1 for a line without a step, which the coordinator repairs before it appends again."""
+    """Complete lines with their steps and rows.
+
+    The step is -1 for a line without one, which the coordinator repairs before it appends the next line.
+    """
     for line in file:
         if not line.endswith(b"\n"):
             return

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, by the writer of tensorboardX."""
+"""Sink for TensorBoard: event files, written with tensorboardX."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyp
 
 _OVER_COMPUTE: Final = f"{HELD_OUT}reward_over_device_seconds"
 _SUFFIX = ".scalerl"
-"""Suffix of the files that this sink may delete: the directory may be shared."""
+"""Suffix of the files that this sink may delete, since the directory may be shared."""
 
 
 class TensorBoardSink:
-    """One event file, with one event a step and two an evaluation.
+    """One event file, with one event per step and two per evaluation.
 
-    TensorBoard's only axis is an event's step, so the held-out reward is written twice: over versions and over compute.
+    TensorBoard's only axis is an event's step, so the held-out reward is written twice: over versions and over
+    device-seconds.
     """
 
     clears_on_open = True
@@ -36,9 +37,9 @@ class TensorBoardSink:
         self._directory.mkdir(parents=True, exist_ok=True)
         for old in self._directory.glob(f"events.out.tfevents.*{_SUFFIX}"):
             old.unlink()
-        # Two files of the same second need different names.
+        # The suffix distinguishes files of the same second.
         self._writer = EventsWriter(str(self._directory / "events"), f".{time.time_ns()}{_SUFFIX}")
-        # A TensorBoard that shows the deleted file drops its data from this step on.
+        # Makes a running TensorBoard drop the data of the deleted file, from this step on.
         self._add(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
         for summary in hparams(dict(flat(hyperparameters(self._run))), {}):
             self._add(Event(step=0, summary=summary))

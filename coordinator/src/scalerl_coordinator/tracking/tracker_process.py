@@ -1,9 +1,9 @@
 """``python -m scalerl_coordinator.tracking.tracker_process NAME``: writes every line of ``metrics.jsonl`` and every row of
 ``curve.csv`` to one tracker.
 
-Standard output gets a :class:`~scalerl_api.wire.Tracker` as a line of JSON whenever it changes. When standard input ends,
-the process writes what is there and exits; so it does not outlive the coordinator either. Exit code: 0 then, 1 if the
-tracker failed, with the reason in its last line.
+The process writes its :class:`~scalerl_api.wire.Tracker` to standard output as a line of JSON whenever it changes. At the
+end of standard input, it writes the remaining rows and exits with 0, so it does not outlive the coordinator. If the
+tracker fails, it exits with 1, and its last line has the reason.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _PROBLEM_CHARACTERS: Final = 600
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; see the module."""
+    """Run the process; returns the exit code (see the module)."""
     (name,) = sys.argv[1:] if argv is None else argv
-    # Output of libraries must not mix with the report's lines.
+    # Libraries' standard output goes to standard error, so that it does not mix with the reported lines.
     report = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     with contextlib.suppress(OSError):
-        os.nice(10)  # the run comes first
-    # tensorboardX imports torch where it is installed: half a GB that is not needed here.
+        os.nice(10)  # the run has priority
+    # tensorboardX imports torch if it is installed, which takes half a GB of memory and is not needed here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     state = Tracker(name=name)
 
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sink = open_sink(name, environment.load_run(), paths)
         follow(paths, sink, lambda step: report_step(step=step), _end_of_input)
     except BrokenPipeError:
-        return 1  # the coordinator has ended
+        return 1  # the coordinator has exited
     except Exception as problem:
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        # Without addresses, which differ in every attempt: an equal problem is logged once.
+        # Memory addresses differ in every attempt; without them an equal problem is logged once.
         said = re.sub(r" at 0x[0-9a-f]+", "", f"{type(problem).__name__}: {problem}")
         report_step(problem=said[:_PROBLEM_CHARACTERS])
         return 1
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
-    """The sink for a field of ``spec.trackers``. Imports its library."""
+    """The sink for a field of ``spec.trackers``; imports the tracker's library."""
     trackers = run.spec.trackers
     if name == "tensorBoard" and trackers.tensor_board is not None:
         from scalerl_coordinator.tracking.tensorboard_sink import TensorBoardSink
@@ -87,17 +87,18 @@ def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
 def follow(
     paths: RunPaths, sink: Sink, report_step: Callable[[int], None], wait: Callable[[float], bool]
 ) -> None:
-    """Write both files and what is appended to them, until ``wait`` returns True; then once more.
+    """Write the rows of both files, and appended rows until ``wait`` returns True, then once more.
 
-    report_step: called with the newest step of the sink (-1 while it has none) when nothing is left to write.
-    wait: sleeps for at most that many seconds.
+    Args:
+        report_step: called with the sink's newest step (-1 while it has none) when all rows are written.
+        wait: sleeps for at most the given seconds; True ends the loop.
     """
     metrics, curve = MetricsTail(paths.metrics), CurveTail(paths.curve)
     (missing, measured), reported, ending = sink.open(), -1, False
     while True:
         rows, points = metrics.read(), curve.read()
         if rows is None or points is None:
-            # Both files are read again from the start; rows that the sink has are skipped.
+            # Both files are read again from the start; rows that the sink already has are skipped.
             metrics.rewind()
             curve.rewind()
             if sink.clears_on_open:

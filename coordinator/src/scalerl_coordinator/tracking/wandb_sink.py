@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline, through its own library."""
+"""Sink for Weights & Biases, online or offline, through the ``wandb`` library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scalerl_api.trackers import WandbSpec
 from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, hyperparameters, tracker_id
 
-# Read at import: do not send the library's errors to its maker.
+# Set before the import, which reads it: the library must not send its errors to W&B.
 os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 import wandb
@@ -20,15 +20,15 @@ import wandb
 _INIT_SECONDS: Final = 30.0
 _VERSION: Final = f"{HELD_OUT}version"
 _MAX_POINTS: Final = 100_000
-"""More evaluations than any run has: the server samples at random above this limit."""
+"""More evaluations than any run has, because the server samples at random above this limit."""
 
 
 class WandbSink:
-    """One W&B run under this run's id, which a later process resumes.
+    """One W&B run with this run's id, which a later process resumes.
 
-    Offline, every process writes all steps into its own file and deletes the previous one, so ``wandb sync`` finds each step
-    once. Online, W&B's own process sends and retries; the next process sends what it had not sent, after it has queried the
-    server's newest step and evaluated versions. W&B's own step is the row number.
+    Offline, each process writes all steps to its own file and deletes the previous file, so ``wandb sync`` finds each step
+    once. Online, W&B's own process sends rows and retries; the next tracker process queries the server's newest step and
+    evaluated versions, and sends the missing rows. W&B's own step is the row number.
     """
 
     def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec) -> None:
@@ -55,7 +55,7 @@ class WandbSink:
                 root_dir=str(self._paths.root),
                 init_timeout=_INIT_SECONDS,
                 silent=True,
-                # Metrics and spec only: no code, no output, no measurements of the machine.
+                # Send metrics and spec only: no code, console output or machine metrics.
                 console="off",
                 disable_git=True,
                 disable_code=True,
@@ -71,7 +71,7 @@ class WandbSink:
         return self._found()
 
     def _found(self) -> tuple[int, set[int]]:
-        """The first step that the server lacks, and the versions whose evaluation it has."""
+        """The first step that the server lacks, and the versions whose evaluations it has."""
         if not self._wandb.resumed:
             return 0, set()
         run = wandb.Api(timeout=int(_INIT_SECONDS)).run(self._wandb.path)
