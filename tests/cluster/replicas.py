@@ -1,4 +1,4 @@
-"""Operators for tests: in the test's own process with another reconcile in them, or as they are started."""
+"""Operators for tests: in the test's process with a stub reconcile, or as separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scalerl_operator.settings import Settings
 
 
 def config_map(namespace: str, name: str, run: str | None = "r", **data: str) -> Object:
-    """A ConfigMap that is a run's, or (None) nobody's."""
+    """A ConfigMap with the label of ``run``, or without it (None)."""
     metadata: Object = {"name": name, "namespace": namespace}
     if run is not None:
         metadata["labels"] = {names.RUN: names.label_value(run)}
@@ -38,7 +38,7 @@ def a_run(namespace: str, name: str) -> Object:
 
 
 async def until(condition: Callable[[], object], limit: float = 120.0) -> float:
-    """Seconds until it is true; an assertion if it never is."""
+    """Wait for a condition; returns the seconds. Raises ``AssertionError`` after ``limit`` seconds."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit, f"not within {limit} s"
@@ -70,12 +70,12 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
     finally:
         operator.stop()
         await asyncio.wait_for(task, 120)
-        # kopf does not wait until the API server has answered the end of its TLS connections.
+        # kopf does not wait until the API server has acknowledged the end of its TLS connections.
         await asyncio.sleep(0.25)
 
 
 def noting(reconciled: list[Key]) -> main.MakeReconcile:
-    """A reconcile that only notes the keys it is called with."""
+    """A stub reconcile that records the keys it is called with."""
 
     @contextlib.asynccontextmanager
     async def make(parts: main.Parts) -> AsyncIterator[main.Reconcile]:
@@ -96,23 +96,23 @@ async def an_operator(
 
 
 async def asked(operator: main.Operator, path: str) -> tuple[int, str]:
-    """What it answers."""
+    """Status code and body of the operator's response at ``path``."""
     assert operator.address is not None
     return await _answer(*operator.address, path)
 
 
-# As it is started
+# As separate processes
 
 
 class Replica:
-    """``python -m scalerl_operator.main``."""
+    """A process of ``python -m scalerl_operator.main``."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int, identity: str) -> None:
         self.process, self.port, self.identity = process, port, identity
         self.said = "nothing yet"
 
     async def holder(self) -> str | None:
-        """Who leads, as it says; None while it is not ready, or does not know."""
+        """The leader's identity according to this replica; None while it is not ready or does not know the leader."""
         assert self.process.returncode is None, f"{self.identity} has ended with {self.process.returncode}"
         try:
             code, text = await _answer("127.0.0.1", self.port, "/readyz")
@@ -126,7 +126,7 @@ class Replica:
 
 
 async def leader(among: list[Replica], seconds: float = 120.0) -> Replica:
-    """The one that says that it leads."""
+    """Wait until a replica reports that it is the leader, and return that replica."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for each in among:
@@ -137,7 +137,7 @@ async def leader(among: list[Replica], seconds: float = 120.0) -> Replica:
 
 
 async def follow(among: list[Replica], first: Replica, seconds: float = 120.0) -> None:
-    """Wait until all of them say that ``first`` leads."""
+    """Wait until all replicas report ``first`` as the leader."""
     deadline = time.monotonic() + seconds
     for each in among:
         while await each.holder() != first.identity:
@@ -150,7 +150,11 @@ async def follow(among: list[Replica], first: Replica, seconds: float = 120.0) -
 async def replica(
     served: Cluster, namespace: str, identity: str, *, log: Path | None = None, **more: str
 ) -> AsyncIterator[Replica]:
-    """One process, killed at the end if it still runs. log: where its words go; more: environment."""
+    """Start a replica, and kill it at the end of the block if it still runs.
+
+    log: file for its standard error.
+    more: additional environment variables.
+    """
     port = free_port()
     environ = {
         **os.environ,

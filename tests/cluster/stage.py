@@ -1,6 +1,7 @@
-"""A stage for the operator's reconciles: a real API server with its controllers, and no kubelet: the test plays the pods.
+"""A test environment for the operator's reconciles: a real API server with its controllers, without a kubelet.
 
-Here are a coordinator with the status that a test sets, and pods that begin, work and end when a test says so.
+It has a fake coordinator with a status that the test sets. The test itself sets the statuses of pods, which start, run and
+end accordingly.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WATCHED = (
     *("NetworkPolicy", "PodDisruptionBudget", "Pod"),
 )
 _addresses = (
-    # Of this process's own, so that several test runs can be under way.
+    # Derived from the process id, so that concurrent test runs have different addresses.
     f"127.{1 + os.getpid() % 250}.{a}.{b}"
     for a, b in itertools.product(range(os.getpid() // 250 % 250, 256), range(1, 255))
 )
@@ -48,7 +49,7 @@ Object = dict[str, Any]
 
 
 class Calls:
-    """Counts what is asked of the API server."""
+    """Counts the requests to the API server by verb."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -62,7 +63,7 @@ class Calls:
 
 
 class Coordinator:
-    """Answers as a coordinator does, with what the test has put into it."""
+    """A fake coordinator with a state set by the test."""
 
     def __init__(self) -> None:
         self.address = next(_addresses)
@@ -70,9 +71,9 @@ class Coordinator:
         self.step, self.points = 3, list[wire.EvaluationPoint]()
         self.given_up = 0
         self.silent, self.asked, self.token = False, 0, ""
-        """token: without it nobody is listened to; empty: everybody is."""
+        """token: required of requests, unless it is empty."""
         self.decisions: DecisionLog | None = None
-        """None: of a release that keeps none."""
+        """None: as a coordinator of a release without a decision log."""
 
     def status(self) -> wire.Status:
         counts = wire.Counts(
@@ -160,7 +161,7 @@ class Coordinator:
 
 
 class Stage:
-    """One namespace, and an operator that reconciles the runs in it."""
+    """A namespace with an operator that reconciles its runs."""
 
     def __init__(
         self, api: KubeApi, own: KubeApi, calls: Calls, namespace: str, kubectl: Callable[..., str]
@@ -171,12 +172,12 @@ class Stage:
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads, self.namespaced = True, False
         self.writes_left: int | None = None
-        """The operator is cut off after so many, in the midst of whatever it does; None: never."""
+        """Number of writes after which the operator is interrupted at any point of a reconcile; None: no limit."""
         self.coordinator = Coordinator()
         self._begin()
 
     async def fresh_operator(self) -> None:
-        """As after a restart: nothing is remembered but what the cluster holds."""
+        """Replace the operator, as in a restart: only the state in the cluster remains."""
         await self.reconciler.forget_all()
         self._begin()
 
@@ -193,7 +194,7 @@ class Stage:
         )
 
     def may_write(self) -> bool:
-        """The operator's fence: asked before each write of its."""
+        """The operator's fence, called before each of its writes."""
         if not self.leads or self.writes_left == 0:
             return False
         if self.writes_left is not None:
@@ -204,9 +205,9 @@ class Stage:
         return time.time() + self.now
 
     async def reconcile(self, name: str = "tiny-addition") -> float | None:
-        """What the watches and the pollers would have brought, then one reconcile."""
+        """Update the state that watches and pollers maintain, then reconcile once."""
         await self.watch()
-        # What the pollers would have: an answer to each reconcile that waits for one wakes the run again.
+        # Also after the reconcile, since the first response of a coordinator triggers another reconcile.
         await self.ask_coordinators()
         wait = await self.reconciler.reconcile((self.namespace, name))
         if not all(held.known for held in self.reconciler.coordinators._pollers.values()):
@@ -215,17 +216,17 @@ class Stage:
         return wait
 
     async def ask_coordinators(self) -> None:
-        """What the pollers do from time to time."""
+        """Poll all coordinators once."""
         pollers = self.reconciler.coordinators
         await asyncio.gather(*(pollers.refresh(run) for run in pollers._pollers))
 
     async def account(self) -> None:
-        """Wait for the service account of the namespace, which a controller makes: without it a pod is refused."""
+        """Wait until a controller has created the namespace's service account, without which pods are refused."""
         words = ("wait", "serviceaccount/default", "-n", self.namespace, "--for=create", "--timeout=180s")
         await asyncio.to_thread(self.kubectl, *words)
 
     async def watch(self) -> None:
-        """What the watches would have brought."""
+        """Update the cache with the namespace's present objects, as watches would."""
         for kind in WATCHED:
             found, version = await self._own.list_at(kind, self.namespace)
             for obj in found:
@@ -237,7 +238,7 @@ class Stage:
     async def reconcile_until(
         self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 600
     ) -> Object:
-        """Reconciles until the run is as wanted."""
+        """Reconcile until ``until`` holds for the run, at most ``times`` times; returns the run."""
         for _ in range(times):
             await self.reconcile(name)
             run = await self._own.get("ScaleRLRun", self.namespace, name)
@@ -252,7 +253,7 @@ class Stage:
             await self._own.create(obj)
 
     async def edit(self, kind: str, name: str, patch: Object, subresource: str | None = None) -> Object:
-        """By somebody: not by the operator's name."""
+        """Patch an object with a field manager other than the operator's."""
         query = {"fieldManager": "somebody", "fieldValidation": "Strict"}
         call = Call("patch", kind_of(kind), self.namespace, name, subresource, patch, query)
         return decode(await self._own._transport.request(call))
@@ -283,7 +284,7 @@ class Stage:
     # --- pods -------------------------------------------------------------------------------------
 
     async def pods(self, role: str, count: int = 1) -> list[Object]:
-        """The pods of a role that are to stay, once the controllers have made them."""
+        """Wait for ``count`` pods of a role that are neither terminating nor finished, and return all such pods."""
         for _ in range(1200):
             found = [p for p in await self.all("Pod", role) if "deletionTimestamp" not in p["metadata"]]
             found = [p for p in found if p.get("status", {}).get("phase") in (None, "Pending", "Running")]
@@ -294,7 +295,7 @@ class Stage:
         raise AssertionError(f"no {count} pods of {role} in 120 s; events: {said}")
 
     async def begin(self, role: str, count: int = 1) -> None:
-        """The pods of a role run and are ready."""
+        """Set the pods of a role to running and ready."""
         for pod in await self.pods(role, count):
             containers = [
                 {
@@ -318,7 +319,7 @@ class Stage:
             await self.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
 
     async def end(self, role: str, code: int = 0, message: str = "", count: int = 1) -> None:
-        """The first ``count`` pods of a role end with ``code``."""
+        """End the first ``count`` pods of a role with exit code ``code``."""
         for pod in (await self.pods(role, count))[:count]:
             over = {"exitCode": code, "message": message, "reason": "Completed" if code == 0 else "Error"}
             containers = [
@@ -340,7 +341,7 @@ class Stage:
             await self.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
 
     async def start(self, run: Object) -> None:
-        """A run that works: prepared, all its pods ready."""
+        """Create a run and bring it to a healthy state: prepared, with all pods ready."""
         await self.create(run)
         await self.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
         await self.end("prepare")
@@ -354,13 +355,13 @@ class Stage:
 
 
 def condition(run: Object, type_: str) -> str:
-    """The reason of a condition; empty without it."""
+    """The reason of a condition; empty if the condition is absent."""
     found = [c["reason"] for c in run.get("status", {}).get("conditions", ()) if c["type"] == type_]
     return found[0] if found else ""
 
 
 def tiny(name: str = "tiny-addition", **spec: Any) -> Object:
-    """The tiny example, changed."""
+    """The tiny example with another name and changed sections of the spec."""
     run = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
     run["metadata"]["name"] = name
     run["spec"] |= spec
@@ -368,7 +369,7 @@ def tiny(name: str = "tiny-addition", **spec: Any) -> Object:
 
 
 def evaluations(count: int) -> list[wire.EvaluationPoint]:
-    """Points of a curve that rises and flattens."""
+    """Evaluation points of a saturating curve."""
     return [
         wire.EvaluationPoint(
             version=10 * i,
@@ -390,7 +391,7 @@ def evaluations(count: int) -> list[wire.EvaluationPoint]:
 
 @contextmanager
 def own_control_plane(**how: Any) -> Iterator[Cluster]:
-    """As :func:`testcluster.start_control_plane`; where none can be run, the test is skipped."""
+    """:func:`testcluster.start_control_plane`; skips the test where no control plane can be run."""
     try:
         cluster = start_control_plane(**how)
     except MissingError as error:
@@ -400,7 +401,7 @@ def own_control_plane(**how: Any) -> Iterator[Cluster]:
 
 
 def serve_runs(cluster: Any) -> None:
-    """Apply the CRD and wait until its objects are served (its first conditions take a moment to be there)."""
+    """Apply the CRD and wait until its objects are served."""
     cluster.kubectl("apply", "--server-side", "-f", CRD)
     deadline = time.monotonic() + 120
     while True:
@@ -413,10 +414,10 @@ def serve_runs(cluster: Any) -> None:
 
 @asynccontextmanager
 async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
-    """A stage in a namespace of its own."""
+    """Create a namespace, serve runs, and yield a stage in it."""
     try:
         cluster.kubectl("get", "scalerlruns", "-n", namespace)
-    except KubectlError:  # to apply the same again costs the server half a second of processor time
+    except KubectlError:  # only if needed: another apply costs the server half a second of CPU time
         serve_runs(cluster)
     cluster.kubectl("create", "namespace", namespace)
     async with stage_in(cluster, namespace) as there:
@@ -425,7 +426,7 @@ async def stage(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
 
 @asynccontextmanager
 async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
-    """A stage in a namespace that is there, of a cluster that serves runs."""
+    """Yield a stage in an existing namespace of a cluster that serves runs."""
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""An edit of every field of the spec, made from the models: a field that is added is edited too, or is an error here."""
+"""Generates an edit of every spec field from the models, so that a new field is covered or raises an error here."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ OTHER: Final[dict[str, Object]] = {
     "storage.size": {"storage": {"size": "20Gi"}},
     "storage.storageClassName": {"storage": {"storageClassName": "fast"}},
 }
-"""Edits of fields that need others beside them, as merge patches of the spec."""
+"""Edits that need other fields to change too, as merge patches of the spec."""
 
 _SOME: Final[tuple[Any, ...]] = (
     *("0.25", "64Mi", "20Gi", "2", "3", "other", "nvidia.com/other", 2, True, False),
@@ -150,7 +150,7 @@ _SOME: Final[tuple[Any, ...]] = (
 
 @dataclass(frozen=True)
 class Edited:
-    """A run with another value of one field."""
+    """A run with one field changed from ``before``."""
 
     path: str
     edit: Edit
@@ -170,7 +170,7 @@ def base() -> ScaleRLRun:
 
 
 def value_at(manifest: Object, path: str) -> Any:
-    """None where it is not there."""
+    """The value at a path below ``spec``; None if the field is absent."""
     found: Any = manifest["spec"]
     for part in path.split("."):
         found = found[int(part)] if isinstance(found, list) else (found or {}).get(part)
@@ -178,7 +178,7 @@ def value_at(manifest: Object, path: str) -> Any:
 
 
 def _alternatives(model_field: Any, now: Any) -> Iterator[Any]:
-    """Values of the kinds that fields have; an enumeration's own first, then numbers next to the one of now."""
+    """Candidate values: an enumeration's own first, then integers next to the present one, then values of other types."""
     for kind in (model_field.annotation, *get_args(model_field.annotation)):
         yield from (value for value in get_args(kind) if isinstance(value, str))
     if isinstance(now, int) and not isinstance(now, bool):
@@ -206,7 +206,7 @@ def _edited(path: str, model_field: Any) -> Object:
 
 
 def edits(*, refused: bool) -> list[Edited]:
-    """One of every field."""
+    """One edit of every field."""
     found = [
         Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field)) for leaf in leaves(RunSpec)
     ]
@@ -254,7 +254,7 @@ _OF_SET: Final[dict[str, Object]] = {
 
 
 def mix_base() -> Object:
-    """A run with a mix of two tasks, whose first has an evaluation set."""
+    """A run with a mix of two tasks and an evaluation set of the first task."""
     sets = [{"name": "sums", "heldOutOf": "a"}]
     return merged(
         BASE, {"metadata": {"name": "edited-mix"}, "spec": {"task": _MIX, "evaluation": {"sets": sets}}}
@@ -262,7 +262,7 @@ def mix_base() -> Object:
 
 
 def sets_base() -> Object:
-    """A run with two evaluation sets, the second with a task of its own."""
+    """A run with two evaluation sets, the second with its own task."""
     task = {"opGraph": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}
     sets = [
         {"name": "held-out"},
@@ -272,7 +272,7 @@ def sets_base() -> Object:
 
 
 def entry_edits(*, refused: bool) -> list[Edited]:
-    """Of each field of the entries of lists in :func:`mix_base` and :func:`sets_base`; a path has the entry's index."""
+    """One edit of each field of the list entries in :func:`mix_base` and :func:`sets_base`; paths contain the entry's index."""
     found = [
         *_of_entry(mix_base(), "task.mix.1", _OF_MIXED_TASK),
         *_of_entry(mix_base(), "evaluation.sets.0", {"heldOutOf": {"heldOutOf": "b"}}),

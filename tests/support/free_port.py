@@ -9,10 +9,10 @@ _HELD: Final[list[socket.socket]] = []
 
 
 def free_port() -> int:
-    """A free port, which a bound socket that does not listen holds until this process ends.
+    """A free port, reserved by a bound socket that does not listen until this process ends.
 
-    A server with ``SO_REUSEADDR`` (vLLM, aiohttp, torch's stores, Go) can listen there all the same, however late it starts;
-    no other process gets the port meanwhile, neither by asking for a free one nor for an outgoing connection.
+    A server with ``SO_REUSEADDR`` (vLLM, aiohttp, torch's stores, Go) can listen on the port at any later time. The kernel
+    gives the port to no other process, either as a free port or for an outgoing connection.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The table of runs that nobody should be able to start, ``invalid.yaml``, as values."""
+"""Reads ``invalid.yaml``, the table of runs that must be refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INVALID: Final = Path(__file__).parents[1] / "cluster" / "invalid.yaml"
 
 @dataclass(frozen=True)
 class Case:
-    """One row; see the head of the file. ``run`` is applied, and ``changed``, if any, over it."""
+    """One row (see the head of the file). ``run`` is applied first, then ``changed``, if any."""
 
     name: str
     by: Literal["schema", "cel", "operator"]
@@ -34,7 +34,7 @@ class Case:
 
 
 def cases(*by: str) -> list[Case]:
-    """The rows that one of ``by`` refuses."""
+    """The rows that are refused by one of ``by``."""
     table = yaml.safe_load(INVALID.read_text(encoding="utf-8"))
     return [_case(table["base"], row) for row in table["cases"] if row["by"] in by]
 
@@ -50,7 +50,7 @@ class Warned:
 
 
 def warned() -> list[Warned]:
-    """The runs that are taken with a warning."""
+    """The runs that are accepted with a warning."""
     table = yaml.safe_load(INVALID.read_text(encoding="utf-8"))
     return [
         Warned(row["name"], merged(table["base"], {"spec": row["with"]}), row["field"], row["says"])
@@ -67,7 +67,7 @@ def _case(base: Object, row: Object) -> Case:
 
 
 def merged(value: Object, patch: Object) -> Object:
-    """JSON merge patch (RFC 7386): objects are joined, null takes a field away, all else is replaced."""
+    """Apply a JSON merge patch (RFC 7386): objects are merged, null removes a field, other values are replaced."""
     result = copy.deepcopy(value)
     for key, new in patch.items():
         if new is None:

@@ -1,4 +1,4 @@
-"""A vLLM server as anyone would start one: no plug-in of this project, its own process group, an API key."""
+"""A standard vLLM server without this project's plug-in, in its own process group, with an API key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 360.0
 
 @contextmanager
 def plain_server(model: Path, *, context_tokens: int, key: str, log: Path) -> Iterator[str]:
-    """Serve ``model`` as ``teacher`` in float32; yields the address once it answers."""
+    """Serve ``model`` as ``teacher`` in float32; yields the URL once the server is healthy."""
     port = free_port()
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     argv += ["--served-model-name", "teacher", "--host", "127.0.0.1", "--port", str(port), "--api-key", key]

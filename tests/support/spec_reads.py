@@ -1,8 +1,8 @@
-"""Which fields of the spec a module's source reads: chains of attributes that begin at a model of the spec.
+"""Finds the spec fields that a module's source reads: attribute chains that begin at a model of the spec.
 
-A chain begins at a parameter or an attribute annotated as such a model, at ``.spec``, or at a name that such a chain was
-assigned to. A section that is passed on whole counts as read whole, unless it goes to a parameter that is annotated: then
-the function that takes it says what it reads.
+A chain begins at a parameter annotated with such a model, at ``.spec``, or at a name to which such a chain was
+assigned. All fields of a section that is passed to a function count as read, unless that function's parameter is
+annotated with the section's model: then only the fields that the function reads count.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MODELS = {model.__name__: model for model, _ in SECTIONS}
 
 
 class _Reads(ast.NodeVisitor):
-    """``found``: (model, attributes) of each chain, the attributes after the model."""
+    """Collects attribute chains in ``found``, each as (model, attribute, ...)."""
 
     def __init__(self, names: dict[str, tuple[str, ...]]) -> None:
         self.names = names
         self.found: set[tuple[str, ...]] = set()
 
     def chain(self, node: ast.AST) -> tuple[str, ...] | None:
-        """(model, attribute, ...); None: it does not begin at a model of the spec."""
+        """The chain (model, attribute, ...) of a node; None if it does not begin at a model of the spec."""
         match node:
             case ast.Name(id=name):
                 return self.names.get(name)
@@ -78,7 +78,7 @@ class _Reads(ast.NodeVisitor):
         self.visit(node.func)
         for value in (*node.args, *(k.value for k in node.keywords)):
             chain = self.chain(value)
-            # A model that is passed on: another module's function says what it reads of it, see `reads`.
+            # A model passed to another function: see `reads` for functions that are analysed in their own module.
             self.found.add((*chain, f"<{ast.unparse(node.func)}>")) if chain else self.visit(value)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -92,7 +92,7 @@ class _Reads(ast.NodeVisitor):
 def reads(source: Path, passed_on: set[str]) -> set[str]:
     """Paths of the leaves that a module reads.
 
-    passed_on: functions whose own parameters are annotated, and looked at in their own module.
+    passed_on: functions with annotated parameters, which are analysed in their own module.
     """
     visitor = _Reads({})
     visitor.visit(ast.parse(source.read_text()))
@@ -122,12 +122,12 @@ def _below(model: type[BaseModel], path: str, rest: tuple[str, ...], passed_on: 
             return
         model = nested
         if index == len(rest) - 1:
-            return  # asked whether it is given, or assigned; what is read of it has a chain of its own
+            return  # tested for None, or assigned; reads of its fields are separate chains
     yield from (f"{path}.{leaf.path}".lstrip(".") for leaf in leaves(model))
 
 
 def _of_attribute(model: type[BaseModel], name: str, path: str) -> Iterator[str]:
-    """A property reads what its body does; another method of the model may read all of it."""
+    """Fields read by a model's property or method: those in a property's body, or all fields for a method."""
     member = inspect.getattr_static(model, name)
     if not isinstance(member, property):
         yield from (f"{path}.{leaf.path}".lstrip(".") for leaf in leaves(model))
