@@ -1,1 +1,1 @@
-"""What several benchmarks share: a model of known completion lengths, a run under measurement, TRL's side."""
+"""Code shared by several benchmarks, such as a model with known completion lengths, measured runs, and the TRL baseline."""

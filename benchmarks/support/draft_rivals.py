@@ -1,5 +1,8 @@
-"""Replays what was sampled through drafters: acceptance length. Exact in distribution for drafts of one token a
-position, since a token is accepted exactly if the model sampled it."""
+"""Measures drafters' acceptance length by a replay of sampled completions.
+
+The result is exact in distribution for drafts with one token per position, since such a token is accepted if and only if
+the model samples it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ MAX_DRAFT = 32
 
 
 class Rival(Protocol):
-    """A drafter of one engine: its prompts come one after the other, each with siblings that advance together."""
+    """A drafter in one engine, which gets one prompt after another; the siblings (completions) of a prompt run concurrently."""
 
     def begin(self, prompt: int, prompt_t: Int32s, siblings: int) -> None: ...
     def draft(self, sibling: int, new: list[int], remaining: int) -> list[int]:
-        """After a sibling's new tokens."""
+        """Draft up to ``remaining`` tokens after a sibling's new tokens."""
 
     def end(self, sibling: int) -> None: ...
     def finish(self, completions: list[Int32s], rewards: list[float]) -> None:
-        """All siblings ended."""
+        """Called when all siblings have ended."""
 
 
 @dataclass
@@ -41,11 +44,11 @@ class Outcome:
 def replay(
     rival: Rival, prompts: list[Int32s], groups: list[list[Int32s]], rewards: list[list[float]] | None = None
 ) -> Outcome:
-    """One epoch."""
+    """Replay one epoch; ``groups`` and ``rewards`` have the completions of each prompt and their rewards."""
     outcome = Outcome()
     for prompt, (prompt_t, completions) in enumerate(zip(prompts, groups, strict=True)):
         rival.begin(prompt, prompt_t, len(completions))
-        # The first token comes of the prompt's forward pass.
+        # The first token is sampled by the prompt's forward pass and needs no verification.
         at = [0] * len(completions)
         drafts: list[list[int]] = [[] for _ in completions]
         running = set(range(len(completions)))
@@ -70,7 +73,7 @@ def replay(
 
 
 class Ours:
-    """:class:`scalerl_generator.drafter.Drafter`, with a threshold that does not move."""
+    """:class:`scalerl_generator.drafter.Drafter` with a constant threshold."""
 
     def __init__(self, threshold: float, max_draft: int = MAX_DRAFT, memory_tokens: int = 4_000_000) -> None:
         self.drafter = Drafter(64, memory_tokens, max_draft)
@@ -106,7 +109,7 @@ class Ours:
 
 
 class Suffix:
-    """arctic-inference's cache, as vLLM's ``suffix`` uses it: warm, or with no cache beyond the sequence's own text."""
+    """arctic-inference's suffix cache, as in vLLM's ``suffix``; with ``cached`` 0 it has only the sequence's own text."""
 
     def __init__(self, factor: float, min_probability: float, cached: int = 10_000, depth: int = 24) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -142,8 +145,11 @@ class Suffix:
 
 @dataclass
 class RhymeRL:
-    """The paper's rule: the last epoch's responses to the same prompt, the longest match of 7 to 3 tokens, of the best reward; a
-    window that grows by 2 while all is accepted, and falls back to 2, at most 32 [S, arXiv 2508.18588]."""
+    """The paper's rule [S, arXiv 2508.18588].
+
+    Drafts from the last epoch's responses to the same prompt, after the longest match of 7 to 3 tokens, in the response of
+    highest reward. The draft window grows by 2 while whole drafts are accepted, up to 32, and otherwise returns to 2.
+    """
 
     longest: int = 7
     shortest: int = 3
@@ -183,7 +189,7 @@ class RhymeRL:
 
 @dataclass
 class Ngram:
-    """The longest match of 5 to 2 tokens in the sequence itself, as vLLM's ``ngram``."""
+    """Drafts after the longest match of 5 to 2 tokens in the sequence itself, as vLLM's ``ngram``."""
 
     longest: int = 5
     shortest: int = 2
@@ -207,10 +213,10 @@ class Ngram:
 
 
 def bound(likeliest: list[list[NDArray[np.bool_]]], max_draft: int = MAX_DRAFT) -> Outcome:
-    """What a drafter yields that knows the model's likeliest token everywhere.
+    """Acceptance of a drafter that always drafts the model's most probable tokens.
 
     Args:
-        likeliest: by prompt and completion, whether each sampled token was the likeliest one.
+        likeliest: by prompt and completion, whether each sampled token was the most probable one, bool ``[tokens]``.
     """
     outcome = Outcome()
     for group in likeliest:

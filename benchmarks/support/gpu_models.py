@@ -1,4 +1,4 @@
-"""Models made from nothing on the device, and what a step of them costs. For ``gpu_check``."""
+"""Randomly initialised models on the device, and the FLOPs of a training step, for ``gpu_check``."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ PEAK_TFLOPS = {
     "RTX 3090": 71.0,
     "RTX A6000": 154.8,
 }
-"""Dense bfloat16 with float32 sums, by a part of the device's name; the first that fits. From the makers' data sheets."""
+"""Peak TFLOP/s, dense bfloat16 with float32 accumulation, by a part of the device's name; the first match counts. From the
+manufacturers' data sheets."""
 
 
 def peak_tflops(name: str) -> float | None:
-    """None for a device that is not in the table."""
+    """Peak TFLOP/s of a device; None if the table does not have it."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape. ``sequence`` and ``rows``: of one training step."""
+    """Shape of a model, and of one training step: ``rows`` rows of ``sequence`` tokens."""
 
     kind: str
     hidden: int
@@ -57,12 +58,12 @@ SHAPES = {
     "0.5B": Shape("qwen2", 896, 24, 14, 2, 4864, 151936, 2048, 8),
     "1.5B": Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, 2048, 8),
 }
-"""Qwen2.5's."""
+"""Shapes of Qwen2.5 models."""
 TINY = {name: Shape("qwen2", 64, 2, 4, 2, 128, 512, 32, 2) for name in SHAPES}
 
 
 def positions_shape(kind: str, tiny: bool) -> Shape:
-    """Large weights, so that attention depends on where a token stands."""
+    """Shape of a model with large weights, so that attention depends on a token's position."""
     size = (64, 2, 4, 2, 128, 256, 256, 1) if tiny else (512, 4, 8, 4, 1024, 1024, 4096, 1)
     return Shape(kind, *size, spread=0.1)
 
@@ -112,14 +113,17 @@ def make(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def step_flops(shape: Shape, parameters: int, tokens: int) -> float:
-    """Floating point operations of forward and backward: six a parameter and token (the embedding's lookup is none, but
-    a tied one is the head's matrix), and attention, of which a causal mask leaves half."""
+    """Floating-point operations of the forward and backward passes.
+
+    Six per parameter and token, and those of attention, which the causal mask halves. An untied embedding does not count,
+    since it is a lookup; a tied one counts as the head's matrix.
+    """
     lookup = 0 if shape.tied else shape.vocabulary * shape.hidden
     return (6 * (parameters - lookup) + 6 * shape.layers * shape.hidden * shape.sequence) * tokens
 
 
 class Masters:
-    """AdamW over float32 copies of bfloat16 parameters, as ZeRO keeps them: what the trainer does on one device."""
+    """AdamW on float32 master copies of bfloat16 parameters, as in ZeRO: the trainer's optimizer on one device."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters

@@ -1,10 +1,11 @@
-"""Runs in an interpreter that has `lcpfn`, which wants torch ≤ 1.11 and numpy < 2 and so cannot share this project's.
+"""Forecasts with `lcpfn` in a separate interpreter, since it needs torch ≤ 1.11 and numpy < 2.
 
     python lcpfn_worker.py NETWORK < jobs > quantiles
 
-NETWORK: a network's name in the package, which it fetches from its authors' server at first use, or a file. jobs: JSON,
-[x, y, x ahead] each, x in epochs of at most 100 in all. quantiles: as the last line, JSON, for each job the .0025, .0075, … .9975
-quantiles of y at the first x ahead.
+NETWORK: name of a network in the package, which downloads it from its authors' server at first use, or a file.
+jobs: a JSON list of [x, y, x ahead], with x in epochs, at most 100 in total.
+quantiles: the last line of the output, a JSON list with the .0025, .0075, … .9975 quantiles of y at the first x ahead of
+each job.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A tiny model whose completions have a known length distribution, for measuring throughput.
 
-A Llama of 0.9 M parameters over a 15-token vocabulary, whose weights are set so that it emits digits and blanks with a
-constant probability of ending: sampled completions are geometric in length with the mean asked for, on every system that
-loads the same directory. It is written without torch and transformers, which take longer to import than a short benchmark
-takes to generate.
+A Llama of 0.9 M parameters with a vocabulary of 15 tokens. Its weights are set so that it emits digits and blanks, with a
+constant probability of the end token: the lengths of sampled completions have a geometric distribution with the requested
+mean, on every system that loads the model. It is written without torch and transformers, whose import takes longer than
+the generation in a short benchmark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = (*"0123456789", " ", ":")
 HEAD_SIZE = 32
-"""One that vLLM's attention on CPUs has a kernel for."""
+"""A head size for which vLLM's CPU attention has a kernel."""
 LAYERS = 4
 SPREAD = 0.02
 
@@ -31,7 +31,10 @@ def make_length_model(
     seed: int = 0,
     kv_heads: int | None = None,
 ) -> int:
-    """Write model and tokenizer; returns the number of parameters. kv_heads: of each layer; by default one for each attention head."""
+    """Write model and tokenizer; returns the number of parameters.
+
+    kv_heads: key-value heads of each layer; by default one per attention head.
+    """
     kv_heads = kv_heads or hidden // HEAD_SIZE
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
@@ -68,8 +71,8 @@ def make_length_model(
     weights[1] = weights.sum() / (mean_tokens - 1)
     generator = np.random.default_rng(seed)
     tensors = _layers(hidden, kv_heads * HEAD_SIZE, generator)
-    # All tokens have nearly one embedding, which the layers barely move. The head makes the log-weights of what is common
-    # to all, and reads a little of the rest, so that gradients reach every layer.
+    # All tokens have nearly the same embedding, which the layers barely change. The head maps the common component to the
+    # log-weights, and has small weights for the other components, so that gradients reach every layer.
     noise = SPREAD * generator.standard_normal((2, len(vocabulary), hidden), np.float32)
     tensors["model.embed_tokens.weight"] = 1 + noise[0]
     tensors["model.norm.weight"] = np.ones(hidden, np.float32)
@@ -96,7 +99,7 @@ def _layers(hidden: int, kv_size: int, generator: np.random.Generator) -> dict[s
 
 
 def write_prompts(path: Path, count: int) -> None:
-    """A JSONL of distinct prompts whose answer is a digit that random completions end on now and then."""
+    """Write a JSONL file of distinct prompts, each with a digit as its answer, which some random completions end with."""
     with path.open("w") as file:
         for index in range(count):
             file.write(

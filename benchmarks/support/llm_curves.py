@@ -12,15 +12,18 @@ from scalerl_curvefit import Curve
 
 FILE = Path(__file__).parents[2] / "curvefit" / "data" / "llm_curves.json"
 COLLAPSE = 0.1
-"""A run collapsed if two evaluations in a row have a mean this far below the best such mean before them."""
+"""A run collapsed if the mean reward of two consecutive evaluations is this far below the highest such mean before."""
 
 
 @dataclass(frozen=True, eq=False)
 class LLMCurve:
-    """One run.
+    """The validation curve of one run.
 
-    source: the repository that published it. licence: of that repository. metric: what was evaluated.
-    curve: the points, compute in training steps, with the completions behind each.
+    name: name of the run.
+    source: repository that published the run.
+    licence: licence of that repository.
+    metric: evaluated metric.
+    curve: the points, with compute in training steps and the number of completions of each.
     """
 
     name: str
@@ -31,7 +34,7 @@ class LLMCurve:
 
     @property
     def collapsed(self) -> bool:
-        """Whether the rewards fell by more than `COLLAPSE` and not for one evaluation only."""
+        """Whether the reward fell by more than `COLLAPSE` for more than one evaluation."""
         pairs = (self.curve.reward[1:] + self.curve.reward[:-1]) / 2
         return bool(np.max(np.maximum.accumulate(pairs) - pairs) > COLLAPSE)
 

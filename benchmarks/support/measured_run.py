@@ -1,4 +1,4 @@
-"""A whole ``scalerl run`` under measurement: roles pinned to cores, rates read from what the run leaves."""
+"""Measures a whole ``scalerl run``: pins roles to cores, and reads rates from the run's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRAIN_SECONDS = 30.0
 
 
 def manifest(name: str, model: Path, prompts: Path, context: int, **sections: Any) -> dict[str, Any]:
-    """A run of the length model: no evaluation and no checkpoint but the last, a rate that changes nothing."""
+    """A run of the length model with a negligible learning rate, and no evaluation or checkpoint between start and end."""
     recipe = {"zeroVarianceFilter": False, "optimizer": {"learningRate": "1e-7"}} | sections.pop("recipe")
     return {
         "apiVersion": "scalerl.dev/v1alpha1",
@@ -40,7 +40,7 @@ def manifest(name: str, model: Path, prompts: Path, context: int, **sections: An
 
 @dataclass(frozen=True)
 class Edit:
-    """After so many steps the recipe is changed: the coordinator ends, and comes back with the other one."""
+    """A change of the recipe after ``steps`` steps; the coordinator is killed, and restarts with the new recipe."""
 
     steps: int
     recipe: Mapping[str, Any]
@@ -55,7 +55,9 @@ def measured_run(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run to the end; returns ``summary.json`` and the rows of ``metrics.jsonl``.
 
-    pins: core by role.
+    pins: core of each role.
+    seconds: timeout.
+    edit: change of the recipe during the run.
 
     Raises:
         RuntimeError: the run failed or took longer than ``seconds``; the message has its last lines.
@@ -113,7 +115,7 @@ def _processes(directory: Path, module: str) -> list[int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing is left running: a drain, then the second signal, which ends everything at once."""
+    """End all processes: request a drain, then send a second signal, which ends everything immediately."""
     for _ in range(2):
         if process.poll() is not None:
             return
@@ -126,10 +128,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def rate(rows: list[dict[str, Any]], key: str, lead: int, tail: int | None = None) -> float:
-    """Units of ``key`` per second by the steps' wall clock, in the steady state.
+    """Sum of ``key`` per second of wall-clock time, in the steady state.
 
-    The first ``lead`` steps are left out, in which the generator may get ahead, and the last ``tail`` (by default as
-    many), which it has generated already: there the trainer has the machine to itself.
+    Excludes the first ``lead`` steps, during which the generator may get ahead, and the last ``tail`` steps (by default
+    ``lead``), whose completions are generated before, so that the trainer does not share the machine.
     """
     timed = rows[lead : len(rows) - (lead if tail is None else tail)]
     elapsed = timed[-1]["wall_seconds"] - rows[lead - 1]["wall_seconds"]

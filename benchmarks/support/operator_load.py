@@ -1,27 +1,27 @@
-"""A thousand runs on a real API server, and the operator as a process of its own.
+"""Measures the operator, in a separate process, with a thousand runs on a real API server.
 
-All of it on two cores: etcd, API server, controller-manager, scheduler, four nodes without machines (a pod is Running
-as soon as it is scheduled, and runs nothing, so a preparation continues for ever), this client, and the operator: its
-``main``, as the image runs it, with a service account's token.
+All processes share two cores: etcd, API server, controller-manager, scheduler, four simulated nodes (a pod is Running as
+soon as it is scheduled, and runs nothing, so a preparation never ends), this client, and the operator: its ``main``, as in
+the image, with a service account's token.
 
-The runs are ``examples/tiny/run-kubernetes.yaml``, which brings a pod template of its own: workloads with it go through a
-dry run before anything is made, once a minute for all runs, since they all bring the same. Nothing is cached before; the
-volumes for their claims are there, and are bound to them one after the other.
+The runs are ``examples/tiny/run-kubernetes.yaml``, which has a pod template. The operator validates workloads with a pod
+template by a dry run before it creates any object; since the template is the same in all runs, this takes one dry run per
+minute. No cache is warm at the start. Volumes for the claims exist, and are bound one after the other.
 
-1. *reconciled*: all runs are created by 16 connections as quickly as they are taken. A run is reconciled when its
-   status has its ``observedGeneration`` and phase Preparing, which is written last; then the claim, the token, the
-   spec's ConfigMap, the NetworkPolicy and the preparation's Job of each are counted. Seconds from the first request
-   to the last run's status, as a watch brings it.
-2. *idle, preparing*: once nothing has been written for a while, CPU time and writes of the operator over the idle
-   seconds. Beside its own count of writes stands the API server's, of all writers but those of Leases (nodes renew
-   theirs, the operator its own every three seconds; they are counted apart).
-3. *first write*: a hundred runs get another budget, ten a second, and then another one, by 16 connections at once.
-   From the request's start to the first thing that the operator writes of that run, its spec's ConfigMap or its status,
-   as a watch brings it: so it holds the API server's part twice, and this client's.
-4. *idle, suspended*: the same as 2, after ``suspend: true`` on all runs.
-5. *event loop*: how late it came back to a task that sleeps half a second, over all of this, by the operator's own
-   histogram (what is given is the upper bound of the highest bucket that is not empty). That counts the time in which
-   others had the core. So beside it: the CPU time of the longest callback, by a clock around each.
+1. *reconciled*: 16 connections create all runs as fast as the API server accepts them. A run is reconciled when its
+   status has its ``observedGeneration`` and phase Preparing, which is written last; then each run's claim, token, ConfigMap
+   of the spec, NetworkPolicy and preparation Job are counted. The figure is the seconds from the first request until all
+   objects exist.
+2. *idle, preparing*: CPU time and writes of the operator during the idle seconds, after a while without writes. For
+   comparison, the API server's count of all clients' writes, without Leases (nodes renew their own, and the operator its
+   own every three seconds; the operator's renewals are reported separately).
+3. *first write*: a hundred runs get another budget, first ten per second, then by 16 connections at once. The figure is the
+   time from the start of the request to the operator's first write for that run, either the spec's ConfigMap or the
+   status, as a watch reports it. It therefore includes the API server's time twice, and this client's.
+4. *idle, suspended*: as 2, after ``suspend: true`` on all runs.
+5. *event loop*: lag of a task that sleeps half a second, over all phases, from the operator's own histogram (the figure
+   is the upper bound of the highest bucket that is not empty). The lag includes time in which other processes used the
+   core, so the CPU time of the longest callback, measured around each callback, is also reported.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from support.seen_runs import Seen, written_to  # noqa: E402
 
 CORES, NODES, CONNECTIONS, CHANGED = 2, 4, 16, 100
 PER_SECOND = 10.0
-"""Runs that are changed, where they are not changed all at once."""
+"""Runs changed per second, in the phase that paces changes."""
 NAMESPACE = "benchmark"
 OBJECTS = ("PersistentVolumeClaim", "Secret", "ConfigMap", "NetworkPolicy", "Job")
-"""What a run has while it is prepared."""
+"""Kinds of objects that a run has while it is prepared."""
 LIMIT_SECONDS = 600.0
-"""No phase takes longer; then the benchmark fails."""
+"""Timeout of each phase, after which the benchmark fails."""
 
 Object = dict[str, Any]
 
@@ -74,7 +74,7 @@ Object = dict[str, Any]
 
 @dataclass
 class Load:
-    """The client's side."""
+    """The client that creates and changes the runs."""
 
     cluster: Cluster
     api: KubeApi
@@ -83,7 +83,7 @@ class Load:
     runs: list[str]
 
     async def each(self, runs: list[str], call: Callable[[str], Awaitable[object]]) -> None:
-        """``call`` for each run, over a bounded number of connections."""
+        """Await ``call`` for each run, over a bounded number of connections."""
         free = asyncio.Semaphore(CONNECTIONS)
 
         async def one(name: str) -> None:
@@ -95,14 +95,14 @@ class Load:
                 group.create_task(one(name))
 
     async def make_volumes(self) -> None:
-        """One for each run's claim: nobody provisions here, and without a volume no pod is scheduled."""
+        """Create a volume for each run's claim: there is no provisioner, and pods without volumes are not scheduled."""
         volumes = [_volume(name) for name in self.runs]
         manifest = "\n---\n".join(json.dumps(volume) for volume in volumes)
         create = ("create", "-f", "-", "-o", "name")
         await asyncio.to_thread(self.cluster.kubectl, *create, stdin=manifest, seconds=LIMIT_SECONDS)
 
     async def create(self) -> float:
-        """All runs; seconds until the last is reconciled."""
+        """Create all runs; returns the seconds until the last is reconciled."""
         manifest = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
 
         async def make(name: str) -> None:
@@ -113,7 +113,7 @@ class Load:
         created = time.monotonic() - began
         print(f"{len(self.runs)} runs created in {created:.1f} s", flush=True)
         await self.until(Phase.PREPARING, began)
-        for kind in OBJECTS:  # a run's phase is written down before its objects are made
+        for kind in OBJECTS:  # the operator writes a run's phase before it creates the objects
             while missing := await self._without(kind):
                 if time.monotonic() - began > LIMIT_SECONDS:
                     raise SystemExit(f"{len(missing)} runs without their {kind}, as {missing[0]}")
@@ -126,15 +126,15 @@ class Load:
         return [name for name in self.runs if name not in there]
 
     async def suspend(self) -> float:
-        """All runs; seconds until the last is."""
+        """Suspend all runs; returns the seconds until the last is suspended."""
         began = time.monotonic()
         await self.each(self.runs, lambda name: self._patch(name, {"suspend": True}))
         return await self.until(Phase.SUSPENDED, began)
 
     async def change(self, budget: int, rate: float | None) -> tuple[list[float], list[float]]:
-        """Another budget for some, all at once or ``rate`` of them a second.
+        """Change the budget of some runs, all at once (None) or ``rate`` of them per second.
 
-        Seconds to the operator's first write of each, and those of the requests alone; sorted.
+        Returns the seconds to the operator's first write for each run, and the seconds of the requests alone, both sorted.
         """
         some = self.runs[:: max(1, len(self.runs) // CHANGED)][:CHANGED]
         self.seen.watch_for(some)
@@ -159,7 +159,7 @@ class Load:
         return firsts, sorted(answered[name] - sent[name] for name in some)
 
     async def until(self, phase: Phase, began: float) -> float:
-        """Seconds from ``began`` until all runs are in ``phase``."""
+        """Wait until all runs are in ``phase``; returns the seconds since ``began``."""
         shown = time.monotonic()
         while (count := self.seen.are(phase)) < len(self.runs):
             now = time.monotonic()
@@ -178,7 +178,7 @@ class Load:
         await self.api.patch("ScaleRLRun", NAMESPACE, name, {"spec": spec})
 
     async def idle(self, what: str, seconds: float, quiet: float) -> dict[str, float]:
-        """What ``seconds`` cost in which nothing happens, once nobody has written anything for ``quiet`` seconds."""
+        """Wait for ``quiet`` seconds without a write, then measure the operator over ``seconds`` of idle time."""
         end = time.monotonic() + LIMIT_SECONDS
         while True:
             all_before = await asyncio.to_thread(written_to, self.cluster)
@@ -263,7 +263,7 @@ async def measure(cluster: Cluster, work: Path, count: int, idle: float, quiet: 
 
 
 def _lag(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, float]:
-    """Of the operator's histogram of how late its event loop was."""
+    """Figures of the operator's histogram of its event loop's lag."""
     name = f"{metric_names.LOOP_LAG_SECONDS}_bucket"
     buckets = sorted((float(dict(of)["le"]), value) for (n, of), value in found.items() if n == name)
     total = buckets[-1][1]
@@ -300,7 +300,7 @@ def _control_plane() -> Cluster:
 
 
 def _serve_runs(cluster: Cluster) -> None:
-    """The CRD, until its objects are served, and the namespace."""
+    """Apply the CRDs, wait until runs are served, and create the namespace."""
     cluster.kubectl("apply", "--server-side", "-f", ROOT / "crds")
     end = time.monotonic() + 30
     while True:
@@ -315,7 +315,7 @@ def _serve_runs(cluster: Cluster) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="the operator with a thousand runs on a real API server")
     parser.add_argument("--quick", action="store_true", help="100 runs, 5 idle seconds")
     parser.add_argument("--runs", type=int, default=1000)
@@ -326,7 +326,7 @@ def main() -> None:
     idle = min(arguments.idle, 5.0) if arguments.quick else arguments.idle
     quiet = 2.0 if arguments.quick else 5.0
     cores = sorted(os.sched_getaffinity(0))[:CORES]
-    os.sched_setaffinity(0, cores)  # of all that is started here, too
+    os.sched_setaffinity(0, cores)  # inherited by all processes that are started here
     print(f"load average at the start: {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as work, _control_plane() as cluster:
         figures = asyncio.run(measure(cluster, Path(work), count, idle, quiet))

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, and what can be read of it while it works."""
+"""Starts the operator as a separate process, and reads its metrics, CPU time and memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 NAMESPACE = "scalerl-system"
 LONGEST = "longest-callback"
-"""The file in its folder that has the CPU time of the longest callback once it has ended."""
+"""File in the work folder with the CPU time of the longest callback, written when the operator ends."""
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Prometheus' text format, by name and labels."""
+    """Values in Prometheus' text format, by metric name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -47,7 +47,7 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass
 class Operator:
-    """The process under measurement."""
+    """The measured operator process."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -55,7 +55,7 @@ class Operator:
     session: aiohttp.ClientSession
 
     async def ready(self) -> None:
-        """Until it leads."""
+        """Wait until the operator is the leader."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -72,12 +72,12 @@ class Operator:
             return samples(await answer.text())
 
     async def writes(self) -> Counter[str]:
-        """What it has written, by kind."""
+        """Number of the operator's writes, by kind."""
         found = await self.metrics()
         return Counter({dict(of)["kind"]: int(v) for (n, of), v in found.items() if n == metric_names.WRITES})
 
     async def calls(self) -> Counter[str]:
-        """What it has asked of the API server, by verb."""
+        """Number of the operator's requests to the API server without those of Leases, by verb."""
         calls: Counter[str] = Counter()
         for (name, of), value in (await self.metrics()).items():
             if name == metric_names.API_REQUESTS and dict(of)["kind"] != "Lease":
@@ -88,7 +88,7 @@ class Operator:
         return cpu_seconds(self.process.pid)
 
     def memory_mb(self, what: str) -> float:
-        """``VmRSS`` now, or ``VmHWM``, its highest; in MB of a million bytes."""
+        """Resident memory, present (``VmRSS``) or maximum (``VmHWM``), in MB of a million bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         kib = re.search(rf"^{what}:\s+(\d+) kB", status, re.MULTILINE)
         assert kib is not None
@@ -97,7 +97,7 @@ class Operator:
 
 @contextlib.contextmanager
 def running(cluster: Cluster, work: Path, session: aiohttp.ClientSession) -> Iterator[Operator]:
-    """The operator's process, ended with SIGTERM."""
+    """Start the operator's process, and end it with SIGTERM at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -127,7 +127,7 @@ def running(cluster: Cluster, work: Path, session: aiohttp.ClientSession) -> Ite
 
 
 def _as_service_account(cluster: Cluster, work: Path) -> Path:
-    """A kubeconfig as its pod would have it: the API server's fairness counts it, unlike an administrator."""
+    """A kubeconfig with a service account, which is subject to API Priority and Fairness, unlike an administrator."""
     cluster.kubectl("create", "namespace", NAMESPACE)
     cluster.kubectl("create", "serviceaccount", "operator", "-n", NAMESPACE)
     account = f"--serviceaccount={NAMESPACE}:operator"

@@ -1,8 +1,8 @@
-"""Simple forecasters of a curve, each with a spread that is learned from its own errors on other curves.
+"""Simple forecasters of a curve, each with a scale that is fitted to its own errors on other curves.
 
-A rival says where the curve stands and how much it will gain; the forecast is Student's t with four degrees of freedom
-around ``level + share · gain``, of sd² = floor² + (part · gain)². `floor`, `part` and, where the rival damps its trend,
-`share` make the smallest mean CRPS on the curves that `learn` is given.
+A forecaster estimates the curve's present level and its future gain. The forecast is Student's t with four degrees of
+freedom, location ``level + share · gain`` and scale² = floor² + (part · gain)². `floor`, `part` and, for a damped trend,
+`share` minimise the mean CRPS on the curves given to `learn`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ LevelAndGain = Callable[[cf.Curve, float], tuple[float, float]]
 
 DRAWS = 1000
 STANDARD = student.ppf((np.arange(DRAWS) + 0.5) / DRAWS, 4)
-"""Student's t with four degrees of freedom, as evenly spaced quantiles."""
+"""Quantiles of Student's t with four degrees of freedom at evenly spaced levels."""
 _Z = np.concatenate([-np.geomspace(400, 0.01, 300), [0.0], np.geomspace(0.01, 400, 300)])
 _CRPS_OF_Z = crps(np.broadcast_to(STANDARD, (_Z.size, DRAWS)), _Z)
 LEAST_LOSS = 1e-3
-"""Rewards nearer to 1 than this count as this near: the logarithm of the loss has to exist."""
+"""Lower limit of the loss 1 − R, whose logarithm must be finite."""
 
 
 def persistence(head: cf.Curve, at: float) -> tuple[float, float]:
-    """The last reward stays."""
+    """The last reward, without a gain."""
     return float(head.reward[-1]), 0.0
 
 
 def drift(head: cf.Curve, at: float) -> tuple[float, float]:
-    """A line in log C through the last doubling; the level is halfway between its end and the last reward."""
+    """A line in ln C through the last doubling; the level is halfway between the line's end and the last reward."""
     recent = (head.compute > 0) & (head.compute >= head.now / 2)
     if recent.sum() < 3:
         recent = np.arange(len(head)) >= len(head) - 3
@@ -72,9 +72,10 @@ def asymptotic_power_law(head: cf.Curve, at: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class GridSearch:
-    """The paper's grid search over A and Cmid with B by `curve_fit`; each head of a curve is searched once.
+    """The paper's grid search over A and Cmid, with B by `curve_fit`; each head of a curve is searched once.
 
-    steps: values of A from .05 to 1, and as many of Cmid between the first compute and the last.
+    steps: number of values of A from .05 to 1, and of Cmid between the first compute and the last.
+    found: results by head.
     """
 
     steps: int
@@ -94,8 +95,8 @@ class GridSearch:
         )
 
     def search_all(self, heads: Sequence[cf.Curve], pool: Executor) -> None:
-        """Search these in other processes."""
-        # Only when all are there: `found` is pickled along with each.
+        """Search these heads in the processes of ``pool``."""
+        # Updated after all searches, because `found` is pickled with each of them.
         searched = list(pool.map(self.search, heads, chunksize=4))
         self.found.update(zip(map(_key, heads), searched, strict=True))
 
@@ -105,13 +106,13 @@ def _key(head: cf.Curve) -> bytes:
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope, and value at x = 0."""
+    """Slope of the least-squares line, and its value at x = 0."""
     slope, level = np.polyfit(x, y, 1)
     return float(slope), float(level)
 
 
 def learn(rival: LevelAndGain, damped: bool, curves: Sequence[LLMCurve], factor: float) -> Forecaster:
-    """The rival with the floor, part and share that suit these curves best, each curve counting the same."""
+    """The forecaster with the floor, part and share of least mean CRPS on these curves, which have equal weights."""
     made = targets(curves, factor)
     level, gain = np.array([rival(t.head, t.at) for t in made]).T
     actual = np.array([t.actual for t in made])
@@ -146,14 +147,16 @@ def rows_of(
     damped: bool,
     group: Callable[[LLMCurve], str],
 ) -> list[Row]:
-    """Its forecasts of every curve, with a spread learned on other groups' curves."""
+    """Scored forecasts of every curve, with a scale fitted to the curves of other groups."""
     return leave_one_out(lambda others: learn(rival, damped, others, factor), curves, factor, group)
 
 
 def lcpfn_rows(python: str, network: str, curves: Sequence[LLMCurve], factor: float) -> list[Row]:
-    """LC-PFN's own distribution (`lcpfn_worker.py`), by an interpreter that has `lcpfn`; an evaluation is one epoch.
+    """Scored forecasts of LC-PFN's distribution (`lcpfn_worker.py`), with one evaluation as one epoch.
 
-    Raises RuntimeError with the worker's last words if it fails.
+    python: an interpreter that has `lcpfn`.
+
+    Raises RuntimeError with the end of the worker's standard error if it fails.
     """
     made = targets(curves, factor)
     jobs = []

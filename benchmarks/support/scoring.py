@@ -1,8 +1,8 @@
-"""Scores of forecasts on real curves: what a forecaster said, what came, and how the two agree.
+"""Scores forecasts on real curves against the measured rewards.
 
-A forecaster is any callable ``(head, at) -> draws``: the points known so far, a compute beyond them, and an array of
-draws of what an evaluation there will show. Settings are chosen by `leave_one_source_out`, so that no forecast is
-scored with settings that have seen its own source.
+A forecaster is any callable ``(head, at) -> draws``: it gets the points known so far and a compute beyond them, and
+returns draws (n,) of the reward of an evaluation there. `leave_one_source_out` chooses a forecaster's settings, so that
+no forecast is scored with settings fitted to its own source.
 
     rows = score(forecaster, llm_curves())
     print(scores(rows).crps)
@@ -25,18 +25,21 @@ FloatArray = NDArray[np.float64]
 Forecaster = Callable[[Curve, float], FloatArray]
 
 FEWEST_POINTS = 6
-"""Points at compute > 0 that a forecast starts from."""
+"""Minimum number of points at compute > 0 before a forecast."""
 NEAR = 1.1
-"""The measured point must lie within this factor of the compute that is asked for."""
+"""Maximum ratio between the compute of a target's measured point and the requested compute."""
 MIN_GAIN = 0.02
-"""The gain whose probability is scored."""
+"""Gain in reward whose probability is scored."""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One forecast to make: from the first `points` points of a curve to a later one that was measured.
+    """One forecast to make, from the first points of a curve to a later measured point.
 
-    at: compute of that later point. actual: its reward. last: the last reward known.
+    origin: the curve.
+    points: number of known points.
+    at: compute of the later point.
+    actual: reward of the later point.
     """
 
     origin: LLMCurve
@@ -54,17 +57,21 @@ class Target:
 
     @property
     def doublings(self) -> float:
-        """log2 of `at` over the compute of now."""
+        """log2 of the ratio of `at` to the compute of the last known point."""
         return float(np.log2(self.at / self.origin.curve.compute[self.points - 1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What became of one forecast.
+    """Scores of one forecast.
 
-    median: of the draws. width: of their central 90 %. inside_90, inside_50: whether the central interval holds the
-    actual reward. pit: share of draws below it. crps: of the draws (continuous ranked probability score).
-    p_gain: share of draws that gain more than `MIN_GAIN` over the last reward.
+    target: the forecast's target.
+    median: median of the draws.
+    width: width of the central 90 % interval of the draws.
+    inside_90, inside_50: whether the central interval contains the actual reward.
+    pit: fraction of draws below the actual reward; ties count half (probability integral transform).
+    crps: continuous ranked probability score of the draws.
+    p_gain: fraction of draws more than `MIN_GAIN` above the last known reward.
     """
 
     target: Target
@@ -90,7 +97,7 @@ class Row:
 
 
 def targets(curves: Sequence[LLMCurve], factor: float = 2.0) -> list[Target]:
-    """Every cut with enough points whose compute times `factor` lies near a point that was measured."""
+    """Every prefix of a curve with enough points, for which a measured point is near `factor` times its compute."""
     return [t for c in curves for t in _targets_of(c, factor)]
 
 
@@ -107,7 +114,7 @@ def _targets_of(origin: LLMCurve, factor: float) -> tuple[Target, ...]:
 
 
 def crps(draws: FloatArray, actual: FloatArray | float) -> FloatArray:
-    """(...) exact score of the empirical distribution: E|X − y| − ½·E|X − X'|. draws: (..., n); actual: (...)."""
+    """Exact CRPS of the empirical distribution, (...): E|X − y| − ½·E|X − X'|. draws: (..., n); actual: (...)."""
     ordered = np.sort(draws, axis=-1)
     n = ordered.shape[-1]
     near = np.mean(np.abs(ordered - np.asarray(actual)[..., None]), axis=-1)
@@ -115,7 +122,7 @@ def crps(draws: FloatArray, actual: FloatArray | float) -> FloatArray:
 
 
 def row_of(target: Target, draws: FloatArray) -> Row:
-    """Score draws (n,) of what an evaluation at the target will show."""
+    """Score draws (n,) of the reward at the target."""
     low, quarter, median, three_quarters, high = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95])
     actual = target.actual
     return Row(
@@ -138,7 +145,7 @@ def score(forecaster: Forecaster, curves: Sequence[LLMCurve], factor: float = 2.
 def leave_one_source_out(
     learn: Callable[[list[LLMCurve]], Forecaster], curves: Sequence[LLMCurve], factor: float = 2.0
 ) -> list[Row]:
-    """Rows of every source, forecast by what `learn` made of the other sources' curves."""
+    """Rows of all curves; each source is forecast by the forecaster that `learn` fits to the other sources' curves."""
     return leave_one_out(learn, curves, factor, lambda c: c.source)
 
 
@@ -148,9 +155,9 @@ def leave_one_out(
     factor: float,
     group: Callable[[LLMCurve], str],
 ) -> list[Row]:
-    """Rows of every curve, forecast by what `learn` made of the curves of other groups.
+    """Rows of all curves; each group is forecast by the forecaster that `learn` fits to the other groups' curves.
 
-    Curves without a target take no part. Raises ValueError if those that have one are all of one group.
+    Curves without a target are ignored. Raises ValueError if all other curves are of one group.
     """
     curves = [c for c in curves if targets([c], factor)]
     names = sorted({group(c) for c in curves})
@@ -167,11 +174,18 @@ def leave_one_out(
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over rows.
+    """Summary of rows.
 
-    coverage_90, coverage_50: share inside the central intervals. width: median width of the 90 % one. median_error:
-    median |median − actual|. crps: mean. bias: mean of median − actual. rmse_gain: 1 − RMSE over that of persistence.
-    brier: of `p_gain`; base_brier: of a forecast that says the share that gained each time. slope: of actual on predicted gain.
+    n: number of rows.
+    coverage_90, coverage_50: fraction of actual rewards inside the central intervals.
+    width: median width of the 90 % interval.
+    median_error: median of |median − actual|.
+    crps: mean CRPS.
+    bias: mean of median − actual.
+    rmse_gain: 1 − RMSE / RMSE of persistence.
+    brier: Brier score of `p_gain`.
+    base_brier: Brier score of a constant forecast of the observed frequency of gains.
+    slope: regression slope of actual gain on predicted gain.
     """
 
     n: int
@@ -188,7 +202,7 @@ class Scores:
 
 
 def scores(rows: Iterable[Row]) -> Scores:
-    """Of at least one row; a slope of fewer than three, or of predicted gains that are all alike, is not a number."""
+    """Summarise at least one row; the slope is NaN for fewer than three rows or equal predicted gains."""
     rows = list(rows)
     error = np.array([r.error for r in rows])
     actual = np.array([r.target.actual - r.target.last for r in rows])
@@ -215,6 +229,6 @@ def scores(rows: Iterable[Row]) -> Scores:
 
 
 def pit_histogram(rows: Iterable[Row], bins: int = 10) -> list[float]:
-    """Share of rows in each tenth of the forecasts' distributions; all equal where forecasts are calibrated."""
+    """Fraction of rows in each of `bins` equal intervals of the PIT; uniform if the forecasts are calibrated."""
     counts, _ = np.histogram([r.pit for r in rows], bins=bins, range=(0, 1))
     return [float(c) for c in counts / counts.sum()]

@@ -1,4 +1,4 @@
-"""What a real API server says of runs, and of what is written to it."""
+"""Follows runs on a real API server with watches, and reads its count of writes."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ _ITEM = msgspec.json.Decoder(_Item)
 
 @dataclass
 class Seen:
-    """What the watches have brought, with this process's monotonic clock."""
+    """State of the runs from watch events; times are of this process's monotonic clock."""
 
     namespace: str
     runs: dict[str, tuple[int, int, str]] = field(default_factory=dict)
-    """Generation, observed generation and phase by name."""
+    """Generation, observed generation and phase by run."""
     written: dict[str, float] = field(default_factory=dict)
-    """By run: the first write of the operator since :meth:`watch_for`."""
+    """Time of the operator's first write since :meth:`watch_for`, by run."""
     last: float = 0.0
-    """When anything came last."""
+    """Time of the last event."""
     all_written: asyncio.Event = field(default_factory=asyncio.Event)
-    """Of all that are watched for."""
+    """Set when the operator has written for all runs of :meth:`watch_for`."""
     _awaited: dict[str, int] = field(default_factory=dict)
     _rendered: dict[str, str] = field(default_factory=dict)
 
     def watch_for(self, runs: list[str]) -> None:
-        """From now on, note the operator's first write for each of these."""
+        """Record the operator's first write from now on for each of these runs."""
         self.written.clear()
         self.all_written.clear()
         self._awaited = {name: self.runs[name][0] for name in runs}
@@ -72,7 +72,7 @@ class Seen:
     def config_map(self, item: _Item) -> None:
         name = item.metadata.name.removesuffix("-spec")
         rendered = item.metadata.annotations.get(RENDERED_HASH, "")
-        # Before it is first applied, who holds its fields is written: that changes nothing of what it says.
+        # The write of field managers before the first apply does not change the content, so it does not count.
         if self._rendered.get(name) != rendered and name in self._awaited:
             self._wrote(name)
         self._rendered[name] = rendered
@@ -83,11 +83,11 @@ class Seen:
             self.all_written.set()
 
     def are(self, phase: Phase) -> int:
-        """How many runs are in a phase that is of their present spec."""
+        """Number of runs in ``phase`` whose status is of their present generation."""
         return sum(now == phase and observed == wanted for wanted, observed, now in self.runs.values())
 
     async def follow(self, api: KubeApi, kind: str, take: Callable[[_Item], None], since: str) -> None:
-        """Until cancelled. A run's objects only ever come in order."""
+        """Pass objects of ``kind`` to ``take`` until cancelled; events of one object are in order."""
         while True:
             async for event in api.watch(kind, self.namespace, since=since, seconds=300):
                 item = _ITEM.decode(event.object) if event.type != "BOOKMARK" else None
@@ -105,7 +105,7 @@ _WRITING = {"POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"}
 
 
 def written_to(cluster: Cluster) -> Counter[str]:
-    """Writes that the API server took from anybody since its start, by resource; without Leases."""
+    """Number of successful writes of all clients since the API server's start, by resource, without Leases."""
     text = cluster.kubectl("get", "--raw", "/metrics")
     counted: Counter[str] = Counter()
     for labels, value in _REQUEST.findall(text):

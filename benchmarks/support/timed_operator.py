@@ -1,7 +1,7 @@
-"""The operator's ``main`` with a clock around each callback of its event loop: ``timed_operator.py FILE``.
+"""Runs the operator's ``main`` and measures each callback of its event loop: ``timed_operator.py FILE``.
 
-At its end FILE has the longest, in seconds of the thread's CPU time: what a callback takes by itself, however many
-other processes want the core. The operator's own histogram of its event loop's lag has those in it as well.
+At the end it writes the longest duration to FILE, in seconds of the thread's CPU time. Unlike the operator's own histogram
+of its event loop's lag, CPU time does not depend on other processes on the same core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scalerl_operator.main import main
 
 
 def timed(file: Path) -> int:
-    """Run ``main``; its exit code."""
+    """Run ``main``; returns its exit code."""
     run = events.Handle._run
     longest = 0.0
 

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer on the model and prompts given; prints samples per second. Started by against_trl.py."""
+"""Runs TRL's GRPO trainer on a given model and prompts, and prints samples per second. Started by against_trl.py."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def main() -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    # The first step warms caches up.
+    # The first step warms up caches and is not counted.
     steps = len(ends) - 1
     rate = steps * PROMPTS * COMPLETIONS / (ends[-1] - ends[0])
     mean = sum(lengths) / len(lengths)

@@ -1,4 +1,4 @@
-"""A vLLM server of its own for a benchmark."""
+"""Starts a separate vLLM server for a benchmark."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def free_port() -> int:
 
 
 class VllmProcess:
-    """The server that a generator has, with ``arguments`` of :mod:`scalerl_generator.vllm_server`."""
+    """A generator's server process, with ``arguments`` of :mod:`scalerl_generator.vllm_server`."""
 
     def __init__(self, model: Path, *arguments: str, python_path: Path | None = None) -> None:
-        # A benchmark that is ended runs its `finally` too, which ends the server.
+        # SIGTERM becomes SystemExit, so that a benchmark's `finally` ends the server.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         port, self.token = free_port(), secrets.token_hex(16)
         self.url = f"http://127.0.0.1:{port}"
@@ -56,7 +56,7 @@ class VllmProcess:
         return VllmClient(self.url, self.token)
 
     async def ready(self) -> None:
-        """Returns once it answers. Raises RuntimeError with the end of its log."""
+        """Wait until the server is healthy. Raises RuntimeError with the end of its log if it ends or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         async with self.client() as client:
             while not await client.health():
@@ -66,7 +66,7 @@ class VllmProcess:
                 await asyncio.sleep(0.2)
 
     def cpu_seconds(self) -> float:
-        """Of all its processes."""
+        """CPU seconds of all the server's processes."""
         server = psutil.Process(self._process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (server, *server.children(recursive=True)))
 
