@@ -2,7 +2,7 @@
 
 At its start the process executes itself once more with the environment that torch reads when it is loaded (OpenMP
 threads, preloaded libraries, the bytecode cache). Then it does what vLLM's own launcher does, with these differences,
-which shorten the start on one or two cores:
+which matter on one or two cores:
 
 - a single worker runs in the engine process (CPU builds start a worker process by default, only for thread binding);
 - the engine process is forked after vLLM is imported, as on GPUs, so it does not import vLLM again;
