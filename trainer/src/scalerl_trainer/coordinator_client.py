@@ -92,6 +92,7 @@ class Coordinator:
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
 
     def shard(self, step: int, rank: int, world_size: int) -> wire.Shard:
+        """Fetch a rank's shard of the step's batch."""
         message = wire.ShardRequest(
             incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
         )
@@ -135,6 +136,7 @@ class Coordinator:
     def publish_commit(
         self, version: int, updated: list[str], failed: list[str], stats: dict[str, float]
     ) -> None:
+        """Report a finished publish, with the generators that hold the version and those that failed to receive it."""
         message = wire.PublishCommit(
             incarnation=self._incarnation, version=version, updated=updated, failed=failed, stats=stats
         )

@@ -25,8 +25,8 @@ from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.ranks import Ranks
 
-# Number of most recent examples whose mean probability is compared with ``stop_at``; its standard error at .25 is at
-# most .03, which it would have if each probability were 0 or 1.
+# Number of most recent examples whose mean probability is compared with ``stop_at``. The standard error of a mean of .25
+# is at most .03, its value if each probability were 0 or 1.
 STOP_WINDOW_EXAMPLES = 256
 # Fraction of the training over which the learning rate rises; over the rest it falls linearly to a tenth of its peak.
 WARMUP_FRACTION = 0.05

@@ -49,7 +49,9 @@ class RatioStatistics:
     ratio_square_sum: float = 0.0
     absolute_difference_sum: float = 0.0
     beyond: float = 0.0
+    """Number of outliers (``BEYOND_RATIO``)."""
     ratio_max: float = 0.0
+    """Largest ρ, the only field that is not a sum."""
 
     @property
     def kl_k1(self) -> float:

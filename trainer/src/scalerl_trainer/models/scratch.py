@@ -135,6 +135,7 @@ def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator
 
 
 def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all parameters, in the order of the weights file."""
     hidden, wide = model.hidden_size, model.intermediate_size
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(model.layers):
