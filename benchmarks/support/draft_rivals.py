@@ -32,12 +32,20 @@ class Rival(Protocol):
 
 @dataclass
 class Outcome:
+    """Counts of a replay, without each completion's first token.
+
+    tokens: accepted and newly sampled tokens.
+    verifications: forward passes that verify a draft, empty drafts included.
+    drafted: drafted tokens.
+    """
+
     tokens: int = 0
     verifications: int = 0
     drafted: int = 0
 
     @property
     def acceptance_length(self) -> float:
+        """Tokens per verification."""
         return self.tokens / max(self.verifications, 1)
 
 
