@@ -1,4 +1,4 @@
-"""Runs of ``invalid.yaml`` that only the operator refuses: a condition says why, and they can be deleted."""
+"""Checks the runs of ``invalid.yaml`` that only the operator refuses: a condition has the reason, and they can be deleted."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def said(run: Object, type_: str) -> Object:
 
 
 async def is_reported(cluster: Any, at: Stage, case: Case) -> Object:
-    """The run, once its condition is as the table says, with an event for it."""
+    """Create the run, and wait until its condition is that of the table, with an event; returns the run."""
     if case.given:
         cluster.apply(*case.given, namespace=at.namespace)
     await at.create(copy.deepcopy(case.run))
     before = {kind: await names(at, kind) for kind in MAKING}
 
     def reported(run: Object) -> bool:
-        at.now += 1.0  # what is silent is diagnosed only after a while
+        at.now += 1.0  # some problems are diagnosed only after a while
         return said(run, case.condition).get("reason") == case.reason
 
     run = await at.reconcile_until(reported, name="invalid", times=400)
@@ -55,7 +55,7 @@ async def names(at: Stage, kind: str) -> set[str]:
 
 
 async def is_gone(at: Stage) -> None:
-    """A run that never worked can be deleted."""
+    """Check that a run that was never healthy can be deleted."""
     await at.delete("ScaleRLRun", "invalid")
     await at.reconcile_until(lambda run: not run, name="invalid")
 
