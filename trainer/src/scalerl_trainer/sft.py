@@ -169,9 +169,8 @@ def train_supervised(
         on_step: called with the progress, the statistics and the seconds of each step; True ends the training.
 
     Raises:
-        BadBatchError: there are no pairs, or too many bad ones.
+        BadBatchError: there are no pairs, too many bad ones, or a batch that ``Engine.step`` refuses.
         DivergedError: a step cannot be applied.
-        Exception: all errors of ``Engine.step``.
     """
     if not pairs:
         raise BadBatchError("supervised training needs at least one pair of prompt and solution")
