@@ -1,6 +1,6 @@
 """Client of the coordinator: a blocking call per message, retried with back-off until a deadline.
 
-The coordinator may restart from its journal at any moment, so refused connections, time-outs and 5xx answers are
+The coordinator may restart from its journal at any moment, so refused connections, timeouts and 5xx answers are
 retried; every trainer call is idempotent. Permanent errors (another wire version, a wrong token, a newer trainer) are
 raised at once.
 """
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-"""Time-out of an attempt at a call that is not a long poll."""
+"""Timeout of an attempt at a call that is not a long poll."""
 
 T = TypeVar("T")
 

@@ -40,7 +40,7 @@ WRITE_PAUSES = (1.0, 4.0)
 COPY_PAUSES = (5.0, 20.0, 60.0, 180.0)
 """Seconds before each retry of a copy; after the last the next evaluation retries it."""
 CLOSE_SECONDS = 600.0
-"""Time-out of a copy in progress at the end of the run."""
+"""Timeout of a copy in progress at the end of the run."""
 STOPPED_SECONDS = 30.0
 """The same once the trainer is to stop."""
 

@@ -94,7 +94,7 @@ class Metrics:
 class StatusServer:
     """``/healthz``, ``/readyz`` and ``/metrics`` on a daemon thread; ``ready`` is set when the loop begins.
 
-    ``/healthz`` answers while the process lives. A rank that is stuck in a collective ends by the collective's time-out.
+    ``/healthz`` answers while the process lives. A rank that is stuck in a collective ends by the collective's timeout.
     """
 
     def __init__(self, host: str, port: int, metrics: Metrics) -> None:

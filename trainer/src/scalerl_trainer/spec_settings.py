@@ -37,7 +37,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
 
 
 def collective_timeout_seconds(spec: RunSpec) -> float:
-    """Time-out of every collective of the default process group; beyond it NCCL's watchdog ends the process.
+    """Timeout of every collective of the default process group; beyond it NCCL's watchdog ends the process.
 
     Under ZeRO-3 the ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, for up to
     ``weightSync.timeoutSeconds`` and the answers after it.
