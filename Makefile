@@ -24,7 +24,7 @@ AND_NOT_FULL = $(if $(FULL),,and not full)
 DURATIONS := --durations=20
 # What shares a worker, and what comes first: conftest.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder -n
-AUTOSTOP := tests/cluster/test_runs.py::test_a_run_is_stopped_by_its_forecast
+AUTOSTOP := tests/cluster/test_runs.py::test_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
 ALONE := tests/cluster/test_event_loop.py
 RUN_DIR ?=

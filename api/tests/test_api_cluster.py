@@ -49,7 +49,7 @@ def spec_with(**fields: Any) -> dict[str, Any]:
     return changed
 
 
-def test_an_object_of_a_cluster_becomes_a_run() -> None:
+def test_object_of_a_cluster_becomes_a_run() -> None:
     before = copy.deepcopy(OBJECT)
     run = run_from_object(OBJECT)
     assert before == OBJECT
@@ -74,7 +74,7 @@ def test_file_with_server_fields_is_refused() -> None:
         ({"extra": 1}, "extra: unknown field"),
     ],
 )
-def test_an_object_that_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
+def test_object_that_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         run_from_object(OBJECT | change)
 
@@ -179,7 +179,7 @@ def test_claim_is_existing_or_created(storage: dict[str, Any], says: str) -> Non
     assert says in str(refused.value)
 
 
-def test_the_spec_may_lie_elsewhere_than_the_run(tmp_path: Path) -> None:
+def test_spec_may_lie_elsewhere_than_the_run(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     variables = {
         "SCALERL_DIR": str(tmp_path),

@@ -269,7 +269,7 @@ def test_every_rank_takes_an_example_of_a_warm_start() -> None:
     parse_run(yaml.safe_dump(run), "run.yaml")
 
 
-def test_a_lease_outlives_one_grading() -> None:
+def test_lease_outlives_one_grading() -> None:
     run = copy.deepcopy(GOOD)
     run["spec"] |= {"generator": {"leaseSeconds": 10}}
     assert problems(yaml.safe_dump(run)) == [
@@ -347,7 +347,7 @@ def test_accepted_spec_is_read_despite_newer_rules(name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["metadata", "spec"])
-def test_an_accepted_run_without_a_part_is_refused(part: str, tmp_path: Path) -> None:
+def test_accepted_run_without_a_part_is_refused(part: str, tmp_path: Path) -> None:
     obj = yaml.safe_load((Path(__file__).parents[2] / "examples/tiny/run.yaml").read_text())
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(obj | {part: None}))
     with pytest.raises(SpecError, match=part):

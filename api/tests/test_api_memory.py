@@ -96,7 +96,7 @@ def test_kl_reference_has_parameters_alone() -> None:
     assert "reference" not in str(memory)
 
 
-def test_an_untied_head_counts_twice() -> None:
+def test_untied_head_counts_twice() -> None:
     tied, own = (
         ModelSize.of_scratch(
             ScratchModel(vocabulary_size=100, hidden_size=32, tied_embeddings=flag)
@@ -114,7 +114,7 @@ def test_sizes_are_read_from_a_config() -> None:
     assert ModelSize.of_config({"hidden_size": 8}, 1) is None
 
 
-def test_a_breakdown_names_every_part() -> None:
+def test_breakdown_names_every_part() -> None:
     got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
     assert (
         str(got)

@@ -27,7 +27,7 @@ def test_process_environment_is_parsed(variables: dict[str, str], tmp_path: Path
     assert ProcessEnvironment.read(variables | {"SCALERL_TRAINER_HOST": "t-0.run"}).trainer_host == "t-0.run"
 
 
-def test_a_token_is_never_shown(variables: dict[str, str]) -> None:
+def test_token_is_never_shown(variables: dict[str, str]) -> None:
     assert "secret" not in repr(ProcessEnvironment.read(variables))
 
 

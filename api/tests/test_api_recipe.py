@@ -130,7 +130,7 @@ def test_another_alternative_replaces_that_of_the_preset(key: str) -> None:
 
 
 @pytest.mark.parametrize("empty", [{}, {"loss": {}}, {"loss": None}])
-def test_an_empty_choice_is_the_presets(empty: dict[str, Any]) -> None:
+def test_empty_choice_is_the_presets(empty: dict[str, Any]) -> None:
     assert RecipeSpec.model_validate(empty | {"preset": "dapo"}).loss.name == "ppoClip"
 
 

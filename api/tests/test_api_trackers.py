@@ -37,6 +37,6 @@ def test_trackers_that_work_are_not_warned_of(sections: dict[str, object]) -> No
     assert warnings(**sections) == []
 
 
-def test_a_directory_on_no_volume_is_warned_of() -> None:
+def test_directory_on_no_volume_is_warned_of() -> None:
     (said,) = warnings(trackers={"tensorBoard": {"directory": "/shared/events"}})
     assert said.startswith("spec.trackers.tensorBoard.directory: /shared/events lies in no volume")

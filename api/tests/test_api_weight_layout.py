@@ -72,7 +72,7 @@ def test_checksum_is_the_published_one(name: str) -> None:
 
 
 @given(st.binary(min_size=64, max_size=64), st.integers(0, 63), st.integers(1, 255))
-def test_a_changed_byte_changes_the_checksum(payload: bytes, at: int, flip: int) -> None:
+def test_changed_byte_changes_the_checksum(payload: bytes, at: int, flip: int) -> None:
     damaged = bytearray(payload)
     damaged[at] ^= flip
     assert checksum(damaged) != checksum(payload)

@@ -30,7 +30,7 @@ async def post(visitor: Client, offset: int, line: bytes) -> None:
     await visitor.post(endpoints.DECISIONS, wire.DecisionLine(offset=offset, line=line), wire.Ack)
 
 
-async def test_the_operators_client_reads_what_it_wrote(local) -> None:
+async def test_operators_client_reads_what_it_wrote(local) -> None:
     async with aclosing(CoordinatorClient(local.url, "secret")) as client:
         assert await client.decisions(0) == wire.DecisionLines(content=b"", size=0)
         await client.record_decision(0, b'{"a":1}\n')
@@ -61,7 +61,7 @@ async def test_decisions_need_the_token(local, visitor) -> None:
 
 
 @pytest.mark.parametrize("offset", ["-1", "x", "1.5", "²", "9" * 30])
-async def test_an_offset_is_a_number_of_bytes(local, visitor, offset: str) -> None:
+async def test_offset_is_a_number_of_bytes(local, visitor, offset: str) -> None:
     async with visitor.session.get(
         local.url + endpoints.DECISIONS, params={"offset": offset}, headers=visitor.headers
     ) as response:
@@ -161,7 +161,7 @@ async def test_partial_line_is_cut_off_after_a_restart(tmp_path: Path, serving_o
 
 
 @pytest.mark.parametrize("line", [b"", b"\n\n", b"{}", b"{}\n{}\n", b"{}\n{}"])
-def test_a_decision_is_one_line(tmp_path: Path, line: bytes) -> None:
+def test_decision_is_one_line(tmp_path: Path, line: bytes) -> None:
     with pytest.raises(ValueError, match="one line of at most"):
         DecisionLog(tmp_path / "decisions.jsonl").append(0, line)
 
@@ -189,7 +189,7 @@ def little_space() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_log_whole(tmp_path: Path) -> None:
+def test_full_disk_leaves_the_log_whole(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.jsonl")
     with little_space():
         log.append(0, b"12345\n")

@@ -16,7 +16,7 @@ from scalerl_coordinator.pass_at_k import pass_at_k
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 9))
-def test_is_the_mean_over_all_subsets(data: st.DataObject, samples: int, k: int) -> None:
+def test_pass_at_k_is_the_mean_over_all_subsets(data: st.DataObject, samples: int, k: int) -> None:
     k = min(k, samples)
     prompts = data.draw(
         st.lists(st.lists(st.booleans(), min_size=samples, max_size=samples), min_size=1, max_size=5)

@@ -143,7 +143,7 @@ def test_unwritable_lines_leave_the_store_alone(tmp_path: Path, store: ResponseS
     assert store.counters.dropped.total() == 0
 
 
-def test_a_group_that_cannot_be_compared_is_stored(
+def test_group_that_cannot_be_compared_is_stored(
     store: ResponseStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> int:

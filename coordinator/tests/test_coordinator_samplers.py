@@ -215,7 +215,7 @@ def test_prompt_is_rated_by_its_two_newest_groups() -> None:
     assert [{prompt for prompt in (0, 1) if found.count(prompt) > 20} for found in in_turn] == [{0}, {0}, {1}]
 
 
-def test_an_old_measurement_does_not_hold() -> None:
+def test_old_measurement_does_not_hold() -> None:
     made = PromptHistory()
     made.add_step(0, [group(0, 1)])
     for step in range(1, RECENT_STEPS + 1):

@@ -100,7 +100,7 @@ def test_unreadable_trace_record_is_counted(tmp_path: Path) -> None:
     assert traced.lost == 1
 
 
-def test_a_full_file_is_kept_as_one_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_file_is_kept_as_one_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "MAX_BYTES", 1000)
     traced = Traced(tmp_path / "trace.jsonl")
     traced.run_a_step()
@@ -148,7 +148,7 @@ def test_header_is_written_after_an_error_of_the_disk(tmp_path: Path) -> None:
     assert [type(line) for line in traced.read()] == [lines.RunLine]
 
 
-def test_an_incomplete_line_is_cut_off(tmp_path: Path) -> None:
+def test_incomplete_line_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     Traced(path).trace.write()
     whole = path.read_bytes()

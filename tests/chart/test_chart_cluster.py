@@ -72,7 +72,7 @@ def test_api_server_accepts_every_object_unchanged(control_plane, helm, name):
     )  # fmt: skip
 
 
-def test_the_prometheus_operator_understands_what_is_for_it(control_plane, helm, prometheus_operator_crds):
+def test_prometheus_operator_understands_what_is_for_it(control_plane, helm, prometheus_operator_crds):
     objects = [
         obj
         for obj in render(helm, "--values", str(VALUES["everything"]))
@@ -173,7 +173,7 @@ def with_ttl(cluster: Cluster, namespace: str) -> Object:
     return live(cluster, namespace)
 
 
-def test_an_upgrade_with_runs_alive_and_back(control_plane, release, tmp_path):
+def test_upgrade_and_rollback_with_live_runs(control_plane, release, tmp_path):
     older, here = older_chart(tmp_path, before_ttl), release.namespace
     release("install", RELEASE, str(older))
     control_plane.apply(RUN, namespace=here)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_it_renders_as_it_did(helm, name):
+def test_chart_renders_as_its_snapshots(helm, name):
     now = dump(abridged(render(helm, "--values", str(VALUES[name]))))
     if os.environ.get("SCALERL_UPDATE_SNAPSHOTS") == "1":
         snapshot(name).write_text(now)
@@ -167,7 +167,7 @@ def test_helm_takes_what_can_be_meant(helm, tmp_path, meant):
     assert render(helm, "--values", str(given))
 
 
-def test_the_crd_is_the_one_of_the_repository(helm):
+def test_crd_is_the_one_of_the_repository(helm):
     (crd,) = (obj for obj in render(helm) if obj["kind"] == "CustomResourceDefinition")
     assert crd["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
     assert crd == yaml.safe_load((CHART / "files/crds/scalerl.dev_scalerlruns.yaml").read_text())
@@ -262,7 +262,7 @@ def test_namespace_names_like_yaml_values_stay_strings(helm):
 
 
 @pytest.mark.parametrize(("replicas", "kept"), [(2, "1"), (2, "50%"), (3, "2"), (3, "66%")])
-def test_a_budget_that_lets_one_go_is_taken(helm, replicas, kept):
+def test_disruption_budget_allows_one(helm, replicas, kept):
     objects = render(helm, "--set", f"replicas={replicas},podDisruptionBudget.minAvailable={kept}")
     (budget,) = (obj for obj in objects if obj["kind"] == "PodDisruptionBudget")
     assert str(budget["spec"]["minAvailable"]) == kept

@@ -19,7 +19,7 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_alerts_are_rules(promtool):
+def test_alerts_are_rules(promtool):
     run(promtool, "check", "rules", "--lint=all", "--lint-fatal", str(ALERTS))
 
 
@@ -31,7 +31,7 @@ def test_promtool_accepts_rules_rendered_by_the_chart(promtool, helm, tmp_path):
     run(promtool, "check", "rules", "--lint=all", "--lint-fatal", str(file))
 
 
-def test_they_fire_when_they_should(promtool):
+def test_alerts_fire_as_expected(promtool):
     run(promtool, "test", "rules", str(TESTS))
 
 

@@ -154,7 +154,7 @@ def test_no_forecast_url_without_curve_fit_service():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_replica_can_be_replaced_without_a_gap(name):
+def test_replica_can_be_replaced_without_a_gap(name):
     (deployment,) = of_kind(name, "Deployment")
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     operator = containers(name)["operator"]
@@ -186,7 +186,7 @@ def test_everything_that_selects_the_operator_selects_it(name):
 
 
 @pytest.mark.parametrize("name", ["default", "everything"])
-def test_the_operator_reaches_the_coordinators_of_runs(name):
+def test_operator_reaches_the_coordinators_of_runs(name):
     coordinator = names.labels("a-run", "uid", Role.COORDINATOR).items()
     (policy,) = of_kind(name, "NetworkPolicy")
     (to_runs,) = (rule for rule in policy["spec"]["egress"] if "podSelector" in rule.get("to", [{}])[0])
@@ -222,7 +222,7 @@ def test_monitoring_is_off_by_default_without_prometheus_crds():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_test_of_the_release_asks_the_service(name):
+def test_helm_test_requests_the_service(name):
     (pod,) = of_kind(name, "Pod")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (service,) = of_kind(name, "Service")

@@ -45,7 +45,7 @@ def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[
             yield from objects(schema[key], f"{path}[]")
 
 
-def test_the_schema_is_one():
+def test_values_schema_is_valid():
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
@@ -93,7 +93,7 @@ def test_every_value_is_demanded():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_files_of_values_are_valid(name):
+def test_files_of_values_are_valid(name):
     VALIDATOR.validate(merged(DEFAULTS, yaml.safe_load(VALUES[name].read_text()) or {}))
 
 
@@ -119,7 +119,7 @@ def test_the_files_of_values_are_valid(name):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_a_wrong_value_is_refused_where_it_is(wrong, where):
+def test_wrong_value_is_refused_where_it_is(wrong, where):
     problems = list(VALIDATOR.iter_errors(merged(DEFAULTS, wrong)))
     assert len(problems) == 1
     assert where in f"{problems[0].json_path} {problems[0].message}"

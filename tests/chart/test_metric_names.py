@@ -59,7 +59,7 @@ def test_metric_names_have_component_and_unit(metric):
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=named)
-def test_it_is_explained(metric):
+def test_every_metric_is_explained(metric):
     assert len(metric.help.split()) >= 2
 
 

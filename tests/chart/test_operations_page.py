@@ -110,7 +110,7 @@ def test_fields_of_the_spec_that_it_names_exist():
             node = node["properties"][key]
 
 
-def test_the_table_of_permissions_is_the_role():
+def test_table_of_permissions_is_the_role():
     section = PAGE.partition("## Permissions")[2].partition("\n## ")[0]
     said = {}
     for resources, verbs in re.findall(r"^\| (`.+?) \| (.+?) \| .* \|$", section, re.M):

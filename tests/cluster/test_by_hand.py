@@ -105,7 +105,7 @@ async def test_deleted_secret_is_restored_unchanged(
     assert (live["data"], live["metadata"]["labels"]) == (before["data"], before["metadata"]["labels"])
 
 
-async def test_a_token_that_is_refused_is_read_again(there: Stage) -> None:
+async def test_token_that_is_refused_is_read_again(there: Stage) -> None:
     """Somebody changed the Secret, and the coordinator has started since."""
     await there.start(tiny())
     there.coordinator.token = "another"

@@ -93,7 +93,7 @@ def _pod(role: str, image: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("role", IMPORTS)
-def test_a_restricted_pod_imports_what_its_role_needs(
+def test_restricted_pod_imports_what_its_role_needs(
     cluster: Cluster, images: dict[str, str], role: str
 ) -> None:
     cluster.apply(_pod(role, images[role]))
@@ -123,7 +123,7 @@ def test_a_restricted_pod_imports_what_its_role_needs(
     }
 
 
-def test_an_image_that_was_replaced_leaves_no_layers(cluster: Cluster) -> None:
+def test_image_that_was_replaced_leaves_no_layers(cluster: Cluster) -> None:
     """Each change of the packages would leave gigabytes."""
     if cluster.layout is None:
         pytest.skip("this cluster's image store is not ours")
@@ -135,7 +135,7 @@ def test_an_image_that_was_replaced_leaves_no_layers(cluster: Cluster) -> None:
     assert digest not in loader.names().values()
 
 
-def test_what_a_killed_import_left_is_removed(cluster: Cluster) -> None:
+def test_leftovers_of_a_killed_import_are_removed(cluster: Cluster) -> None:
     if cluster.layout is None:
         pytest.skip("this cluster's image store is not ours")
     address = str(cluster.layout.containerd_socket)
@@ -153,7 +153,7 @@ def test_what_a_killed_import_left_is_removed(cluster: Cluster) -> None:
     assert leases() == []
 
 
-def test_what_a_killed_build_left_is_removed() -> None:
+def test_leftovers_of_a_killed_build_are_removed() -> None:
     try:
         buildah = Buildah.here()
     except MissingError as error:

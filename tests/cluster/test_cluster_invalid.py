@@ -24,7 +24,7 @@ def served(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.nodes], ids=lambda case: case.name)
-async def test_what_a_node_cannot_do_is_a_condition(served: Cluster, case: Case) -> None:
+async def test_node_failures_are_conditions(served: Cluster, case: Case) -> None:
     async with stage(served, namespace(case)) as at:
         try:
             await is_reported(served, at, case)

@@ -142,7 +142,7 @@ def root() -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_node_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an image store of its own, it may run beside the session's."""
     with tempfile.TemporaryDirectory() as folder:  # short: the kubelet's sockets are below it
         _leaves_nothing(Path(folder), monkeypatch)

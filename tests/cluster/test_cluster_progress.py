@@ -6,7 +6,7 @@ import pytest
 from testcluster import ClusterError, progress
 
 
-def test_a_long_step_says_how_far_it_is(
+def test_long_progress_step_reports_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
@@ -21,12 +21,12 @@ def test_a_long_step_says_how_far_it_is(
     assert between[-1].endswith("STEP 2")
 
 
-def test_a_command_that_hangs_is_killed() -> None:
+def test_command_that_hangs_is_killed() -> None:
     code, _ = progress.followed(progress.Step("it"), ["sleep", "60"], seconds=0.2)
     assert code == -9
 
 
-def test_a_step_that_fails_is_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_progress_step_is_not_done(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ClusterError), progress.step("building it"):
         raise ClusterError("no")
     assert "done" not in capsys.readouterr().err

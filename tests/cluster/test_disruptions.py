@@ -79,7 +79,7 @@ async def test_evicted_rank_is_no_failure_of_the_others(there: Stage) -> None:
     await attempt(there, 2)
 
 
-async def test_a_rank_that_fails_by_itself_still_counts(there: Stage) -> None:
+async def test_rank_that_fails_by_itself_still_counts(there: Stage) -> None:
     await there.start(tiny(trainer={"replicas": 2, "maxRestarts": 0}))
     await there.end("trainer", 1, "an illegal instruction")
     run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Failed")

@@ -129,7 +129,7 @@ def assert_refused(case: Case, error: ApiException) -> None:
     assert case.says in said, said
 
 
-def test_the_base_of_the_table_is_valid(server: Server) -> None:
+def test_base_of_the_table_is_valid(server: Server) -> None:
     server.create(BASE, dry_run="All")
 
 
@@ -141,7 +141,7 @@ def test_invalid_run_is_refused_at_once(server: Server, case: Case) -> None:
 
 
 @pytest.mark.parametrize("row", warned(), ids=lambda row: row.name)
-def test_a_run_with_a_warning_is_taken(server: Server, row: Warned) -> None:
+def test_run_with_a_warning_is_taken(server: Server, row: Warned) -> None:
     server.create(row.run, dry_run="All")
 
 
@@ -162,7 +162,7 @@ def test_invalid_change_is_refused_at_once(server: Server, case: Case) -> None:
         server.delete(created["metadata"]["name"])
 
 
-def test_what_may_change_may_change(server: Server, stored: Object) -> None:
+def test_allowed_changes_are_accepted(server: Server, stored: Object) -> None:
     change = {
         "budget": {"maxSteps": 9},
         "suspend": True,
@@ -183,7 +183,7 @@ def test_what_may_change_may_change(server: Server, stored: Object) -> None:
     assert run.spec.trainer.pod_template.env == [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]
 
 
-def test_the_server_fills_in_what_the_models_do(stored: Object) -> None:
+def test_server_fills_in_what_the_models_do(stored: Object) -> None:
     written = run_from_object(stored).to_manifest()["spec"]
     assert run_from_object(stored).spec == run_from_object(BASE).spec
 

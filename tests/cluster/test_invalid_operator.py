@@ -29,7 +29,7 @@ async def is_calm(at: Stage) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in ROWS if not (case.nodes or case.scheduled)], ids=lambda case: case.name
 )
-async def test_what_the_server_cannot_refuse_is_a_condition(control_plane: Any, case: Case) -> None:
+async def test_refusals_of_the_operator_are_conditions(control_plane: Any, case: Case) -> None:
     async with stage(control_plane, namespace(case)) as at:
         try:
             await is_reported(control_plane, at, case)
@@ -70,7 +70,7 @@ async def is_prepared(at: Stage) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.scheduled], ids=lambda case: case.name)
-async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: Case) -> None:
+async def test_unschedulable_pods_are_a_condition(without_devices: Cluster, case: Case) -> None:
     async with stage(without_devices, namespace(case)) as at:
         preparing = asyncio.create_task(is_prepared(at))
         try:
@@ -85,7 +85,7 @@ async def test_what_no_node_has_is_a_condition(without_devices: Cluster, case: C
             await is_gone(at)
 
 
-async def test_a_name_of_63_characters_is_no_trouble(control_plane: Any) -> None:
+async def test_name_of_63_characters_is_accepted(control_plane: Any) -> None:
     name = "n" * 63
     run = merged(
         ROWS[0].run, {"metadata": {"name": name}, "spec": {"task": {"reasoningGym": {"parameters": None}}}}

@@ -180,7 +180,7 @@ async def test_lists_come_in_pages_and_say_their_kind(api: KubeApi, namespace: s
     assert all(set(o) == {"kind", "apiVersion", "metadata"} for o in bare)
 
 
-async def test_an_event_is_one_and_counts(api: KubeApi, served: Cluster, namespace: str) -> None:
+async def test_repeated_event_is_counted(api: KubeApi, served: Cluster, namespace: str) -> None:
     run = await api.apply(a_run(namespace, "r"))
     for _ in range(3):
         await api.event(run, "Normal", "Running", "The trainer trains.")
@@ -193,7 +193,7 @@ async def test_an_event_is_one_and_counts(api: KubeApi, served: Cluster, namespa
     await api.event(gone, "Normal", "Running", "Written for nobody, and nothing is raised.")
 
 
-async def test_a_fenced_client_writes_nothing_but_leases(served: Cluster, namespace: str) -> None:
+async def test_fenced_client_writes_nothing_but_leases(served: Cluster, namespace: str) -> None:
     may = False
     async with KubeApi(await connection.load(str(served.kubeconfig)), fence=lambda: may) as api:
         with pytest.raises(errors.Fenced):
@@ -206,7 +206,7 @@ async def test_a_fenced_client_writes_nothing_but_leases(served: Cluster, namesp
         await api.apply(config_map(namespace, "a"))
 
 
-async def test_a_watch_brings_what_happens_and_ends(api: KubeApi, namespace: str) -> None:
+async def test_watch_brings_what_happens_and_ends(api: KubeApi, namespace: str) -> None:
     await api.apply(config_map(namespace, "a", k="1"))
     _, version = await api.list_at("ConfigMap", namespace, label_selector=names.RUN)
     await api.apply(config_map(namespace, "a", k="2"))
@@ -320,7 +320,7 @@ async def test_operator_catches_up_after_an_api_server_outage(
         print(f"receives events again after {await until(lambda: (namespace, 's') in reconciled, 120):.1f} s")
 
 
-async def test_a_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, namespace: str) -> None:
+async def test_token_that_runs_out_is_replaced(api: KubeApi, served: Cluster, namespace: str) -> None:
     """A pod's token lives for an hour and its file is written again before that; the client and kopf have to follow."""
     account = f"--serviceaccount={namespace}:default"
     served.kubectl("create", "clusterrolebinding", namespace, "--clusterrole=cluster-admin", account)

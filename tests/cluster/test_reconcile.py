@@ -154,7 +154,7 @@ async def test_taken_name_creates_nothing(there: Stage, kind: str) -> None:
     )
 
 
-async def test_what_a_run_names_has_to_be_there(there: Stage) -> None:
+async def test_missing_references_are_conditions(there: Stage) -> None:
     await there.create(tiny("a", storage={"claimName": "shared"}))
     await there.create(tiny("b", storage={"storageClassName": "fast"}))
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), "a")
@@ -377,7 +377,7 @@ async def test_ended_run_is_deleted_after_its_ttl(there: Stage) -> None:
     assert await there.get("ScaleRLRun", "tiny-addition") is None
 
 
-async def test_a_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
+async def test_spec_that_changes_rolls_what_reads_it(there: Stage) -> None:
     """A larger budget and batch concern the coordinator alone; another loss everyone, the trainer by way of a checkpoint."""
     await there.start(tiny())
     before = {

@@ -81,7 +81,7 @@ async def test_pod_event_renders_nothing_and_drift_does(
     assert len(rendered) == before + 1, "labels have no generation"
 
 
-async def test_a_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     await there.start(tiny())
     rendered: list[str] = []
 

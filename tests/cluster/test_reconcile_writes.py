@@ -375,9 +375,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
     assert service["spec"]["publishNotReadyAddresses"]
 
 
-async def test_what_admission_changes_is_asked_for_once(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_admission_mutations_are_applied_once(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A webhook that has everybody's images from a mirror: at each write of ours."""
     create, apply = there.api.create, there.api.apply
 

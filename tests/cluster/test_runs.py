@@ -51,7 +51,7 @@ def start(cluster: Cluster, example: str) -> Run:
     return Run(cluster, name, NAMESPACE)
 
 
-def test_the_chart_tests_itself(installed: Cluster) -> None:
+def test_chart_tests_itself(installed: Cluster) -> None:
     """From a pod of its own, by the Service's name."""
     began = time.monotonic()
     said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=180s")
@@ -79,7 +79,7 @@ def report_failure(request: pytest.FixtureRequest) -> Iterator[None]:
         print(request.getfixturevalue("run").tell())
 
 
-def test_a_run_starts_and_says_so(run: Run) -> None:
+def test_run_starts_and_reports_it(run: Run) -> None:
     say("to the first step", until(lambda: run.step() >= 1, 600, "the first step", every=2), 600)
     assert run.phase() == "Running"
     table = run.cluster.kubectl("get", "scalerlruns", "-n", NAMESPACE)
@@ -95,7 +95,7 @@ def test_a_run_starts_and_says_so(run: Run) -> None:
         until(lambda type_=type_: run.condition(type_)[0] == "True", 600, type_)
 
 
-def test_its_curve_is_copied_as_the_docs_say(run: Run, tmp_path: Path) -> None:
+def test_curve_is_copied_as_documented(run: Run, tmp_path: Path) -> None:
     until(lambda: run.status().get("reward") is not None, 600, "an evaluation")
     take_off(
         *(run.cluster, NAMESPACE, tmp_path, "its directory is `/run/scalerl/run`", "After that, a small pod"),
@@ -116,7 +116,7 @@ def test_killed_trainer_pod_restarts_the_gang(run: Run) -> None:
     assert len(run.pods("generator")) == 1, "generators stayed up"
 
 
-def test_a_generator_is_deleted_and_replaced(run: Run) -> None:
+def test_generator_is_deleted_and_replaced(run: Run) -> None:
     attempt = run.status()["trainer"]["attempt"]
     (pod,) = run.pods("generator")
     run.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--wait=false")
@@ -126,7 +126,7 @@ def test_a_generator_is_deleted_and_replaced(run: Run) -> None:
     assert run.status()["trainer"]["attempt"] == attempt, "the trainer noticed nothing"
 
 
-def test_the_coordinator_is_killed(run: Run) -> None:
+def test_coordinator_is_killed(run: Run) -> None:
     (pod,) = run.pods("coordinator")
     run.cluster.kubectl(
         "delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--grace-period=0", "--force"
@@ -136,7 +136,7 @@ def test_the_coordinator_is_killed(run: Run) -> None:
     say("and training continues", run.continues(600, steps=2), 120)
 
 
-def test_the_leading_operator_is_killed(run: Run) -> None:
+def test_leading_operator_is_killed(run: Run) -> None:
     cluster, first = run.cluster, leader(run.cluster)
     before = {o["metadata"]["uid"] for o in owned(run)}
     cluster.kubectl("delete", "pod", first, "-n", OPERATORS, "--grace-period=0", "--force")
@@ -222,7 +222,7 @@ def test_generators_are_scaled_down_by_kubectl(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
+def test_manual_edit_is_repaired(run: Run) -> None:
     deployment = f"{run.name}-generator"
     edit = {"spec": {"template": {"spec": {"containers": [{"name": "actor", "image": "nowhere/else:1"}]}}}}
     words = ("patch", "deployment", deployment, "-n", NAMESPACE, "-p")
@@ -241,7 +241,7 @@ def test_what_is_edited_by_hand_is_repaired(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_the_api_server_is_away(run: Run) -> None:
+def test_api_server_is_away(run: Run) -> None:
     if run.cluster.layout is None:
         pytest.skip("this cluster is not ours to stop")
     before = run.step()
@@ -263,7 +263,7 @@ def test_suspend_and_resume(run: Run) -> None:
     say("resume: trains on", until(lambda: run.step() > step, 600, "a step more"), 300)
 
 
-def test_it_ends_as_its_spec_says(run: Run) -> None:
+def test_run_ends_as_its_spec_says(run: Run) -> None:
     until(lambda: run.phase() in ("Completed", "Failed"), 1800, "the end", every=3)
     assert run.condition("Completed")[:2] == ("True", "BudgetReached")
     status = run.status()
@@ -355,7 +355,7 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
 
 
 @pytest.mark.full
-def test_a_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
+def test_run_is_stopped_by_its_forecast(installed: Cluster) -> None:
     """Auto, on the curve that it really has; suspended as its spec says, and every decision can be made again."""
     run = start(installed, "tiny-autostop")
     decisions = ""

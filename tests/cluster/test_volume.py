@@ -183,7 +183,7 @@ async def test_lost_claim_of_running_run_is_not_recreated(there: Stage) -> None:
     assert await there.get(*CLAIM) is None
 
 
-async def test_a_run_without_steps_gets_its_claim_again(there: Stage) -> None:
+async def test_run_without_steps_gets_its_claim_again(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await delete_claim(there)

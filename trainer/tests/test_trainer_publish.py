@@ -281,7 +281,7 @@ def test_publish_unreachable_member_fails_alone(actors: FakeActors, make_publish
 
 
 def test_publish_dead_actor_fails_at_once(actors: FakeActors, make_publisher: Any) -> None:
-    """Its server's end of the group is open and reads nothing: the operation in progress ends at its time-out only."""
+    """Its server's end of the group is open and reads nothing: the operation in progress ends at its timeout only."""
     (member,) = actors.start([])
     publisher = make_publisher(timeout_seconds=60.0)
     publisher.publish(0, as_weights(sample_weights(0)), [member])

@@ -103,13 +103,13 @@ class AutoscalingSpec(Model):
     rules = (
         Rule(
             "!has(self.pricePerDeviceHour) || has(self.valuePerPoint)",
-            "pricePerDeviceHour says nothing without valuePerPoint; give both or none",
+            "pricePerDeviceHour needs valuePerPoint; give both or none",
             "pricePerDeviceHour",
             lambda spec: spec.price_per_device_hour is None or spec.value_per_point is not None,
         ),
         Rule(
             "!has(self.valuePerPoint) || has(self.pricePerDeviceHour)",
-            "valuePerPoint says nothing without pricePerDeviceHour; give both or none",
+            "valuePerPoint needs pricePerDeviceHour; give both or none",
             "valuePerPoint",
             lambda spec: spec.value_per_point is None or spec.price_per_device_hour is not None,
         ),

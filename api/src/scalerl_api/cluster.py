@@ -29,7 +29,7 @@ class StorageSpec(Model):
     rules = (
         Rule(
             "!has(self.claimName) || !has(self.storageClassName)",
-            "storageClassName says nothing about a claim that exists: leave out it or claimName",
+            "storageClassName has no effect on an existing claim: leave out one of storageClassName and claimName",
             "storageClassName",
             lambda storage: storage.claim_name is None or storage.storage_class_name is None,
         ),

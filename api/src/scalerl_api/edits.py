@@ -253,7 +253,7 @@ def edit_of(path: str) -> Edit:
         found = EDITS.get(".".join(parts[:length]))
         if found is not None:
             return found
-    raise KeyError(f"spec.{path}: scalerl_api.edits does not say what an edit of it does")
+    raise KeyError(f"spec.{path}: no effect of an edit is declared in scalerl_api.edits")
 
 
 def without_indices(path: str) -> str:

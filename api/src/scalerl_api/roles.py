@@ -175,6 +175,6 @@ class WeightSyncSpec(Model):
     bucket: PositiveQuantity = "16Mi"
     """Bytes per broadcast; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
-    """Time-out of a publish, which is then repeated without the lost generators."""
+    """Timeout of a publish, which is then repeated without the lost generators."""
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
     """Sequences that both sides score after a publish to measure the trainer–generator mismatch."""

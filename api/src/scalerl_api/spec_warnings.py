@@ -223,7 +223,7 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
             yield SpecProblem(
                 f"{where}.resources",
                 f"{spec.device_resource} is set by generator.devices and trainer.devices; without those a role runs on CPUs, "
-                "whatever is said here",
+                "and this setting does not change that",
             )
 
 

@@ -89,7 +89,7 @@ def test_truncation_counts_for_mixed_weights(tmp_path: Path, before: str, newest
     assert analyse(read_curve(path)).state is state
 
 
-def test_the_bounds_are_those_of_the_autoscaler() -> None:
+def test_bounds_are_those_of_the_autoscaler() -> None:
     assert pytest.approx(0.5 * float(AutoscalingSpec().min_gain)) == LEAST
     assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED
 

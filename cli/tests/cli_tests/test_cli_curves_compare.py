@@ -62,14 +62,14 @@ def test_broken_run_is_compared_without_a_decision(
     assert got["second"]["A"]["median"] == pytest.approx(got["first"]["A"]["median"], abs=0.02)
 
 
-def test_a_file_against_itself_is_a_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_against_itself_is_a_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = str(write_plain(tmp_path / "one.csv"))
     assert "no difference" in text(capsys, one, "--compare", one)
     got = answer(capsys, one, "--compare", one)["comparison"]
     assert (got["better"], got["probability"]) == ("tie", 0.5)
 
 
-def test_an_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asymptote_at_its_bound_is_a_doubt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     straight = tmp_path / "straight.csv"
     straight.write_text("compute,reward\n" + "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 41)))
     shown = text(capsys, str(straight), "--compare", str(write_plain(tmp_path / "well.csv")))

@@ -78,7 +78,7 @@ def test_every_line_that_is_printed_is_explained(tmp_path: Path, capsys: pytest.
     assert all(f"| {name} |" in PAGE for name in MEANINGS)
 
 
-def test_the_page_states_the_constants_of_the_code() -> None:
+def test_page_states_the_constants_of_the_code() -> None:
     chosen = FitSettings()
     assert f"fewer than {ENOUGH_POINTS} points" in PAGE
     assert f"wider than {MAX_A_WIDTH:g}".replace("0.", ".") in PAGE

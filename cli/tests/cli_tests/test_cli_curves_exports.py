@@ -85,7 +85,7 @@ def test_wandb_chart_of_one_run_needs_no_names(tmp_path: Path, capsys: pytest.Ca
     assert "compute is column Step, reward is column grpo, lr 1e-6 - val/acc" in shown
 
 
-def test_a_wandb_chart_of_several_runs_asks_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_chart_of_several_runs_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = chart(tmp_path / "wandb_export.csv", {"a": ["val/acc"], "b": ["val/acc"]}, offset=3)
     said = complaint(capsys, str(path))
     assert "--x Step" in said
@@ -125,7 +125,7 @@ def test_another_axis_of_a_wandb_chart(tmp_path: Path) -> None:
     )
 
 
-def test_the_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``api.run(…).history().to_csv()``: an index without a name, and empty cells."""
     path = tmp_path / "history.csv"
     rows = ["," + ",".join(["_step", "_runtime", "_timestamp", "train/loss", "val/acc", "tokens_seen"])]
@@ -147,7 +147,7 @@ def test_the_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")
-def test_a_tensorboard_download_needs_no_names(tmp_path: Path) -> None:
+def test_tensorboard_download_needs_no_names(tmp_path: Path) -> None:
     """Written by TensorBoard itself, from an event file."""
     from tensorboard import context
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -190,7 +190,7 @@ def mlflow(path: Path, runs: list[str], metrics: list[str]) -> Path:
     return path
 
 
-def test_an_mlflow_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     is_curve(read(mlflow(tmp_path / "one.csv", ["0a1b"], ["val/acc"])))
     metrics = mlflow(tmp_path / "metrics.csv", ["0a1b"], ["train/loss", "val/acc", "val/len"])
     said = complaint(capsys, str(metrics))
@@ -226,7 +226,7 @@ def log_history() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["trainer_state.json", "log_history.json", "log.jsonl", "log.csv"])
-def test_a_trl_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_trl_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     path, entries = tmp_path / form, log_history()
     if form == "trainer_state.json":
         state = {"best_metric": None, "global_step": 400, "log_history": entries, "max_steps": 400}
@@ -341,7 +341,7 @@ def test_unused_column_may_appear_twice(tmp_path: Path, capsys: pytest.CaptureFi
     assert "column loss occurs 2 times" in complaint(capsys, str(path), "--x", "step", "--y", "loss")
 
 
-def test_the_likeliest_columns() -> None:
+def test_likeliest_columns() -> None:
     up, down, words = ["1", "2", "3"], ["3", "1", ""], ["a", "b", "c"]
     assert likeliest_x({"epoch": up, "tokens": down, "step": up, "flops": up, "run": words}) == [
         "flops",
@@ -382,7 +382,7 @@ def test_logs_that_cannot_be_read(
     assert words in complaint(capsys, str(path))
 
 
-def test_a_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "huge.csv"
     with path.open("wb") as file:
         file.truncate(MOST_BYTES + 1)

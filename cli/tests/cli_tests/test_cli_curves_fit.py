@@ -24,7 +24,7 @@ KEYS = ["A", "B", "Cmid", "R0", "identifiable", "state", "forecasts"]
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def test_the_answer_on_a_shipped_curve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_shipped_curve(capsys: pytest.CaptureFixture[str]) -> None:
     """Golden: PPG on heist at 100 % of its run."""
     got = answer(capsys, str(EXAMPLES / "ppg_heist.csv"), "--at", "300", "50")
     assert list(got) == KEYS
@@ -60,13 +60,13 @@ def test_shipped_curves_equal_the_data_set() -> None:
             assert [float(row[column]) for row in rows] == curves[key][column]
 
 
-def test_a_young_run_is_insufficient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_young_run_is_insufficient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     got = answer(capsys, str(write_plain(tmp_path / "c.csv", reach=0.5, n=8)))
     assert (got["identifiable"], got["state"], len(got["forecasts"])) == (False, "INSUFFICIENT", 1)
 
 
 @pytest.mark.parametrize("broken", [{"collapse": 0.06}, {"truncated": 0.25}])
-def test_a_broken_run_gets_no_forecast(
+def test_broken_run_gets_no_forecast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: dict[str, float]
 ) -> None:
     path, picture = str(write_run(tmp_path / "c.csv", **broken)), tmp_path / "out.png"
@@ -175,7 +175,7 @@ def test_text_matches_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--rate", "500"], True),
     ],
 )
-def test_a_run_of_ours_knows_its_rate(
+def test_own_run_has_its_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], per_device_hour: bool
 ) -> None:
     shown = text(capsys, str(write_run(tmp_path / "c.csv")), *more)
@@ -185,7 +185,7 @@ def test_a_run_of_ours_knows_its_rate(
     assert ("reached at all with probability" in shown) is ("--target" in more)
 
 
-def test_a_named_column_of_device_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_column_of_device_hours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = write_plain(tmp_path / "c.csv").read_text().splitlines()
     rows = [plain[0] + ",gpu_h"] + [f"{row},{float(row.split(',')[0]) / 250}" for row in plain[1:]]
     path = tmp_path / "hours.csv"

@@ -85,7 +85,7 @@ def refused(path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
         ),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line(
+def test_bad_file_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str]
 ) -> None:
     path = tmp_path / "bad.csv"
@@ -107,7 +107,7 @@ def test_first_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("content", "words"),
     [(None, "No such file"), (b"\xff\xfe\x00c", "UTF-8"), (b'"' + b"x" * 200_000, "CSV")],
 )
-def test_what_is_no_csv_is_refused(
+def test_non_csv_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, words: str
 ) -> None:
     path = tmp_path / "bad.csv"
@@ -116,7 +116,7 @@ def test_what_is_no_csv_is_refused(
     assert words in refused(path, capsys)
 
 
-def test_a_directory_stands_for_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_stands_for_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", str(tmp_path)]) == 2
     assert "curve.csv: No such file" in capsys.readouterr().err
     write_run(tmp_path / "curve.csv")
@@ -163,7 +163,7 @@ def test_questions_that_have_no_answer(
     ("picture", "words"),
     [("out.txt", "ends in .png"), ("no/such/out.png", "no such directory"), ("", "ends in")],
 )
-def test_where_no_picture_can_be_put(
+def test_unwritable_picture_path_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], picture: str, words: str
 ) -> None:
     curve = write_plain(tmp_path / "curve.csv")
@@ -172,7 +172,7 @@ def test_where_no_picture_can_be_put(
     assert (said.out, words in said.err) == ("", True)
 
 
-def test_a_picture_that_cannot_be_written_leaves_nothing(
+def test_picture_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure

@@ -55,7 +55,7 @@ def test_computes_of_any_size_are_short_and_apart(axes: Any, high: float, log: b
     assert ("10²³" in axes.get_xlabel()) == (high == 1e23 and not log)
 
 
-def test_the_unit_may_be_unknown(axes: Any) -> None:
+def test_unit_may_be_unknown(axes: Any) -> None:
     axis.compute_axis(axes, "", 0.0, 100.0)
     assert axes.get_xlabel() == "compute"
 
@@ -108,7 +108,7 @@ def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.Mo
     assert hollow(both, burnt) == [True, True]
 
 
-def test_a_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_plain(tmp_path / "c.csv", n=6)
     assert analyse(read_curve(path)).fitted.burn_in_points == 0
     assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
@@ -142,7 +142,7 @@ def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pyte
     assert any("A 6" in text.get_text() for text in both.axes[1].texts)
 
 
-def test_a_pdf_has_no_type_3_fonts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pdf_has_no_type_3_fonts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{100 * i},{0.2 + 0.4 / (1 + (800 / (100 * i)) ** 2):.4f}" for i in range(1, 41)]
     (tmp_path / "curve.csv").write_text("\n".join(["compute,reward", *rows]) + "\n")
     assert main(["fit", str(tmp_path / "curve.csv"), "--plot", str(tmp_path / "fit.pdf")]) == 0

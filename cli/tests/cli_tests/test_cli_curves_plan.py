@@ -89,7 +89,7 @@ def test_growing_changes_the_time_and_not_the_reward(
     assert capsys.readouterr().out.count("value − cost") >= 3
 
 
-def test_an_elasticity_is_measured_where_the_devices_changed(
+def test_elasticity_is_measured_where_the_devices_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grown = write_run(tmp_path / "grown.csv", elasticity=0.75)
@@ -102,9 +102,7 @@ def test_an_elasticity_is_measured_where_the_devices_changed(
     assert "elasticity .75, as measured" in capsys.readouterr().out
 
 
-def test_the_best_block_ends_where_the_price_bites(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_block_ends_where_the_price_bites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_run(tmp_path / "c.csv"))
     dear = plan(capsys, curve, "--price", "1000", "--value-per-point", "1")["best_block"]
     cheap = plan(capsys, curve, "--price", "0.001", "--value-per-point", "100")["best_block"]
@@ -114,7 +112,7 @@ def test_the_best_block_ends_where_the_price_bites(
     assert "best further block: none" in capsys.readouterr().out
 
 
-def test_a_broken_run_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_run_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve, picture = str(write_run(tmp_path / "c.csv", collapse=0.06)), tmp_path / "out.png"
     got = plan(capsys, curve, "--plot", str(picture), "--generators", "1,2", "--elasticity", "0.8")
     assert (got["state"], got["options"], got["best_block"]) == ("BROKEN", [], None)
@@ -124,7 +122,7 @@ def test_a_broken_run_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no plan" in capsys.readouterr().out
 
 
-def test_a_young_run_is_planned_with_its_doubts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_young_run_is_planned_with_its_doubts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(arguments(str(write_plain(tmp_path / "c.csv", reach=0.6))), WHEN) == 0
     shown = capsys.readouterr().out
     assert "INSUFFICIENT" in shown
@@ -153,7 +151,7 @@ def test_young_run_has_no_spending_block(tmp_path: Path, capsys: pytest.CaptureF
         ),
     ],
 )
-def test_what_has_to_be_known_is_asked_for(
+def test_plan_requests_missing_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str
 ) -> None:
     curve, picture = str(write_plain(tmp_path / "c.csv")), tmp_path / "out.png"
@@ -163,7 +161,7 @@ def test_what_has_to_be_known_is_asked_for(
     assert words in said.err
 
 
-def test_the_picture_is_one_panel_a_column_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_is_one_panel_a_column_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []

@@ -116,7 +116,7 @@ def run_directory(root: Path, seed: int, n: int = 40, layers: int = 4) -> Path:
     return root
 
 
-def test_of_run_directories_model_and_task_must_agree(
+def test_model_and_task_of_earlier_runs_must_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = run_directory(tmp_path / "now", 0, 14)
@@ -133,7 +133,7 @@ def test_of_run_directories_model_and_task_must_agree(
     assert f"{tmp_path / 'notes.txt'} left out: " in said
 
 
-def test_the_newest_fifty_count(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_fifty_count(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = []
     for i in range(MAX_EARLIER_RUNS + 2):
         many.append(shutil.copy(files[1], tmp_path / f"many-{i}.csv"))
@@ -143,12 +143,12 @@ def test_the_newest_fifty_count(files: list[str], tmp_path: Path, capsys: pytest
     assert left_out == [str(path) for path in many[:2]]
 
 
-def test_a_comparison_takes_no_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_takes_no_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", files[0], "--compare", files[1], "--prior", files[2]]) == 2
     assert "--prior: not with --compare" in capsys.readouterr().err
 
 
-def test_a_plan_names_its_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_names_its_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     now, *earlier = files
     assert main(["plan", "--from", now, "--prior", *earlier]) == 0
     assert "prior: 5 earlier runs" in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_plan_names_its_prior(files: list[str], capsys: pytest.CaptureFixture[
     assert len(json.loads(capsys.readouterr().out)["prior"]) == 5
 
 
-def test_one_run_counts_once_whatever_its_spelling(
+def test_run_counts_once_in_any_spelling(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = tmp_path / "latest.csv"

@@ -11,7 +11,7 @@ from scalerl_cli import export as module
 from scalerl_cli.main import main
 
 
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capfd: Any) -> None:
+def test_run_without_checkpoints_is_refused(tmp_path: Path, capfd: Any) -> None:
     assert main(["export", str(tmp_path), "--to", str(tmp_path / "out"), "--step", "3"]) == 2
     assert f"{tmp_path}/checkpoints holds no checkpoint" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()

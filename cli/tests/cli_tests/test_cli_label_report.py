@@ -71,7 +71,7 @@ def test_tables_without_pass_at_k_are_read(tmp_path: Path):
         (["x={one}", "x={fewer}"], "give them different names"),
     ],
 )
-def test_what_cannot_be_reported_is_refused(
+def test_unreportable_run_is_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     paths = {

@@ -111,7 +111,7 @@ def policy(tmp_path: Path, autoscaling: str) -> Path:
     return path
 
 
-def test_a_record_that_holds(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_that_holds(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(directory)]) == 0
     said = capsys.readouterr().out
     assert "13 decisions, all reproduced" in said
@@ -158,7 +158,7 @@ def test_replay_names_line_and_field_of_a_changed_byte(
         ('{mode: Auto, minGain: "0.0001"}', "11 of 13 decisions", "never"),
     ],
 )
-def test_what_another_policy_would_have_done(
+def test_replay_under_another_policy(
     directory: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -206,7 +206,7 @@ def test_bad_input_is_reported_and_nothing_replayed(
     assert "spec.autoscaling.minGain" in said
 
 
-def test_an_empty_record_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_record_is_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / RunPaths(Path()).decisions.name
     path.write_bytes(b"")
     assert main(["replay", str(path)]) == 2

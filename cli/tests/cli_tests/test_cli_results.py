@@ -161,7 +161,7 @@ def test_why_it_ended(changes: dict[str, Any], reason: str) -> None:
     assert summarize(RUN, outcome(**changes))["stop_reason"] == reason
 
 
-def test_a_run_without_points_has_no_rewards() -> None:
+def test_run_without_points_has_no_rewards() -> None:
     summary = summarize(RUN, outcome(status=status(points=[], mismatch=[])))
     assert summary["first_reward"] is None
     assert dict(rows(summary))["reward, first"] == "–"
@@ -240,7 +240,7 @@ def test_plot_extrapolates_the_end_of_the_budget() -> None:
         ("compute,reward\n1,2\n", "line 2"),
     ],
 )
-def test_a_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+def test_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
     paths = RunPaths(tmp_path)
     if text is not None:
         paths.curve.write_text(text)
@@ -296,7 +296,7 @@ def test_waiting_line_is_not_repeated_every_second(capsys: pytest.CaptureFixture
     assert lines[0].endswith("waiting: waiting for generator-0 to load its weights")
 
 
-def test_the_table_shows_what_was_asked_for() -> None:
+def test_table_shows_what_was_asked_for() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
         console.print(render(RUN, snapshot(65.0, status(), {"trainer": UnitState.READY})))
@@ -314,7 +314,7 @@ def test_the_table_shows_what_was_asked_for() -> None:
         assert words in text
 
 
-def test_the_live_view_starts_shows_and_ends(tmp_path: Path) -> None:
+def test_live_view_starts_and_ends(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
         console = Console(file=out, force_terminal=True, width=100)
         view = LiveView(RUN, console)

@@ -163,7 +163,7 @@ def test_first_interrupt_drains_and_run_resumes(tmp_path: Path, number: signal.S
     assert "run: resumed after: interrupted" in again.text()
 
 
-def test_the_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
+def test_second_interrupt_ends_everything_now(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}, SMALL_TRAINER="stubborn") as run:
         run.until(lambda: run.step() > 2)
         run.process.send_signal(signal.SIGINT)
@@ -185,7 +185,7 @@ def test_interrupt_before_the_first_lease_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generators", ["", "holds-weights"])
-def test_an_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: str) -> None:
+def test_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: str) -> None:
     """The trainer saves its state and exits with 0, without the end of the run; it is not restarted."""
     roles = {"SMALL_TRAINER": "mid-training", "SMALL_COORDINATOR": generators}
     with shell(tmp_path, **roles) as run:
@@ -200,7 +200,7 @@ def test_an_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: s
     assert (summary["startup"]["first_lease_seconds"] is None) is not bool(generators)
 
 
-def test_a_lost_terminal_drains_the_run(tmp_path: Path) -> None:
+def test_lost_terminal_drains_the_run(tmp_path: Path) -> None:
     """An ssh connection that breaks: SIGHUP, and every write to the terminal fails from then on."""
     ours, theirs = os.openpty()
     with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}, terminal=theirs) as run:
@@ -225,7 +225,7 @@ def test_a_lost_terminal_drains_the_run(tmp_path: Path) -> None:
     assert (run.directory / "checkpoints" / "last").read_text() == "whole"
 
 
-def test_a_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
+def test_closed_pipe_does_not_end_the_run(tmp_path: Path) -> None:
     """``scalerl run FILE | head``"""
     ours, theirs = os.pipe()
     with shell(tmp_path, spec={"budget": {"maxSteps": 100}}, output=theirs) as run:
@@ -293,13 +293,13 @@ def test_non_fatal_problems_are_reported(tmp_path: Path) -> None:
     assert "checkpoints not written" in text
 
 
-def test_a_budget_of_seconds_stops_the_run(tmp_path: Path) -> None:
+def test_budget_of_seconds_stops_the_run(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSeconds": 1}}) as run:
         assert run.finish() == 0, run.text()
     assert run.summary()["stop_reason"] == "maxSeconds"
 
 
-def test_a_killed_coordinator_comes_back_on_its_port(tmp_path: Path) -> None:
+def test_killed_coordinator_comes_back_on_its_port(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSteps": 150}}) as run:
         run.until(lambda: run.step() > 5)
         (pid,) = run.running(b".py\0coordinator\0")
@@ -341,7 +341,7 @@ def test_default_directories_are_numbered_and_resume_takes_the_newest(tmp_path: 
         ("trainer=0,99999", "no CPU 99999 for this command; there are "),
     ],
 )
-def test_a_bad_pin_is_refused(tmp_path: Path, pin: str, words: str) -> None:
+def test_bad_pin_is_refused(tmp_path: Path, pin: str, words: str) -> None:
     with shell(tmp_path, "--pin", pin) as run:
         assert run.finish() == 2
     assert f"--pin {pin}: {words}" in run.text()

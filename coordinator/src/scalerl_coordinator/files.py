@@ -82,9 +82,8 @@ class RunFiles:
         followed = [point for point in points if point.task == forecast_task]
         _write_whole(self._paths.curve, curve_csv(followed))
         for name in {point.set_name for point in followed}:
-            self._paths.set_curve(name).unlink(
-                missing_ok=True
-            )  # from a time when the forecast followed another set
+            # Written while the forecast followed another set.
+            self._paths.set_curve(name).unlink(missing_ok=True)
         for name, curve in others.items():
             _write_whole(self._paths.set_curve(name), curve_csv(curve))
         if any(point.by_label for point in points):

@@ -103,9 +103,8 @@ class BlobIndex:
                 blobs.append(bytes(frames.read_frame(data, str(path), at.offset).blob))
             return blobs
         except FileNotFoundError:
-            self.locations(
-                keys
-            )  # raises KeyError if the blob was dropped, and its segment deleted, in the meantime
+            # Raises KeyError if the blob was dropped, and its segment deleted, in the meantime.
+            self.locations(keys)
             raise
         finally:
             for fd in files.values():

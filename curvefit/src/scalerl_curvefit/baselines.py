@@ -91,9 +91,8 @@ def paper_grid_search(
     start = float(curve.reward[0]) if r0 is None else r0
     best, best_sse, fits = None, np.inf, 0
     with warnings.catch_warnings(), np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        warnings.simplefilter(
-            "ignore", OptimizeWarning
-        )  # A flat pair has no covariance; its SSE still counts.
+        # A flat pair has no covariance; its SSE still counts.
+        warnings.simplefilter("ignore", OptimizeWarning)
         for i, a in enumerate(a_grid):
             for j, cmid in enumerate(cmid_grid):
 

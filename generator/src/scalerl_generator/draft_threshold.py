@@ -82,9 +82,8 @@ def _fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray
     """Fit a, b and c, none negative, by least squares of the relative errors; absolute ones would favor full batches."""
     scale = np.abs(features).max(axis=0) + 1e-12
     relative = features / scale / seconds[:, None]
-    weight = 1e-4 * np.linalg.norm(
-        relative
-    )  # ridge penalty: if rows never change, a and b cannot be told apart
+    # Ridge penalty: if rows never change, a and b are not identifiable.
+    weight = 1e-4 * np.linalg.norm(relative)
     moments = relative.T @ relative + weight**2 * np.eye(3)
     fitted: NDArray[np.float64] = np.maximum(np.linalg.solve(moments, relative.sum(axis=0)) / scale, 0.0)
     return fitted

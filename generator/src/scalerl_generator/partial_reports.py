@@ -212,9 +212,8 @@ class PartialReports:
                 nbytes += new
                 reports[lease_id] = streams, group
                 truncations[lease_id] = [completion.truncations for completion in streams.completions]
-                self._tracked[lease_id] = self._tracked.pop(
-                    lease_id
-                )  # move to the end: the others come first next time
+                # Move it to the end: the next report begins with the others.
+                self._tracked[lease_id] = self._tracked.pop(lease_id)
         # Check after the tokens arrived, so that none is from a server whose restart was not detected.
         if not reports or not await self._monitor.check_same_server(start):
             return

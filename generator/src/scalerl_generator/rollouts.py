@@ -225,9 +225,8 @@ class RolloutGenerator:
             teacher_logprobs = await teacher_task
         finally:
             teacher_task.cancel()
-            await asyncio.gather(
-                teacher_task, return_exceptions=True
-            )  # retrieves its exception if both failed
+            # Retrieves its exception if both failed.
+            await asyncio.gather(teacher_task, return_exceptions=True)
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),

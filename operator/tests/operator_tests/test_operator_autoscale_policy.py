@@ -87,7 +87,7 @@ def test_flat_run_stops_without_a_reliable_fit() -> None:
         [seen(200 + 10 * i, forecast=answer(0.01, width=0.5)) for i in range(3)],
     ],
 )
-def test_a_run_that_shows_nothing_has_time(observations: list[Observation]) -> None:
+def test_flat_run_has_time(observations: list[Observation]) -> None:
     """Before half of what may be used, with fewer than 10 evaluations, or where nothing limits the run."""
     assert states(chain(decide, spec(), observations)) == ["INSUFFICIENT"] * 3
 

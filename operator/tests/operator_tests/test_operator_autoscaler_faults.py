@@ -28,7 +28,7 @@ from scalerl_operator.autoscaling.replay import verify
 
 
 @pytest.mark.parametrize("trouble", ["down", "slow", "error", "garbage", "nan", "other", "impossible"])
-async def test_a_sidecar_that_fails(tmp_path: Path, serve: Any, trouble: str) -> None:
+async def test_sidecar_that_fails(tmp_path: Path, serve: Any, trouble: str) -> None:
     """No stop on a run that a good answer would stop; and with a good one it is."""
     curve, good = flat_curve(), Application()
     well = False
@@ -162,7 +162,7 @@ async def test_nan_reward_is_an_alarm(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6, 1e9])
-async def test_the_machines_clock_jumps(tmp_path: Path, url: str, jump: float) -> None:
+async def test_machines_clock_jumps(tmp_path: Path, url: str, jump: float) -> None:
     """It is held against the deadline only, and that never stops a run."""
     watched = Watched(tmp_path / "d", url, {"deadline": "2033-01-01T00:00:00Z", "generators": {"max": 2}})
     curve = evaluations([0.2 + 0.4 / (1 + (12 / max(i, 1e-3)) ** 1.5) for i in range(30)])
@@ -175,7 +175,7 @@ async def test_the_machines_clock_jumps(tmp_path: Path, url: str, jump: float) -
 
 
 @pytest.mark.parametrize("jump", [-1000.0, 1e6])
-async def test_the_runs_clock_jumps(tmp_path: Path, url: str, jump: float) -> None:
+async def test_runs_clock_jumps(tmp_path: Path, url: str, jump: float) -> None:
     """One interval of many: the pace is a median, so prices and reach stay what they were."""
     curve = flat_curve()
     jumped = [
@@ -212,7 +212,7 @@ async def test_full_disk_sets_a_condition_without_action(tmp_path: Path, url: st
     assert (step.action.kind, step.problem) == ("stop", "")
 
 
-async def test_a_full_disk_does_not_make_balance_hot(tmp_path: Path, url: str) -> None:
+async def test_full_disk_does_not_make_balance_hot(tmp_path: Path, url: str) -> None:
     """What cannot be recorded is tried again, ever more seldom, and acted upon once it can."""
     watched = Watched(tmp_path / "d", url, {"generators": {"max": 2}, "cooldownSeconds": 1})
     await watched.must(flat_curve()[:12])

@@ -88,7 +88,7 @@ def test_object_without_label_is_not_cached(cache: Cache, woken: list[tuple[str,
     assert woken == [("team", "r")] * 3
 
 
-def test_an_object_that_changes_hands_wakes_both(cache: Cache, woken: list[tuple[str, str]]) -> None:
+def test_object_with_a_new_owner_wakes_both_runs(cache: Cache, woken: list[tuple[str, str]]) -> None:
     cache.observe("ADDED", run_object("a", version=1))
     cache.observe("ADDED", run_object("b", version=2, uid="b"))
     cache.observe("ADDED", thing("Job", "j", version=3, run="a"))
@@ -198,7 +198,7 @@ def test_cache_converges_for_any_order_of_events(
         assert set(cache.owned("team", "r")) == {("Job", "j")}
 
 
-def test_what_a_record_holds_is_not_kept(cache: Cache) -> None:
+def test_record_values_are_not_kept(cache: Cache) -> None:
     """A megabyte for each few hundred decisions of each run: only whoever writes there reads it."""
     record = thing("ConfigMap", "r-decisions", version=2, data={"decisions.jsonl": "x" * 1000})
     record["metadata"]["labels"][names.COMPONENT] = names.DECISIONS

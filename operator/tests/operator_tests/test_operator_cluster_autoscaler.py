@@ -192,7 +192,7 @@ async def test_cancelled_stop_stays_cancelled(url: str) -> None:
     assert one.report(longer).stop
 
 
-async def test_a_broken_run_is_held(url: str) -> None:
+async def test_broken_run_is_held(url: str) -> None:
     stepped = Stepped(url)
     curve = flat_curve()[:30]
     await stepped.settled(curve)
@@ -258,7 +258,7 @@ async def test_chosen_number_is_reported_until_the_next_decision(url: str, mode:
     assert lines[-1].observation.generators == generators
 
 
-async def test_a_slow_sidecar_holds_nothing_up(serve: Any) -> None:
+async def test_slow_sidecar_holds_nothing_up(serve: Any) -> None:
     asked = 0
     gate = asyncio.Event()
 

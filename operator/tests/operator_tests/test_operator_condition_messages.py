@@ -175,14 +175,14 @@ _NO_PROGRAM = 'exec: "python": executable file not found in $PATH: unknown'
         {"waiting": {"reason": "RunContainerError", "message": _NO_PROGRAM}},
     ],
 )
-def test_a_container_whose_program_cannot_start_is_named(state: Object) -> None:
+def test_container_whose_program_cannot_start_is_named(state: Object) -> None:
     found = observed(pod("p-1", Role.PREPARE, state), jobs=(Role.PREPARE,))
     condition = conditions(Phase.PREPARING, found)["Prepared"]
     assert (condition.reason, condition.message) == ("ContainerStartFailed", f"prepare: {_NO_PROGRAM}")
 
 
 @pytest.mark.parametrize("phase", [Phase.PENDING, Phase.PREPARING, Phase.RUNNING])
-def test_a_queue_that_does_not_exist_is_named(phase: Phase) -> None:
+def test_queue_that_does_not_exist_is_named(phase: Phase) -> None:
     missing = "no LocalQueue team in the namespace ml"
     queued = cluster_run(labels={QUEUE: "team"})
     found = observed(jobs=(Role.PREPARE,))

@@ -58,7 +58,7 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 @given(objects, objects)
-def test_a_merge_patch_leaves_nothing_of_what_was(before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_merge_patch_removes_old_fields(before: dict[str, Any], after: dict[str, Any]) -> None:
     before, after = without_nulls(before), without_nulls(after)
     assert merged(before, merge_patch(before, after)) == after
 

@@ -172,7 +172,7 @@ async def test_reconciles_with_equal_observations_share_a_poll() -> None:
         assert len(set(second.asked)) == 2
 
 
-async def test_it_is_asked_again_and_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_coordinator_is_polled_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.05)
     there, token = Coordinator(), Tokens()
     async with there.serving() as pod, coordinators() as ours:

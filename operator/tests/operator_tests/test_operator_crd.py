@@ -77,7 +77,7 @@ def models(model: type[Model]) -> Iterator[type[Model]]:
 
 
 @pytest.mark.parametrize("directory", ["crds", "charts/scalerl/files/crds"])
-def test_the_file_is_what_the_models_say(directory: str) -> None:
+def test_file_is_what_the_models_say(directory: str) -> None:
     assert (ROOT / directory / crd.FILE_NAME).read_text() == crd.text(), "run `make crds` and commit the file"
 
 
@@ -91,7 +91,7 @@ def test_every_field_is_described_in_a_sentence() -> None:
             assert not re.search(r"``|:\w+:`|\[[PS?]\]", description), f"{path}.{name}: {description!r}"
 
 
-def test_it_is_structural() -> None:
+def test_crd_is_structural() -> None:
     either = [{"type": "integer"}, {"type": "string"}]
     for path, schema in schemas(SCHEMA):
         assert not schema.keys() & {"$ref", "allOf", "oneOf", "not", "title", "const"}, path
@@ -112,7 +112,7 @@ def test_every_string_and_list_is_bounded() -> None:
             assert "maxProperties" in schema, path
 
 
-def test_the_servers_defaults_are_the_models() -> None:
+def test_servers_defaults_are_the_models() -> None:
     spec = defaulted(at("spec"), SMALL)
     run = RunSpec.model_validate(spec)
     assert run == RunSpec.model_validate(SMALL)
@@ -174,7 +174,7 @@ def test_every_rule_is_in_the_crd_and_names_a_field() -> None:
         assert changes == (rule.get("reason") == "FieldValueForbidden"), rule
 
 
-def test_what_a_checkpoint_was_made_with_cannot_change() -> None:
+def test_fields_of_a_checkpoint_cannot_change() -> None:
     fixed = {
         path + rule.get("fieldPath", "")
         for path, schema in schemas(SCHEMA)
@@ -245,7 +245,7 @@ def test_every_example_has_only_fields_of_the_crd() -> None:
         assert list(unknown(at("spec"), manifest["spec"], "spec")) == []
 
 
-def test_a_field_without_a_docstring_has_no_description() -> None:
+def test_field_without_a_docstring_has_no_description() -> None:
     class Undescribed(Model):
         """A model."""
 

@@ -35,7 +35,7 @@ def test_invalid_table_names_each_row_once() -> None:
 
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
-def test_a_file_is_held_to_the_servers_rules(case: Case) -> None:
+def test_file_is_held_to_the_servers_rules(case: Case) -> None:
     with pytest.raises(SpecError) as refused:
         run_from_object(case.run)
     assert any(near(problem.where, case.field) for problem in refused.value.problems), str(refused.value)
@@ -93,7 +93,7 @@ def test_path_without_a_volume_is_a_warning() -> None:
     assert "lies in no volume that a podTemplate mounts" in accepted.message
 
 
-def test_a_deadline_counts_where_forecasts_are_acted_on() -> None:
+def test_deadline_counts_where_forecasts_are_acted_on() -> None:
     spec = run_from_object(PAST_DEADLINE.run).spec
     assert past_deadline(spec, 1577836799.0) is None
     late = past_deadline(spec, 1577836800.0)

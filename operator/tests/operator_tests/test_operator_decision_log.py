@@ -244,7 +244,7 @@ def little_space(tmp_path: Path) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None) -> None:
+def test_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None) -> None:
     path = tmp_path / "decisions.jsonl"
     record = asyncio.run(opened(path))
     evaluated = evaluations([0.2, 0.3])
@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_the_record_whole(tmp_path: Path, little_space: None)
     assert verify(path.read_bytes())[1] == []
 
 
-def test_what_is_written_is_on_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_is_on_disk_before_it_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
@@ -278,7 +278,7 @@ def test_what_is_written_is_on_disk_first(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.stat().st_size in synced
 
 
-def test_the_same_policy_would_have_done_the_same(recorded: tuple[bytes, list[Line]]) -> None:
+def test_replay_under_the_same_policy(recorded: tuple[bytes, list[Line]]) -> None:
     def never(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         raise AssertionError("the same question has its answer in the record")
 

@@ -86,7 +86,7 @@ async def test_unanswered_write_is_not_acted_on(fate: list[str], kept: bool) -> 
 @pytest.mark.parametrize(
     "refusal", [CoordinatorRefused("HTTP 413: too large"), errors.Fenced("does not lead")]
 )
-async def test_a_refusal_leaves_the_record_as_it_was(
+async def test_refusal_leaves_the_record_as_it_was(
     monkeypatch: pytest.MonkeyPatch, refusal: Exception
 ) -> None:
     service = DecisionService()
@@ -130,7 +130,7 @@ async def test_garbage_inside_the_log_is_named_and_kept() -> None:
     assert len(verify(service.content())[0]) == 1, "begun again by who moved it away"
 
 
-async def test_an_earlier_coordinator_keeps_no_decisions() -> None:
+async def test_earlier_coordinator_keeps_no_decisions() -> None:
     async def missing(offset: int) -> DecisionLines:
         raise EndpointMissing("GET /v1/decisions: HTTP 404: Not Found")
 

@@ -84,7 +84,7 @@ def test_single_grading_failure_clears_after_a_quiet_time(reconciles: Reconciles
     assert reconciles.reconcile(5 + QUIET_SECONDS + 6, grading_errors=2) == Reason.GRADING_FAILED
 
 
-def test_a_skipped_step_is_over_after_a_while(reconciles: Reconciles) -> None:
+def test_skipped_step_is_over_after_a_while(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(0) == Reason.HEALTHY
     assert reconciles.reconcile(5, skipped_steps=1, grading_errors=1) == Reason.STEP_SKIPPED
     assert reconciles.reconcile(5 + QUIET_SECONDS + 1) == Reason.HEALTHY
@@ -142,7 +142,7 @@ def test_counts_before_the_first_status_are_ignored(reconciles: Reconciles, *, s
     assert reconciles.reconcile(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED
 
 
-def test_the_first_checkpoint_of_all_ends_it_too(reconciles: Reconciles) -> None:
+def test_first_checkpoint_clears_the_failure(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=-1)
     assert reconciles.reconcile(1, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
     assert reconciles.reconcile(5, checkpoint_version=20) == Reason.HEALTHY
@@ -154,7 +154,7 @@ def test_silent_coordinator_keeps_the_problem(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(5, silent=True) == Reason.CHECKPOINT_FAILED
 
 
-def test_a_run_that_is_over_is_not_degraded(reconciles: Reconciles) -> None:
+def test_run_that_is_over_is_not_degraded(reconciles: Reconciles) -> None:
     reconciles.reconcile(0)
     assert reconciles.reconcile(1, checkpoint_failures=1, grading_errors=3) == Reason.CHECKPOINT_FAILED
     assert reconciles.reconcile(5, Phase.SUSPENDED, silent=True) == Reason.HEALTHY

@@ -230,7 +230,7 @@ def test_run_once_ready_survives_half_an_hour_without_start() -> None:
 
 @pytest.mark.parametrize("failed", [LOST, Job(JobState.COMPLETE)])
 @pytest.mark.parametrize("memory", [Memory(attempt=1), replace(FIRST, attempt=3, last_recorded_attempt=2)])
-def test_a_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
+def test_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
     memory, made = tries(memory, failed, 86400, maxRestarts=0)
     assert memory.outcome is None
     assert 250 < made < 320, "every five minutes at last"

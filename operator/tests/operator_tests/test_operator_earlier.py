@@ -68,7 +68,7 @@ def test_run_failed_at_its_start_is_no_earlier_run() -> None:
     assert earlier_run("a", curve_csv([])) is None
 
 
-def test_a_long_run_is_thinned_out() -> None:
+def test_long_run_is_thinned_out() -> None:
     found = earlier_run("a", curve_csv(evaluations([0.5] * 50_000)))
     assert found is not None
     compute = found.points.compute
@@ -199,7 +199,7 @@ async def test_deleted_earlier_run_is_left_out() -> None:
     assert await there.names() == ["stays"]
 
 
-async def test_a_thousand_finished_runs_are_bounded() -> None:
+async def test_thousand_finished_runs_are_bounded() -> None:
     there = Namespace()
     there.add("run-0")
     there.add("other-0", model={"scratch": {"layers": 3}})
@@ -285,7 +285,7 @@ async def test_finished_runs_beside_a_runs_directory(tmp_path: Path) -> None:
     assert "another-model (model.scratch.layers is 3, this run's is" in text
 
 
-async def test_a_first_run_has_nothing_to_say(tmp_path: Path) -> None:
+async def test_first_run_has_no_earlier_runs(tmp_path: Path) -> None:
     said: list[str] = []
     assert await DirectoryRuns(finished(tmp_path / "tiny-1"), said.append)(run_spec().spec) == []
     assert said == []
@@ -342,7 +342,7 @@ async def test_earlier_runs_are_read_once_per_request(tmp_path: Path, url: str) 
     assert uses(watched) == []
 
 
-async def test_a_failure_to_read_them_costs_no_forecast(
+async def test_failure_to_read_them_costs_no_forecast(
     tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, curve = Reader(None), flat_curve()
@@ -390,7 +390,7 @@ def with_uses(*weights: float) -> Any:
         ((1.0,) * 7, "with 7 earlier runs as prior: run-0, run-1, run-2, run-3, run-4 and 2 more"),
     ],
 )
-def test_a_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: str) -> None:
+def test_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: str) -> None:
     assert prior_note(with_uses(*weights)) == text
     observations = [seen(200 + 10 * i, forecast=with_uses(*weights)) for i in range(2)]
     last = chain(decide, spec(stopAfter=2), observations)[-1]

@@ -30,7 +30,7 @@ def restarted(edited: Edited) -> set[Role]:
 
 
 @pytest.mark.parametrize("edited", TAKEN, ids=str)
-def test_an_edit_restarts_the_roles_of_its_entry(edited: Edited) -> None:
+def test_edit_restarts_the_roles_of_its_entry(edited: Edited) -> None:
     assert restarted(edited) == edited.edit.effect.roles
 
 
@@ -40,7 +40,7 @@ def test_local_run_resumes_with_an_edit(edited: Edited) -> None:
 
 
 @pytest.mark.parametrize("edited", REFUSED, ids=str)
-def test_and_not_with_one_that_is_refused(edited: Edited) -> None:
+def test_refused_edit_does_not_resume(edited: Edited) -> None:
     found = forbidden(edited)
     if edited.path.startswith("storage."):
         assert found == [], "a run on one machine has no claim"

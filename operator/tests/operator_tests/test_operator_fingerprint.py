@@ -103,7 +103,7 @@ def test_nothing_is_created_while_something_terminates(kind: str) -> None:
     assert said(place(put("Pod", "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is not None
 
 
-def test_what_the_objects_follow_from_is_news() -> None:
+def test_fingerprint_changes_with_its_inputs() -> None:
     now, run = said(place()), place()
     assert said(place(), Desired(prepare=True)) != now
     assert said(place(), images=Images("t2", "g", "c")) != now

@@ -94,7 +94,7 @@ async def test_client_raises_while_the_server_stays_busy(
 
 
 @pytest.mark.parametrize("code", [500, 502, 503, 504])
-async def test_a_5xx_is_not_asked_again_here(code: int, api: KubeApi, server: Faulty) -> None:
+async def test_client_does_not_retry_5xx(code: int, api: KubeApi, server: Faulty) -> None:
     server.say(code, "<html>Bad Gateway</html>")
     with pytest.raises(errors.Unreachable, match="Bad Gateway") as failed:
         await api.get("ConfigMap", "team", "a")
@@ -128,13 +128,13 @@ async def test_silence_and_a_cut_answer_are_unreachable(
     assert observer.calls[-1] == ("get", "ConfigMap", 0)
 
 
-async def test_a_server_that_is_not_there_is_unreachable() -> None:
+async def test_server_that_is_not_there_is_unreachable() -> None:
     async with KubeApi(Configuration(host="http://127.0.0.1:9")) as nowhere:
         with pytest.raises(errors.Unreachable, match="ClientConnectorError"):
             await nowhere.list("Pod")
 
 
-async def test_a_list_whose_pages_expired_starts_over_once(api: KubeApi, server: Faulty) -> None:
+async def test_list_whose_pages_expired_starts_over_once(api: KubeApi, server: Faulty) -> None:
     def page(name: str, more: str = "") -> dict[str, Any]:
         metadata = {"resourceVersion": "7", "continue": more}
         return {"kind": "PodList", "metadata": metadata, "items": [{"metadata": {"name": name}}]}
@@ -174,7 +174,7 @@ async def test_failed_watch_raises_with_the_cause(api: KubeApi, server: Faulty) 
         await anext(api.watch("Pod", None, since="5"))
 
 
-async def test_an_event_that_cannot_be_written_stops_nothing(
+async def test_event_that_cannot_be_written_stops_nothing(
     api: KubeApi, server: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.say(503, {"message": "etcd is away"})
@@ -187,7 +187,7 @@ async def test_an_event_that_cannot_be_written_stops_nothing(
     assert "etcd is away" in caplog.text
 
 
-async def test_what_is_written_says_where_it_belongs(api: KubeApi, server: Faulty) -> None:
+async def test_event_names_its_object(api: KubeApi, server: Faulty) -> None:
     with pytest.raises(ValueError, match="has no namespace"):
         await api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
     with pytest.raises(ValueError, match="written as batch/v1"):

@@ -175,7 +175,7 @@ def test_training_that_diverges_again_is_over() -> None:
     assert "ratio 1e9" in outcome.message
 
 
-def test_the_coordinator_has_a_budget_of_restarts() -> None:
+def test_coordinator_has_a_budget_of_restarts() -> None:
     assert decide(SPEC, replace(RUNNING, coordinator=Service(restarts=20)), FIRST).memory.outcome is None
     spent = decide(SPEC, replace(RUNNING, coordinator=Service(restarts=21)), FIRST).memory.outcome
     assert spent is not None
@@ -196,7 +196,7 @@ def test_rank_failure_after_the_last_checkpoint() -> None:
     assert outcome.end is End.COMPLETED
 
 
-def test_what_never_began_has_nothing_to_save() -> None:
+def test_unstarted_trainer_has_nothing_to_save() -> None:
     """It waits for a queue, for a node or for an image that there is not."""
     waiting = replace(RUNNING, status=None, deleting=True)
     assert decide(SPEC, waiting, Memory(attempt=1)).release
@@ -205,7 +205,7 @@ def test_what_never_began_has_nothing_to_save() -> None:
     assert not decide(SPEC, waiting, FIRST).release
 
 
-def test_a_drain_that_was_taken_back_is_forgotten() -> None:
+def test_cancelled_drain_is_reset() -> None:
     memory = decide(SPEC, replace(RUNNING, suspend=True), FIRST).memory
     assert memory.drain_since == 100.0
     memory = decide(SPEC, replace(RUNNING, unix_seconds=110.0), memory).memory

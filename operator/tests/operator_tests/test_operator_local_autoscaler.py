@@ -61,7 +61,7 @@ async def test_run_starts_with_the_chosen_generators(
     assert bool(message) == (expected != 1)
 
 
-async def test_a_first_start_is_the_specs(tmp_path: Path) -> None:
+async def test_first_start_uses_the_spec(tmp_path: Path) -> None:
     made = run_spec(autoscaling={"mode": "Auto", "generators": {"max": 4}})
     record = await opened(tmp_path / "decisions.jsonl")
     assert resumed_plan(plan(made), made.spec, record.summary) == (plan(made), "")

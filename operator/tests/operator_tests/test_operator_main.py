@@ -69,7 +69,7 @@ def test_settings_as_the_chart_gives_them() -> None:
         ("SCALERL_LOG_LEVEL", "chatty"),
     ],
 )
-def test_a_wrong_setting_is_named(name: str, value: str) -> None:
+def test_wrong_setting_is_named(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=name):
         Settings.read(LEAST | {name: value})
 

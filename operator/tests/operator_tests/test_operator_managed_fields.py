@@ -19,11 +19,11 @@ THEIRS = entry("kubectl", "Update", {"f:data": {"f:c": {}}})
 STATUS = entry("scalerl-operator", "Update", {"f:status": {}}, subresource="status")
 
 
-def test_of_others_and_of_subresources_nothing_changes() -> None:
+def test_fields_of_others_and_subresources_stay() -> None:
     assert applied([THEIRS, CREATED, STATUS]) == [THEIRS, STATUS, {**CREATED, "operation": "Apply"}]
 
 
-def test_what_is_applied_already_is_kept_beside_it() -> None:
+def test_applied_fields_are_kept() -> None:
     before = entry("scalerl-operator", "Apply", {"f:data": {"f:a": {".": {}}, "f:d": {}}})
     assert applied([before, CREATED]) == [
         entry("scalerl-operator", "Apply", {"f:data": {"f:a": {".": {}}, "f:b": {}, "f:d": {}}})

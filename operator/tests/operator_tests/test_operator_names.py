@@ -38,7 +38,7 @@ def test_pods_have_room_behind_their_workloads_name(run: str) -> None:
 
 
 @given(RUN_NAMES)
-def test_the_label_is_one(run: str) -> None:
+def test_run_label_is_defined_once(run: str) -> None:
     value = label_value(run)
     assert len(value) <= 63
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", value)

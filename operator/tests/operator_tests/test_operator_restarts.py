@@ -84,7 +84,7 @@ def test_table(record: Record, end: ProcessEnd, expected: float | str) -> None:
         ([1, 1, 3], False),
     ],
 )
-def test_a_refused_update_is_remembered_across_crashes(codes: list[int], gives_up: bool) -> None:
+def test_refused_update_is_remembered_across_crashes(codes: list[int], gives_up: bool) -> None:
     record = Record()
     for code in codes[:-1]:
         outcome = decide(POLICY, record, ProcessEnd(Cause.EXIT, code, 5.0))

@@ -25,7 +25,7 @@ def test_repairs_of_a_contested_object_back_off() -> None:
     assert state.may_repair(WHAT, quiet + 2), "after a while the back-off starts over"
 
 
-def test_a_withheld_repair_says_when_it_is_due() -> None:
+def test_withheld_repair_says_when_it_is_due() -> None:
     state = RunState()
     assert state.may_repair(WHAT, 100)
     assert state.next_repair_seconds(100) is None

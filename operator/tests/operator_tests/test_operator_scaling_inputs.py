@@ -22,7 +22,7 @@ ONE = Generators(wanted=1, ready=1)
 NOW = Pace(tokens_per_second=1000.0, devices=4.0, tokens_per_step=500.0, intervals=3)
 
 
-def test_a_pace_takes_three_intervals() -> None:
+def test_pace_takes_three_intervals() -> None:
     assert pace(progress(3)) is None
     assert pace(progress(4)) == Pace(
         tokens_per_second=1000.0, devices=4.0, tokens_per_step=10_000.0, intervals=3
@@ -81,7 +81,7 @@ def asked(
     return found
 
 
-def test_the_question_is_the_specs_in_tokens() -> None:
+def test_forecast_request_is_in_tokens() -> None:
     request = asked(flat_curve(), {"minGain": "0.03", "horizon": "4", "target": "0.7"})
     assert (request.horizon, request.min_gain, request.target) == (4.0, 0.03, 0.7)
     assert (request.value, request.price) == (None, None)

@@ -75,7 +75,7 @@ def test_spec_field_finds_the_value_in_the_spec(key: str, path: str, field: str)
     "path", ["spec.template.spec.securityContext", "spec.template.spec.volumes[0].name", "spec.parallelism",
              "spec.template.spec.volumes[99]", "spec.template.spec.containers[9].env[99].name"],
 )  # fmt: skip
-def test_what_the_operator_writes_itself_keeps_its_name(path: str) -> None:
+def test_operator_fields_keep_their_path(path: str) -> None:
     assert spec_field(path, OBJECTS["Job/prepare"], RUN.to_manifest()) == path
 
 

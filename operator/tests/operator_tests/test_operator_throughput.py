@@ -48,7 +48,7 @@ def test_grow_when_continuing_pays_and_time_is_short() -> None:
         ({"trouble": "no forecast: down", "forecast": None}, "down"),
     ],
 )
-def test_what_keeps_a_run_from_growing(changes: dict[str, Any], says: str) -> None:
+def test_scaling_refusals(changes: dict[str, Any], says: str) -> None:
     if "trouble" in changes:
         changes = changes | {"forecast": None}
     decision = grown(**changes)
@@ -117,7 +117,7 @@ def test_failed_trial_step_is_reverted_and_not_repeated() -> None:
     assert any("elasticity of 0.22" in reason for reason in again.reasons)
 
 
-def test_the_cooldown_holds_back_the_next_step() -> None:
+def test_cooldown_holds_back_the_next_step() -> None:
     decision = grown()
     observation = seen(
         210, 0.9, seconds=2599.0, limits=Limits(seconds=2700.0), generators=Generators(wanted=3, ready=3)

@@ -339,9 +339,8 @@ class Leader:
         self._export_seconds += self._exporter.write(
             version, infos, lambda: (tensor for _, tensor in self._stream())
         )
-        self._points = (
-            -1
-        )  # this version may have been evaluated already, under an earlier incarnation of the trainer
+        # An earlier incarnation of the trainer may have had this version evaluated already.
+        self._points = -1
 
     def _evaluated(self) -> None:
         """Pass the evaluation points to the exporter, which keeps or deletes models by their reward."""

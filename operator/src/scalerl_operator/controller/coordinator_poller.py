@@ -39,7 +39,7 @@ from scalerl_operator.workloads import Role
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 3.0
-"""Time-out of a request."""
+"""Timeout of a request."""
 LONGEST_PAUSE_SECONDS: Final = 15.0
 """Longest back-off of requests to a coordinator that does not respond."""
 OLDEST_ANSWER_SECONDS: Final = 30.0

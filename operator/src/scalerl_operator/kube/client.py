@@ -1,4 +1,4 @@
-"""Client of the Kubernetes API server: plain dicts, typed errors, a time-out on every call.
+"""Client of the Kubernetes API server: plain dicts, typed errors, a timeout on every call.
 
 Connections, TLS and credentials are those of ``kubernetes.aio``'s REST client. Its generated classes are not used: they take
 many times the memory of the JSON of a thousand runs.

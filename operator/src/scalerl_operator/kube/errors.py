@@ -10,7 +10,7 @@
     ├── Forbidden            403: RBAC, admission
     │   └── QuotaExceeded    a ResourceQuota of the namespace has no room
     ├── Expired              410: a list's continue token or a watch's version is too old
-    ├── Unreachable          time-out, connection refused, 408, 429, 5xx: retry, after ``retry_after``
+    ├── Unreachable          timeout, connection refused, 408, 429, 5xx: retry, after ``retry_after``
     └── Fenced               not sent: this process may not write now (it is not the leader)
 """
 

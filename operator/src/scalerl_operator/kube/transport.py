@@ -1,4 +1,4 @@
-"""Requests to the API server: credentials, time-outs, retries after a 429, and typed errors."""
+"""Requests to the API server: credentials, timeouts, retries after a 429, and typed errors."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class OpGraphTask:
                 )
         if (total := sum(map(Fraction, self.contexts.values()))) != 1:
             raise ParameterError(
-                f"the weights of contexts sum to {float(total):g}, and must to 1", "contexts"
+                f"the shares of contexts sum to {float(total):g}; they must sum to 1", "contexts"
             )
         if _scale(self.contexts) > _MAX_SCALE:
             raise ParameterError(
