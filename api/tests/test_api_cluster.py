@@ -167,7 +167,7 @@ def test_role_template_overrides_the_shared_one() -> None:
 @pytest.mark.parametrize(
     ("storage", "says"),
     [
-        ({"claimName": "c", "storageClassName": "fast"}, "storageClassName says nothing"),
+        ({"claimName": "c", "storageClassName": "fast"}, "storageClassName has no effect"),
         ({"claimName": "c", "onDelete": "Delete"}, "one given by claimName is kept"),
         ({"accessMode": "ReadOnlyMany"}, "'ReadWriteMany' or 'ReadWriteOnce'"),
         ({"size": "10GB"}, "like 512Mi or 2Gi"),

@@ -292,7 +292,7 @@ def test_opgraph_contexts_share_no_words():
         ({"low": 9, "high": 8}, "operations", "9 to 8: give the least first"),
         ({"high": 51}, "operations", "both from 2 to 50"),
         ({"contexts": {"zoos": "1"}}, "contexts", "no context 'zoos'; did you mean 'zoo'"),
-        ({"contexts": {"zoo": "0.9"}}, "contexts", "sum to 0.9, and must to 1"),
+        ({"contexts": {"zoo": "0.9"}}, "contexts", "sum to 0.9; they must sum to 1"),
         ({"contexts": {}}, "contexts", "sum to 0"),
         ({"contexts": {"zoo": "0.9999999999", "school": "1e-10"}}, "contexts", "more than nine digits"),
         ({"modes": []}, "modes", "give some of forward, reverse"),
