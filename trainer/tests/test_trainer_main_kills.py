@@ -65,17 +65,19 @@ def test_ranks_of_one_pod_fail_and_checkpoint_together(new_run: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("come", "told"), [({0}, 0), ({1}, 0), ({0, 2}, 0), ({0, 2}, 1)], ids=["0", "1", "0 of 0,2", "2 of 0,2"]
+    ("joined", "signalled"),
+    [({0}, 0), ({1}, 0), ({0, 2}, 0), ({0, 2}, 1)],
+    ids=["0", "1", "0 of 0,2", "2 of 0,2"],
 )
-def test_sigterm_ends_rendezvous(new_run: Any, come: set[int], told: int) -> None:
+def test_sigterm_ends_rendezvous(new_run: Any, joined: set[int], signalled: int) -> None:
     """Rank 1, or 0 and 2, never join. One of the waiting ranks gets SIGTERM; the others exit with it."""
     run = new_run(trainer__replicas=3)
-    run.start_trainer(come)
-    for rank in come:
+    run.start_trainer(joined)
+    for rank in joined:
         until(lambda listen=run.listens[rank]: answers(listen), what=f"rank {rank}")
     time.sleep(1.0)
-    os.kill(run.ranks[told].pid, signal.SIGTERM)
-    assert run.wait_trainer() == [0] * len(come)
+    os.kill(run.ranks[signalled].pid, signal.SIGTERM)
+    assert run.wait_trainer() == [0] * len(joined)
 
 
 def test_sigterm_without_coordinator_keeps_last_checkpoint(new_run: Any) -> None:

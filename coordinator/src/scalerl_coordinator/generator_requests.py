@@ -112,7 +112,7 @@ class GeneratorRequests:
         if not member.healthy:
             core.reassign_leases(member.name)
         elif request.held_leases is not None:
-            # If a response with leases was lost, nobody works on them. A heartbeat may have been sent before the response
+            # If a response with leases was lost, no worker has them. A heartbeat may have been sent before the response
             # arrived, so a lease counts as lost only if it is missing two intervals after the response.
             two_intervals_ago = now - 2 * core.settings.heartbeat_seconds
             for lease_id in core.book.abandoned(member.name, request.held_leases, two_intervals_ago):

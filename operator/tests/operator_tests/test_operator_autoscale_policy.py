@@ -11,8 +11,16 @@ from msgspec.structs import replace
 
 from operator_tests.scaling import answer, chain, progress, round_trips, seen, spec, states
 from scalerl_api import forecast as wire
-from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.models import Action, Generators, History, Limits, Observation, State
+from scalerl_operator.autoscaling.decide import advice, decide
+from scalerl_operator.autoscaling.models import (
+    Action,
+    Generators,
+    History,
+    Limits,
+    Observation,
+    Recipe,
+    State,
+)
 
 STOP = Action(kind="stop", on_stop="Suspend")
 
@@ -324,6 +332,15 @@ def test_other_policy_resets_counts() -> None:
     assert second.history.streak == 2
     assert decide(spec(minGain="0.03"), seen(220, 0.05), second.history).history.streak == 1
     assert decide(spec(cooldownSeconds=5), seen(220, 0.05), second.history).state is State.STOP
+
+
+@pytest.mark.parametrize(
+    ("loss", "advised"),
+    [("ppoClip", True), ("GRPO", True), ("cispo", False), ("gspo", False), ("dppo", False)],
+)
+def test_advice_replaces_only_a_clipped_loss(loss: str, advised: bool) -> None:
+    recipe = Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss=loss)
+    assert any("in place of a clipped one" in line for line in advice(recipe)) == advised
 
 
 def test_flat_curve_advice_names_its_source() -> None:

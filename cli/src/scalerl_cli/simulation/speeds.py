@@ -28,7 +28,7 @@ class _Lease:
     time: float
     """Seconds since the start of the run at which it begins in the sample."""
     lengths: list[int]
-    """Tokens of each completion, or what is left of them."""
+    """Tokens of each completion in the sample."""
     timed: bool
     """Whether the sample has all concurrent groups from start to end, so that the duration of this one can be compared."""
 

@@ -39,6 +39,8 @@ LEAST_MORE: Final = 1.01
 """More generators must bring at least this many times the compute."""
 MOST_GROWTH: Final = 2
 """A measured elasticity is extrapolated to at most so many times the generators it was measured with."""
+CLIPPED_LOSSES: Final = ("ppoclip", "grpo")
+"""Losses that clip the ratio of each token, in lower case; GRPO is the name in records of the release before."""
 LARGE_BATCH: Final = 2048
 LONG_CONTEXT: Final = 32_768
 
@@ -227,8 +229,7 @@ def advice(recipe: Recipe) -> list[str]:
     changes = [
         (not recipe.fp32_head, "recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])"),
         (
-            recipe.loss.lower()
-            in ("ppoclip", "grpo"),  # the latter is its name in records of the release before
+            recipe.loss.lower() in CLIPPED_LOSSES,
             "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])",
         ),
         (
@@ -241,13 +242,9 @@ def advice(recipe: Recipe) -> list[str]:
             f"a context of {LONG_CONTEXT} tokens ({recipe.context_tokens} now): A .610 → .645 from 14k to 32k, "
             "with Cmid 2,542 → 11,272 GPU-hours (ScaleRL [P])",
         ),
-        (
-            True,
-            "a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])",
-        ),
-        (
-            True,
-            "a new recipe is a new curve with a later midpoint: compare none before it has passed its own",
-        ),
     ]
-    return [text for applies, text in changes if applies]
+    return [
+        *(text for applies, text in changes if applies),
+        "a larger model: A .610 → .710 with the Scout mixture of experts, Cmid 2,542 → 4,242 GPU-hours (ScaleRL [P])",
+        "a new recipe is a new curve with a later midpoint: compare none before it has passed its own",
+    ]

@@ -1,7 +1,7 @@
 """The conditions of a run, from its observation and its decision. Pure.
 
 :data:`CONDITIONS` has a row for each type. A condition's time is when its ``status`` last changed. Conditions of pods are
-``False`` while a run is suspended or finished, with the run's phase as the reason.
+``False`` in phases without pods, with the phase as the reason.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Cache:
         known = self._entries.get(at)
         if version <= (self._tombstone(at) if known is None else known.version):
             return False
-        if not label:  # removed by somebody: the object no longer belongs to the run
+        if not label:  # it was removed: the object no longer belongs to the run
             if known is not None:
                 self._drop(at, version)
             return False

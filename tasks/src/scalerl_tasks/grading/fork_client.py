@@ -50,7 +50,7 @@ class Grader(asyncio.Protocol):
         self._transport.write(body)
 
     async def changed(self, timeout_seconds: float) -> bool:
-        """Wait for news since the last call; False on timeout."""
+        """Wait for a record since the last call; False on timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._changed.wait()
