@@ -1,8 +1,9 @@
 """Op-graph problems made per second, solutions graded per second, and their lengths, on one core.
 
-``--mutations`` grades so many broken solutions instead, and says how many raised.
+``--mutations`` grades so many broken solutions instead, and says how many raised. ``--guesses`` prints instead how often a
+model is right that has learned only which answers are frequent, and how operations and edges compare.
 
-    python benchmarks/opgraph.py [--quick] [--mutations 1000000]
+    python benchmarks/opgraph.py [--quick] [--mutations 1000000 | --guesses]
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import argparse
 import json
 import random
 import re
+import statistics
 import time
+from collections import Counter
+from collections.abc import Iterator
 
 from scalerl_tasks import VerifierConfig, open_verifier
-from scalerl_tasks.opgraph import CONTEXTS, OpGraphSource, OpGraphTask
+from scalerl_tasks.opgraph import CONTEXTS, MODES, OpGraphSource, OpGraphTask
+from scalerl_tasks.opgraph.render import Problem
 
 WEIGHTS = dict.fromkeys(CONTEXTS, "0.25")
 WORD = re.compile(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
@@ -90,7 +95,10 @@ def mutated(rng: random.Random, text: str) -> str:
 def grade_mutations(count: int, seed: int) -> dict[str, float]:
     source, rng = problems(2, 20), random.Random(seed)
     prompts = [source[index] for index in range(2000)]
-    verifiers = [open_verifier(VerifierConfig(f"opgraph-{name}")) for name in ("outcome", "blend", "strict")]
+    verifiers = [
+        open_verifier(VerifierConfig(f"opgraph-{name}"))
+        for name in ("outcome", "blend", "strict", "verified")
+    ]
     raised = outside = strict = 0
     longest, begin = 0.0, time.process_time()
     for index in range(count):
@@ -98,7 +106,7 @@ def grade_mutations(count: int, seed: int) -> dict[str, float]:
         text = mutated(rng, prompt.worked_solution)
         started = time.process_time()
         try:
-            verdict = verifiers[index % 3].score(prompt, text)
+            verdict = verifiers[index % 4].score(prompt, text)
         except Exception as error:
             raised += 1
             print(f"raised {error!r} on {text!r}")
@@ -116,14 +124,45 @@ def grade_mutations(count: int, seed: int) -> dict[str, float]:
     }
 
 
+def of_size(
+    size: int, mode: str, count: int, *, first: int = 0, unit: str = "Operations"
+) -> Iterator[Problem]:
+    source = OpGraphSource(OpGraphTask((size, size), WEIGHTS, (mode,), count=unit))
+    return (source.problem(index) for index in range(first, first + count))
+
+
+def guessed(size: int, mode: str, count: int) -> list[float]:
+    """pass@1, @16 and @128 of guesses from the distribution of answers to other problems of the same size and mode."""
+    seen = Counter(problem.answer for problem in of_size(size, mode, count))
+    wanted = [problem.answer for problem in of_size(size, mode, count // 4, first=count)]
+    return [statistics.mean(1 - (1 - seen[one] / count) ** k for one in wanted) for k in (1, 16, 128)]
+
+
+def report_guesses(count: int) -> None:
+    for size in (2, 4, 6, 10, 14, 20):
+        edges = statistics.mean(problem.graph.edges for problem in of_size(size, "forward", count))
+        operations = statistics.mean(
+            problem.graph.operations for problem in of_size(size, "forward", count, unit="Edges")
+        )
+        print(f"{size} operations are {edges:.1f} edges; {size} edges are {operations:.1f} operations")
+        for mode in MODES:
+            print(
+                f"  {mode}: pass@1 {{:.2f}}, @16 {{:.2f}}, @128 {{:.2f}}".format(*guessed(size, mode, count))
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--mutations", type=int, default=0)
+    parser.add_argument("--guesses", action="store_true")
     parser.add_argument("--seed", type=int, default=1, help="of the mutations")
     arguments = parser.parse_args()
     if arguments.mutations:
         print(json.dumps(grade_mutations(arguments.mutations, arguments.seed)))
+        return
+    if arguments.guesses:
+        report_guesses(1_000 if arguments.quick else 8_000)
         return
     count = 2_000 if arguments.quick else 20_000
     result: dict[str, object] = {}

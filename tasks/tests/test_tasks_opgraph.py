@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from scalerl_tasks import ParameterError, open_source, split_held_out
 from scalerl_tasks.opgraph import CONTEXTS, MAX_OPERATIONS, MAX_PROBLEMS, OpGraphSource, OpGraphTask
 from scalerl_tasks.opgraph.contexts import KINDS, PLACES
 from scalerl_tasks.opgraph.graph import Form, permuted
+from scalerl_tasks.opgraph.source import COUNTS
+from scalerl_tasks.sources import open_task
+from scalerl_tasks.split import HeldOutGraphs
 
 FOUR = {"zoo": "0.4", "school": "0.3", "harbour": "0.2", "bakery": "0.1"}
 BOTH = ("forward", "reverse")
@@ -108,10 +112,107 @@ def test_opgraph_operations_are_exact(operations):
         assert set(forms) == set(Form)
 
 
+def operands(solution):
+    """Operands of all steps of a worked solution, counted in its text: letters of parameters and constants."""
+    count, between = 0, set()
+    for step in solution.split(" </solution>")[0].split("Define ")[1:]:
+        head, body = step.split("; ", 1)
+        letter = head.split()[-1]
+        for clause in re.split(r"; |\. ?", body):
+            if clause.startswith("Solve") or "=" not in clause:
+                continue
+            target, first, *_ = clause.removeprefix("so ").split(" = ")
+            between |= {target} - {letter}
+            count += sum(one not in between for one in re.findall(r"[A-Za-z]|\d+", first))
+    return count
+
+
+@pytest.mark.parametrize("edges", range(2, MAX_OPERATIONS + 1))
+def test_opgraph_edges_are_exact(edges):
+    problems = source(edges, edges, count="Edges")
+    forms = Counter()
+    for index in range(20):
+        prompt, graph = problems[index], problems.problem(index).graph
+        assert graph.edges == edges == operands(prompt.solution), prompt.solution
+        assert (prompt.labels["edges"], prompt.difficulty) == (str(edges), edges)
+        assert prompt.labels["operations"] == str(graph.operations)
+        assert answer_of(prompt.text) == int(prompt.answer), prompt.text
+        assert all(node.value > 0 for node in graph.nodes)
+        forms.update(node.form for node in graph.nodes)
+    if edges >= 10:
+        assert set(forms) == set(Form)
+
+
+def test_opgraph_edges_convert_as_measured_on_the_authors_problems():
+    """Problems of n operations, in the authors' count: 6.2, 9.4, 12.4, 15.4, 18.7 for 4, 6, 8, 10, 12."""
+    for operations, edges in ((4, 6.2), (8, 12.4), (12, 18.7)):
+        problems = OpGraphSource(OpGraphTask((operations, operations)))
+        mean = sum(problems.problem(index).graph.edges for index in range(300)) / 300
+        assert mean == pytest.approx(edges, abs=0.3)
+
+
+def test_opgraph_count_is_part_of_the_digest():
+    assert (
+        OpGraphSource(OpGraphTask((2, 4), count="Edges")).digest != OpGraphSource(OpGraphTask((2, 4))).digest
+    )
+
+
+def test_opgraph_keys_of_graphs_ignore_names_and_distractors():
+    """Equal keys exactly for equal definitions: of a thousand small problems, against their definitions written out."""
+
+    def tree(graph, at):
+        node = graph.nodes[at]
+        if at == graph.unknown:
+            return "x"
+        parents = [tree(graph, parent) for parent in node.parents]
+        if node.form in (Form.SUM, Form.TOTAL, Form.MULTIPLE):
+            parents.sort()
+        return f"{node.form.name}{node.constant}({','.join(parents)})"
+
+    keys, trees = {}, {}
+    for index in range(1000):
+        graph = source(2, 5).problem(index).graph
+        written = tree(graph, graph.top) + (
+            "" if graph.unknown is None else f"={graph.nodes[graph.top].value}"
+        )
+        assert keys.setdefault(graph.key, written) == written
+        assert trees.setdefault(written, graph.key) == graph.key
+    assert len(keys) < 900
+
+
+def test_opgraph_held_out_graphs_are_not_trained_on():
+    """Of 2 to 4 operations: without the option most held-out graphs recur; with it none, and a share of each size is held out."""
+    problems = OpGraphSource(OpGraphTask((2, 4), distractors=1))
+    train, held_out = split_held_out(problems, 200, 3)
+    trained = {train[index].graph for index in range(4000)}
+    assert sum(held_out[index].graph in trained for index in range(200)) > 100
+    graphs = HeldOutGraphs(Fraction("0.1"), 3)
+    train, held_out = split_held_out(problems, 200, 3, graphs=graphs)
+    trained = Counter(train[index].graph for index in range(4000))
+    assert not any(held_out[index].graph in trained for index in range(200))
+    assert all(held_out[index] in graphs for index in range(200))
+    for part in (train, held_out):
+        assert {part[index].labels["operations"] for index in range(200)} == {"2", "3", "4"}
+    plain = split_held_out(problems, 200, 3)
+    assert (train.digest, held_out.digest) != (plain[0].digest, plain[1].digest)
+    # Of another task of a mix, they are excluded too.
+    other, _ = split_held_out(OpGraphSource(OpGraphTask((2, 4), seed=9)), 50, 5, [held_out])
+    assert not any(other[index] in graphs for index in range(1000))
+
+
+def test_opgraph_held_out_graphs_of_a_spec():
+    spec = {"opGraph": {"operations": [2, 3]}, "verifier": {"name": "opgraph-verified"}}
+    task = open_task(TaskSpec(**spec, heldOut={"size": 20, "graphs": "0.2"}))
+    assert {task.held_out[i].graph for i in range(20)}.isdisjoint(task.train[i].graph for i in range(500))
+    with pytest.raises(ValueError, match=r"heldOut\.graphs needs opGraph"):
+        TaskSpec(jsonl={"path": "a"}, verifier={"name": "exact"}, heldOut={"graphs": "0.2"})
+
+
 @pytest.mark.parametrize("high", [4, 20, MAX_OPERATIONS])
-def test_opgraph_solutions_are_true(high):
+@pytest.mark.parametrize("count", COUNTS)
+def test_opgraph_solutions_are_true(high, count):
     """Every sign of equality holds, with letters, with numbers and with x."""
-    problems = source(2, high)
+    problems = source(2, high, count=count)
     for index in range(60):
         prompt = problems[index]
         solution, tail = prompt.solution.split(" </solution> ")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, open_verifier
 from scalerl_tasks.opgraph import CONTEXTS, OpGraphSource, OpGraphTask
-from scalerl_tasks.opgraph.parse import MAX_CHARACTERS, UNDEFINED, compare, parse
+from scalerl_tasks.opgraph.parse import MAX_CHARACTERS, UNDEFINED, SolutionNode, compare, parse
 from scalerl_tasks.opgraph.solve import LETTERS, UNKNOWN, linear_text, solve
 
-NAMES = ("opgraph-outcome", "opgraph-blend", "opgraph-strict")
-OUTCOME, BLEND, STRICT = (open_verifier(VerifierConfig(name)) for name in NAMES)
+NAMES = ("opgraph-outcome", "opgraph-blend", "opgraph-strict", "opgraph-verified")
+OUTCOME, BLEND, STRICT, VERIFIED = (open_verifier(VerifierConfig(name)) for name in NAMES)
 SOURCE = OpGraphSource(
     OpGraphTask(
         (2, 20), {"zoo": "0.4", "school": "0.3", "harbour": "0.2", "bakery": "0.1"}, ("forward", "reverse")
@@ -90,7 +90,7 @@ def check_corruptions(count):
         solution = solve(problem)
         nodes = len(solution.steps)
         wanted = {"outcome": 1, "process": 1} | RIGHT
-        for verifier in (OUTCOME, BLEND, STRICT):
+        for verifier in (OUTCOME, BLEND, STRICT, VERIFIED):
             verdict = verifier.score(prompt, solution.text)
             assert (verdict.score, verdict.parts) == (1, wanted), solution.text
         for corrupt in CORRUPTIONS:
@@ -128,6 +128,65 @@ def test_opgraph_parse_finds_the_graph():
             value = (0, solution.answer) if step.letter == UNKNOWN else step.value
             assert nodes[step.name].value == value
             assert nodes[step.name].parents == set(step.parents)
+
+
+FIRST = "Define A as a; so a = 3. "
+AUTHORS = [
+    # reply, outcome, process, as the authors' parser and reward grade it (gold: a = 3; b = a + 1 = 4)
+    (f"{FIRST}Define B as b; so b = a + 1 = 3 + 1 = 4. </solution> <answer> 4. </answer>", 1, 1),
+    (f"{FIRST}Define B as b; so b = a + 1 = 3 + 1 = 4. </solution> <answer> 4", 1, 1),
+    (f"{FIRST}Define B as b; so b = a + 1 = 4. </solution> <answer> 4 </answer> <answer> 5 </answer>", 1, 1),
+    (
+        f"{FIRST}Define B as b; so b = a + 1 = 4. </solution> <answer> 5 </answer> <answer> 4 </answer>",
+        0,
+        0.5,
+    ),
+    (f"{FIRST}Define B as b; so b = a + 1 = 3 + 1 = 4. </solution> <Answer> 4 </Answer>", 1, 1),
+    (f"{FIRST}Define B as b; so b = a + 1. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B as a; so a = a + 1 = 3 + 1 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B as a; so a = a + 1. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B as variable b; so b = a + 1 = 3 + 1 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    ("define A as a; so a = 3. define B as b; so b = a + 1 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B a b; so b = a + 1 = 3 + 1 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B as b; so b = 2 * a = 2 * 2 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    (f"{FIRST}Define B as b; so b = a + 1 = 9 + 9 = 4. </solution> <answer> 4 </answer>", 1, 1),
+    ("4", 0, 0),
+    (r"\boxed{4}", 0, 0),
+    (f"{FIRST}Define B as b; so b = a + 1 = 3 + 1 = 5. </solution> <answer> 4 </answer>", 1, 0.5),
+    (f"{FIRST}Define B as b; so b = 3 + 1 = 4. </solution> <answer> 4 </answer>", 1, 0.5),
+    (f"{FIRST}</solution> <answer> 4 </answer>", 1, 0.5),
+]
+
+
+@pytest.mark.parametrize(("reply", "outcome", "process"), AUTHORS)
+def test_opgraph_grades_as_the_authors(reply, outcome, process):
+    gold = f"{FIRST}Define B as b; so b = a + 1 = 3 + 1 = 4. </solution> <answer> 4 </answer>"
+    parts = BLEND.score(Prompt("1", "", "4", solution=gold), reply).parts
+    assert (parts["outcome"], parts["process"]) == (outcome, process)
+
+
+def test_opgraph_a_letter_of_an_intermediate_used_again():
+    gold = parse("Define A as a; so a = 2. Define B as b; c = a + a = 4; so b = 2 * c = 8.")
+    again = parse("Define A as a; so a = 2. Define B as b; b = a + a = 4; so b = 2 * b = 8.")
+    assert again["B"] == gold["B"]
+    nodes = parse(
+        "Define A as a; so a = 2. Define B as b; c = a + 1 = 3; so b = c. Define C as c; so c = c + b = 6."
+    )
+    assert nodes["C"] == SolutionNode((0, 6), {"A", "B"})
+
+
+def test_opgraph_verified_allows_other_right_steps():
+    """Extra nodes, but no wrong or missing one, and no wrong answer."""
+    prompt = SOURCE[3]
+    other = "Define made up things as Z; so Z = 1. "
+    scores = {v.name: v.score(prompt, other + prompt.solution).score for v in (OUTCOME, STRICT, VERIFIED)}
+    assert scores == {"opgraph-outcome": 1, "opgraph-strict": 0, "opgraph-verified": 1}
+    for index in range(60):
+        problem, prompt, rng = SOURCE.problem(index), SOURCE[index], random.Random(index)
+        for corrupt in CORRUPTIONS:
+            if (found := corrupt(rng, problem, solve(problem))) is not None:
+                assert VERIFIED.score(prompt, found[0].text).score == (corrupt is corrupt_extra)
+    assert VERIFIED.score(prompt, f"<answer>{prompt.answer}</answer>").score == 0
 
 
 @given(st.integers(0, 10_000), st.randoms(use_true_random=False))
@@ -171,7 +230,10 @@ def test_opgraph_extra_steps_are_capped():
     ("text", "value", "parents"),
     [
         ("so b = a + 1 = 3.", (0, 3), {"A"}),
-        ("so b = a + 1", None, {"A"}),  # not evaluated
+        ("so b = a + 1", (0, 3), {"A"}),  # not evaluated: the value follows
+        ("c = a + 5; so b = 2 * c.", (0, 14), {"A"}),
+        ("so b = q + 1.", None, {UNDEFINED}),
+        ("so b = a + a = 9.", (0, 9), {"A"}),  # what it evaluates counts, right or wrong
         ("so b = 3.", (0, 3), set()),
         ("then we get b = 2a = 4", (0, 4), {"A"}),
         ("c = a + a = 4; d = c + 1 = 5; so b = 2 * d = 10.", (0, 10), {"A"}),
@@ -287,7 +349,7 @@ PIECES = st.sampled_from(
 def test_opgraph_hostile_text_gets_a_verdict(index, text, at):
     prompt = SOURCE[index]
     for completion in (text, prompt.solution[:at] + text, prompt.solution[:at] + text + prompt.solution[at:]):
-        for verifier in (OUTCOME, BLEND, STRICT):
+        for verifier in (OUTCOME, BLEND, STRICT, VERIFIED):
             verdict = verifier.score(prompt, completion)
             assert 0 <= verdict.score <= 1
             assert 0 <= verdict.parts["process"] <= 1

@@ -65,12 +65,16 @@ OTHER: Final[dict[str, Object]] = {
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
     "task.mix": {"task": _MIX},
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
+    "task.opGraph.count": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"count": "Edges"}}},
     "task.opGraph.contexts": {
         "task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"contexts": {"school": "1"}}}
     },
     "task.opGraph.modes": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"modes": ["reverse"]}}},
     "task.opGraph.distractors": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"distractors": 0}}},
     "task.opGraph.seed": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"seed": 1}}},
+    "task.heldOut.graphs": {
+        "task": {"reasoningGym": None, "opGraph": _OP_GRAPH, "heldOut": {"graphs": "0.2"}}
+    },
     "task.opGraph.size": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"size": 5000}}},
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},

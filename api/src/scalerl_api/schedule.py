@@ -15,4 +15,5 @@ class ScheduleSpec(Model):
 
     by_length: ByLengthSpec | None = None
     """Leases groups with long expected completions earlier, within the staleness window, and to the generator with the fewest
-    expected tokens, as in RhymeRL's HistoPipe (arXiv 2508.18588 [S])."""
+    expected tokens. RhymeRL's HistoPipe (arXiv 2508.18588 [S]) also ranks prompts by the lengths of past completions, but
+    gives each generator a range of lengths, alternating by step."""

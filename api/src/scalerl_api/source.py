@@ -11,6 +11,7 @@ from scalerl_api.fields import (
     GraderQuantity,
     Matches,
     Model,
+    OpenUnitDecimal,
     PositiveUnitDecimal,
     Rule,
     exactly_one,
@@ -138,7 +139,11 @@ class OpGraphSource(Model):
         list[Annotated[int, Field(ge=2, le=50)]],
         Field(min_length=2, max_length=2),
     ]
-    """Minimum and maximum number of operations that the answer needs; drawn uniformly between them."""
+    """Minimum and maximum number of operations that the answer needs, or of what ``count`` says; drawn uniformly between
+    them."""
+    count: Literal["Operations", "Edges"] = "Operations"
+    """What ``operations`` counts. ``Operations``: a sum of n has n - 1. ``Edges``: the operands, constants included, so a sum
+    of n has n; the *op* of arXiv 2512.07783 [P]."""
     contexts: Annotated[dict[str, ShareDecimal], Field(min_length=1, max_length=8)] = {"zoo": "1"}
     """Share of the problems by context: zoo, school, harbour, bakery. The shares sum to 1."""
     modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
@@ -185,10 +190,12 @@ class VerifierSpec(Model):
         "opgraph-outcome",
         "opgraph-blend",
         "opgraph-strict",
+        "opgraph-verified",
     ]
     """``reasoning-gym``: the data set's own scorer. ``exact``: the same text. ``number``: the same number.
     ``math-verify``: the same mathematics. For opGraph: ``opgraph-outcome``, the answer; ``opgraph-blend``, a fifth for the
-    right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right."""
+    right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
+    ``opgraph-verified``, the answer if all steps of the solution are there and right."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
     """Time limit for scoring one completion."""
     memory: GraderQuantity = "1Gi"
@@ -238,6 +245,9 @@ class HeldOutSpec(Model):
     """Number of held-out prompts. ScaleRL: 1,000 [P]."""
     seed: Seed = 0
     """Seed of the selection."""
+    graphs: OpenUnitDecimal | None = None
+    """With opGraph: share of the graphs of operations that are held out. Held-out prompts have only these graphs, and training
+    prompts none of them, under any names. Default: held-out prompts differ from training prompts in text only."""
 
 
 class SourcesSpec(Model):
@@ -285,6 +295,12 @@ HELD_OUT_RULES: Final = (
         "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
         "heldOut.size",
         lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
+    ),
+    Rule(
+        "!has(self.heldOut.graphs) || has(self.opGraph)",
+        "heldOut.graphs needs opGraph: other sources have no graphs",
+        "heldOut.graphs",
+        lambda task: task.held_out.graphs is None or task.op_graph is not None,
     ),
 )
 """Rules for the held-out prompts of a training source."""

@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
         "source",
         type=Path,
         metavar="DIR|FILE",
-        help="run directory, or the output of `kubectl get configmap -l scalerl.dev/run=NAME -o yaml` (- for "
-        "standard input)",
+        help="run directory, or a decisions.jsonl (- for standard input); on a cluster, the coordinator's pod has it in "
+        "/run/scalerl/run",
     )
     replay.add_argument(
         "--policy",

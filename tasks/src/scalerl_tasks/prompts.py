@@ -22,6 +22,7 @@ class Prompt:
         difficulty: higher is harder, on the source's own scale (operations for arithmetic), if known.
         metadata: input of the task's scorer; picklable, not necessarily JSON.
         labels: names by which results are broken down, such as ``{"context": "zoo"}``.
+        graph: a hash, in hex, that is equal for problems that differ only in their names; empty if the source has none.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Prompt:
     difficulty: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    graph: str = ""
 
     @property
     def worked_solution(self) -> str:

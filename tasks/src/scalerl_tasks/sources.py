@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.split import (
     HeldOut,
+    HeldOutGraphs,
     Train,
     choose_held_out,
     open_train,
@@ -26,6 +28,7 @@ from scalerl_tasks.split import (
 from scalerl_tasks.verifiers import Verifier, VerifierConfig
 
 if TYPE_CHECKING:
+    from scalerl_api.source import HeldOutSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
@@ -50,7 +53,13 @@ def open_source(
         low, high = section.operations
         return OpGraphSource(
             OpGraphTask(
-                (low, high), section.contexts, section.modes, section.distractors, section.seed, section.size
+                (low, high),
+                section.contexts,
+                section.modes,
+                section.distractors,
+                section.seed,
+                section.size,
+                section.count,
             )
         )
     raise SourceError("task: give one of reasoningGym, jsonl and opGraph")
@@ -156,7 +165,8 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     """
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
-    train, held_out = split_held_out(source, spec.held_out.size, spec.held_out.seed, others)
+    given = spec.held_out
+    train, held_out = split_held_out(source, given.size, given.seed, others, _held_out_graphs(given))
     return Task(train, held_out, spec.prompt.template, spec.prompt.system)
 
 
@@ -193,7 +203,8 @@ def _open_mix(
         with _section(one):
             check_template(one.section.prompt.template)
             sources.append(source := open_source(one.section, directory))
-            held_out.append(choose_held_out(source, one.section.held_out.size, one.section.held_out.seed))
+            given = one.section.held_out
+            held_out.append(choose_held_out(source, given.size, given.seed, _held_out_graphs(given)))
     for at, (one, source) in enumerate(zip(mix, sources, strict=True)):
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
@@ -201,6 +212,10 @@ def _open_mix(
             train = open_train(source, held_out[at], size, seed, excluded)
             tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
     return tuple(tasks)
+
+
+def _held_out_graphs(given: HeldOutSpec) -> HeldOutGraphs | None:
+    return None if given.graphs is None else HeldOutGraphs(Fraction(given.graphs), given.seed)
 
 
 @contextmanager

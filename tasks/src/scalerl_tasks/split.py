@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from scalerl_tasks.errors import SplitError
 from scalerl_tasks.prompts import Prompt, PromptSource, check_index
@@ -24,6 +26,7 @@ class HeldOut:
         texts: frozenset[bytes],
         digest: str,
         labels: list[dict[str, str]],
+        graphs: HeldOutGraphs | None = None,
     ) -> None:
         self._source = source
         self.indices = indices
@@ -33,6 +36,8 @@ class HeldOut:
         self._digest = digest
         self.labels = labels
         """Labels of each prompt: those of the source, or its difficulty."""
+        self.graphs = graphs
+        """The graphs that all these prompts have and no training prompt has; None if they may have any."""
 
     @property
     def digest(self) -> str:
@@ -59,14 +64,16 @@ class Train:
     """
 
     def __init__(
-        self, source: PromptSource, held_out: HeldOut, others: frozenset[bytes], digest: str
+        self, source: PromptSource, held_out: HeldOut, others: Sequence[HeldOut], digest: str
     ) -> None:
         self._source = source
         self._held_out = sorted(held_out.indices)
         # The p-th index that is not held out is p + (number of held-out indices before it); at these positions that
         # number increases.
         self._steps = [index - rank for rank, index in enumerate(self._held_out)]
-        self._held_out_texts, self._texts = held_out.texts, held_out.texts | others
+        self._held_out_texts = held_out.texts
+        self._texts = held_out.texts.union(*(other.texts for other in others))
+        self._graphs = [one.graphs for one in (held_out, *others) if one.graphs is not None]
         self._digest = digest
 
     @property
@@ -83,7 +90,7 @@ class Train:
             if not self.excludes(prompt):
                 return prompt
         raise SplitError(
-            "every prompt that is not held out has the text of one that is: the source has too few different "
+            "every prompt that is not held out has the text or the graph of one that is: the source has too few different "
             "prompts; widen the task's parameters or lower task.heldOut.size"
         )
 
@@ -94,8 +101,8 @@ class Train:
         return self._source.difficulty(self._source_index(index))
 
     def excludes(self, prompt: Prompt, /) -> bool:
-        """Whether the prompt, of any source, has a held-out text."""
-        return _text_key(prompt) in self._texts
+        """Whether the prompt, of any source, has a held-out text or a held-out graph."""
+        return _text_key(prompt) in self._texts or any(prompt in graphs for graphs in self._graphs)
 
     def shared(self, prompts: HeldOut) -> list[Prompt]:
         """The prompts of the source that are excluded from training only because they have the text of one of ``prompts``. Reads
@@ -118,8 +125,29 @@ class Train:
         yield from range(len(self))
 
 
+class HeldOutGraphs:
+    """The graphs that are held out: a share of all, chosen by hash, so that each number of operations loses the same share.
+
+    Args:
+        share: between 0 and 1.
+        seed: seed of the choice.
+    """
+
+    def __init__(self, share: Fraction, seed: int) -> None:
+        self._limit, self._seed = math.floor(share * 2**64), seed
+        self.identity = f"{share}/{seed}"
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        """Whether the prompt's graph is held out. A prompt without a graph is not."""
+        return bool(prompt.graph) and _draw(f"graph/{self._seed}/{prompt.graph}", 2**64) < self._limit
+
+
 def split_held_out(
-    source: PromptSource, size: int, seed: int, others: Sequence[HeldOut] = ()
+    source: PromptSource,
+    size: int,
+    seed: int,
+    others: Sequence[HeldOut] = (),
+    graphs: HeldOutGraphs | None = None,
 ) -> tuple[Train, HeldOut]:
     """Split a source into train and held-out prompts.
 
@@ -132,15 +160,18 @@ def split_held_out(
         size: number of held-out prompts, all with different texts (1,000 in ScaleRL [P]).
         seed: seed of the selection.
         others: prompts of other sources whose texts are also excluded from the training prompts.
+        graphs: if given, held-out prompts have only these graphs, and training prompts have none of them.
 
     Raises:
         SplitError: the source has too few prompts, or too few different ones.
     """
-    held_out = choose_held_out(source, size, seed)
+    held_out = choose_held_out(source, size, seed, graphs)
     return open_train(source, held_out, size, seed, others), held_out
 
 
-def choose_held_out(source: PromptSource, size: int, seed: int) -> HeldOut:
+def choose_held_out(
+    source: PromptSource, size: int, seed: int, graphs: HeldOutGraphs | None = None
+) -> HeldOut:
     """The held-out prompts of :func:`split_held_out`, whose documentation describes arguments and errors."""
     total = len(source)
     if size < 1:
@@ -152,16 +183,15 @@ def choose_held_out(source: PromptSource, size: int, seed: int) -> HeldOut:
             f"{size} held-out prompts asked for, but the source has {total}, and at least one must be left to "
             f"train on; lower task.heldOut.size"
         )
-    return _chosen(source, size, seed, "task.heldOut.size")
+    return _chosen(source, size, seed, "task.heldOut.size", graphs)
 
 
 def open_train(
     source: PromptSource, held_out: HeldOut, size: int, seed: int, others: Sequence[HeldOut] = ()
 ) -> Train:
     """The training prompts of :func:`split_held_out`, whose documentation describes arguments and errors."""
-    texts = frozenset[bytes]().union(*(other.texts for other in others))
-    identity = "/".join([f"{_VERSION}/{source.digest}/{size}/{seed}", *(other.digest for other in others)])
-    train = Train(source, held_out, texts, _sha256(f"train/{identity}"))
+    identity = "/".join([_identity(source, size, seed, held_out.graphs), *(other.digest for other in others)])
+    train = Train(source, held_out, others, _sha256(f"train/{identity}"))
     train[0]  # raises if no prompt is left to train on
     return train
 
@@ -182,12 +212,16 @@ def select_prompts(source: PromptSource, size: int | None, seed: int) -> HeldOut
     return _chosen(source, size, seed, "size")
 
 
-def _chosen(source: PromptSource, size: int | None, seed: int, field: str) -> HeldOut:
+def _chosen(
+    source: PromptSource, size: int | None, seed: int, field: str, graphs: HeldOutGraphs | None = None
+) -> HeldOut:
     indices: list[int] = []
     texts: set[bytes] = set()
     labels: list[dict[str, str]] = []
     for index in _shuffled(len(source), f"split/{_VERSION}/{source.digest}/{seed}"):
         prompt = source[index]
+        if graphs is not None and prompt not in graphs:
+            continue
         if (key := _text_key(prompt)) not in texts:
             texts.add(key)
             labels.append(_labels(prompt))
@@ -197,11 +231,22 @@ def _chosen(source: PromptSource, size: int | None, seed: int, field: str) -> He
     else:
         if size is not None:
             raise SplitError(
-                f"{size} different prompts asked for, but the source has only {len(texts)} different texts; "
-                f"lower {field} or widen the task's parameters"
+                f"{size} different prompts asked for, but the source has only {len(texts)} different texts"
+                f"{'' if graphs is None else ' with held-out graphs'}; lower {field} or widen the task's parameters"
             )
-    identity = f"{_VERSION}/{source.digest}/{len(indices)}/{seed}"
-    return HeldOut(source, indices, frozenset(texts), _sha256(f"held-out/{identity}"), labels)
+    identity = _identity(source, len(indices), seed, graphs)
+    return HeldOut(source, indices, frozenset(texts), _sha256(f"held-out/{identity}"), labels, graphs)
+
+
+def _identity(source: PromptSource, size: int, seed: int, graphs: HeldOutGraphs | None) -> str:
+    parts = [
+        _VERSION,
+        source.digest,
+        str(size),
+        str(seed),
+        *([f"graphs/{graphs.identity}"] if graphs else []),
+    ]
+    return "/".join(parts)
 
 
 def _labels(prompt: Prompt) -> dict[str, str]:

@@ -7,7 +7,8 @@
 ``reasoning-gym``         the task's own scorer, with its partial credit
 ``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
 ``opgraph-blend``         the answer and the steps of its solution; 0 if the answer is wrong
-``opgraph-strict``        the answer; 0 unless all steps are right too
+``opgraph-strict``        the answer; 0 unless all steps are right too, and there are no others
+``opgraph-verified``      the answer; 0 unless all steps of the prompt's solution are right too
 ========================  ===================================================================================
 
 All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
@@ -217,6 +218,7 @@ _OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
     "opgraph-outcome": _open_op_graph,
     "opgraph-blend": _open_op_graph,
     "opgraph-strict": _open_op_graph,
+    "opgraph-verified": _open_op_graph,
 }
 VERIFIERS = tuple(_OPENERS)
 """The names that :func:`open_verifier` accepts."""

@@ -2,9 +2,13 @@
 
 A parameter counts one kind of thing at one place (an instance), or all kinds at one place (a total). A sentence of the problem
 defines an instance, from a constant or from other parameters. A total is the sum of the instances at its place; no sentence
-defines it. The number of operations of a graph is the sum over the definitions that the answer needs: a sum of n parameters
-has n − 1, a multiple of a sum one more, every other definition one. (As in arXiv 2512.07783, §3, and the problems of arXiv
-2407.20311; implemented here from the descriptions alone.)
+defines it. (As in arXiv 2512.07783, §3, and the problems of arXiv 2407.20311; implemented here from the descriptions alone.)
+
+Two numbers measure a graph, each summed over the definitions that the answer needs:
+
+- operations: a sum of n parameters has n − 1, a multiple of a sum one more, every other definition one.
+- edges: the operands, constants included: a sum of n has n, a multiple of a sum of n has n + 1, other definitions one or two.
+  This is the *op* of arXiv 2512.07783 (``num_op`` in the authors' code).
 
 A graph is drawn downwards from its top, the parameter that depends on all others: first a definition, then those of its
 parents, with the remaining number of operations. Values are computed upwards; the operators are drawn at the same time, so
@@ -134,6 +138,27 @@ class Graph:
         """Number of operations that the answer needs."""
         return sum(map(operations, self.needed))
 
+    @property
+    def edges(self) -> int:
+        """Number of operands that the answer needs."""
+        return sum(map(edges, self.needed))
+
+    @property
+    def key(self) -> str:
+        """A hash, in hex, of all that the answer needs but names: equal for problems that differ in names, places, order and
+        distractors."""
+        keys: list[str] = []
+        for at, node in enumerate(self.needed):
+            parents = [keys[parent] for parent in node.parents]
+            if node.form in (Form.SUM, Form.MULTIPLE, Form.TOTAL):
+                parents.sort()
+            # The value of an unknown follows from that of the top.
+            what = ("x",) if at == self.unknown else (node.form.name, str(node.constant), *parents)
+            keys.append(hashlib.blake2b("/".join(what).encode(), digest_size=8).hexdigest())
+        if self.unknown is None:
+            return keys[-1]
+        return hashlib.blake2b(f"{keys[-1]}={self.nodes[self.top].value}".encode(), digest_size=8).hexdigest()
+
 
 def operations(node: Node) -> int:
     """Number of operations of a definition."""
@@ -142,17 +167,25 @@ def operations(node: Node) -> int:
     return max(1, len(node.parents) - 1)
 
 
-def draw_graph(draws: Draws, operations: int, *, reverse: bool, distractors: int) -> Graph:
+def edges(node: Node) -> int:
+    """Number of operands of a definition; the value of an unknown counts as a constant."""
+    return len(node.parents) + (node.form not in (Form.EQUAL, Form.SUM, Form.DIFFERENCE, Form.TOTAL))
+
+
+def draw_graph(
+    draws: Draws, size: int, *, reverse: bool, distractors: int, count_edges: bool = False
+) -> Graph:
     """Draw a graph.
 
     Args:
         draws: source of randomness.
-        operations: exact number of operations that the answer needs (2 to 50).
+        size: exact number of operations that the answer needs (2 to 50).
+        count_edges: ``size`` is the exact number of edges instead.
         reverse: one constant is unknown, and the value of the top is given.
         distractors: number of parameters that the answer does not need.
     """
     while True:
-        top = _draw_definitions(draws, operations)
+        top = _draw_definitions(draws, size, int(count_edges))
         graph = _evaluated(draws, top, reverse, distractors)
         # In a reverse problem, x must not cancel. draw_names() needs two places.
         if graph.groups >= 2 and (graph.unknown is None or graph.nodes[graph.top].slope):
@@ -165,7 +198,7 @@ class _Slot:
     Attributes:
         group: its place; :data:`_FREE` for an instance at a place without a total.
         shape: its form, or a set of forms from which the value selects later: ``pair`` is a sum or a difference, ``step`` any
-            definition from one parent.
+            definition from one parent, ``change`` one with a constant.
         parents: slots that are defined after it.
     """
 
@@ -180,15 +213,20 @@ class _Slot:
 _FREE = 0
 
 
-def _draw_definitions(draws: Draws, operations: int) -> _Slot:
-    """Draw definitions downwards with exactly this number of operations; returns the top.
+def _draw_definitions(draws: Draws, size: int, more: int) -> _Slot:
+    """Draw definitions downwards with exactly this number of operations or edges; returns the top.
 
-    An undefined slot costs at least one operation, so the remaining operations are never fewer than the undefined slots. The
+    An undefined slot costs at least one, so what is left is never less than the number of undefined slots. The
     parents of a slot are undefined when it is defined, so that no parameter depends on itself.
+
+    Args:
+        draws: source of randomness.
+        size: number of operations, or of edges.
+        more: edges of a definition with several operands, less its operations: 1 if ``size`` is in edges, else 0.
     """
     below = draws.below
     top = _Slot(_FREE)
-    waiting, left, totals = [top], operations, 0
+    waiting, left, totals = [top], size, 0
     while waiting:
         pick = below(len(waiting))
         slot = waiting[pick]
@@ -196,37 +234,40 @@ def _draw_definitions(draws: Draws, operations: int) -> _Slot:
         waiting.pop()
         others = len(waiting)
         spare = left - others - 1
-        size, fresh = 0, 0
+        parents, fresh = 0, 0
         kind = below(16)
         if spare == 0:
-            # One operation is left for each slot: no parameter can be added, but an undefined one can be a parent.
-            if others >= 2 and kind < 3:
-                slot.shape, size = "pair", 2
+            # One is left for each slot: no parameter can be added, but an undefined one can be a parent.
+            if others >= 2 and kind < 3 and not more:
+                slot.shape, parents = "pair", 2
             elif others and kind < 8:
-                slot.shape, size = "step", 1
+                slot.shape, parents = "equal" if more else "step", 1
             cost = 1
         elif others and kind == 0:
             cost = 1
-        elif kind < 3 and spare >= 2 and slot.group == _FREE:
-            size = fresh = min(2 + below(3), spare // 2 + 1)
-            slot.shape, cost = "total", size - 1
+        elif kind < 3 and spare >= 2 + more and slot.group == _FREE:
+            parents = fresh = min(2 + below(3), (spare - more) // 2 + 1)
+            slot.shape, cost = "total", parents - 1 + more
             totals += 1
             slot.group = totals
-        elif kind < 6 and spare >= 3:
-            slot.shape, size = "multiple", 2
-            fresh, cost = 2 - (others > 0 and below(3) == 0), 2
-        elif kind < 8 and spare >= 4:
-            slot.shape, size = "sum", 3
-            fresh, cost = 3 - (others > 0 and below(3) == 0), 2
-        elif kind < 12 and spare >= 2:
-            slot.shape, size = "pair", 2
-            fresh, cost = 2 - (others > 0 and below(3) == 0), 1
-        else:
-            slot.shape, size = "step", 1
+        elif kind < 6 and spare >= 3 + more:
+            slot.shape, parents = "multiple", 2
+            fresh, cost = 2 - (others > 0 and below(3) == 0), 2 + more
+        elif kind < 8 and spare >= 4 + more:
+            slot.shape, parents = "sum", 3
+            fresh, cost = 3 - (others > 0 and below(3) == 0), 2 + more
+        elif kind < 12 and spare >= 2 + more:
+            slot.shape, parents = "pair", 2
+            fresh, cost = 2 - (others > 0 and below(3) == 0), 1 + more
+        elif more and (spare == 1 or below(8) == 0):
+            slot.shape, parents = "equal", 1
             fresh, cost = 1, 1
+        else:
+            slot.shape, parents = "change" if more else "step", 1
+            fresh, cost = 1, 1 + more
         left -= cost
         group = slot.group if slot.shape == "total" else _FREE
-        for parent in range(size - fresh):
+        for parent in range(parents - fresh):
             other = parent + below(others - parent)
             waiting[parent], waiting[other] = waiting[other], waiting[parent]
             slot.parents.append(waiting[parent])
@@ -297,8 +338,10 @@ def _defined(
     constant = 0
     if shape == "constant":
         form, constant = Form.CONSTANT, _CONSTANTS[below(len(_CONSTANTS))]
-    elif shape == "step":
-        form, constant = _step(below, given[0].value)
+    elif shape == "equal":
+        form = Form.EQUAL
+    elif shape in ("step", "change"):
+        form, constant = _step(below, given[0].value, equal=shape == "step")
     elif shape == "total":
         form = Form.TOTAL
     elif shape == "sum":
@@ -320,8 +363,8 @@ def _defined(
     return Node(group, form, constant, parents, slope, offset, value)
 
 
-def _step(below: Callable[[int], int], value: int) -> tuple[Form, int]:
-    pick = below(8)
+def _step(below: Callable[[int], int], value: int, *, equal: bool) -> tuple[Form, int]:
+    pick = below(8) if equal else 1 + below(7)
     if pick == 0:
         return Form.EQUAL, 0
     factor, change = 2 + below(3), 1 + below(5)

@@ -1,7 +1,8 @@
 """Parses solutions into graphs, and compares a solution with the gold one, as in arXiv 2512.07783.
 
-A node is a parameter, identified by its name; the letter that a solution assigns to it does not matter. Its value is the last
-one that the solution evaluates for it. Its parents are the parameters whose letters are on the right, directly or through
+A node is a parameter, identified by its name; the letter that a solution assigns to it does not matter, and may be used again
+for another one. Its value is the last one that the solution evaluates for it; an expression that is not evaluated has the value
+that follows from those before it. Its parents are the parameters whose letters are on the right, directly or through
 intermediates. With V the nodes of the gold solution::
 
     penalty = wrong values + wrong parents + missing nodes + min(extra nodes, |V|) + [the answer differs]
@@ -27,6 +28,8 @@ _MAX_NUMBER: Final = 10**15
 _NUMBER = re.compile(r"-?[0-9]{1,15}")
 _CLAUSES = re.compile(r"[;:,\n]|\.(?![0-9])")
 _LETTERS = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+_END = re.compile("</solution>|<answer>", re.IGNORECASE)
+_STEPS = re.compile(r"\bdefine ", re.IGNORECASE)
 _TOKENS = re.compile(r"\s*(?:([0-9]{1,15})|([A-Za-z])|([-+*()]))")
 
 Value = tuple[int, int]
@@ -72,6 +75,11 @@ class Comparison:
         return self.values + self.parents + self.missing + min(self.extra, self.nodes) + self.wrong_answer
 
     @property
+    def verified(self) -> bool:
+        """Whether every node of the gold solution is there and right; the solution may have others."""
+        return bool(self.nodes) and not (self.values or self.parents or self.missing)
+
+    @property
     def process(self) -> float:
         """The process score, as defined in the docstring of the module; 0 without a gold graph or without a step."""
         return max(0.0, 1 - self.penalty / self.nodes) if self.nodes and self.parsed else 0.0
@@ -96,19 +104,20 @@ def compare(
 def parse(text: str) -> dict[str, SolutionNode]:
     """The nodes of a solution by name; empty if it has no step, or is too long.
 
-    Text after ``</solution>`` or ``<answer>`` is ignored. If a name is defined twice, the last definition counts.
+    Text after ``</solution>`` or ``<answer>`` is ignored. If a name is defined twice, the last definition counts. A step also
+    begins with ``define``, and gives its letter as in ``as variable b`` or ``a b``.
 
     >>> nodes = parse("Define red kayaks as a; so a = 3. Define total number of boats as b; c = a + a = 3 + 3 = 6; "
     ...               "so b = 2 * c = 2 * 6 = 12.")
     >>> nodes["total number of boats"]
     SolutionNode(value=(0, 12), parents={'red kayaks'})
     """
-    for end in ("</solution>", "<answer>"):
-        text = text.partition(end)[0]
+    end = _END.search(text)
+    text = text[: end.start()] if end else text
     if len(text) > MAX_CHARACTERS:
         return {}
     reader = _Reader()
-    for part in text.split("Define ")[1:]:
+    for part in _STEPS.split(text)[1:]:
         reader.read(part)
     return reader.nodes
 
@@ -120,6 +129,7 @@ class _Reader:
         nodes: nodes of the steps so far.
         names: names of the nodes, by letter.
         through: parents of each intermediate, by letter.
+        values: values of nodes and intermediates, by letter.
         unknown: letter of the node that has no number until the end.
     """
 
@@ -127,31 +137,39 @@ class _Reader:
         self.nodes: dict[str, SolutionNode] = {}
         self.names: dict[str, str] = {}
         self.through: dict[str, set[str]] = {}
+        self.values: dict[str, Value] = {}
         self.unknown = ""
 
     def read(self, part: str) -> None:
         """Parse a step: the text from one ``Define`` to the next."""
         head, _, body = part.partition(";")
-        name, found, letter = head.rpartition(" as ")
-        letter = letter.strip()
-        if not found or len(letter) != 1 or not letter.isascii() or not letter.isalpha():
+        *words, letter = head.split() or [""]
+        if words and words[-1] == "variable":
+            words.pop()
+        if len(words) < 2 or words.pop() not in ("as", "a") or not _is_letter(letter):
             return
-        name = " ".join(name.split())
+        name = " ".join(words)
         node = self.nodes[name] = SolutionNode()
+        # Of the parameter or intermediate that had this letter before: "a = a + 1" has it as a parent.
+        before = self.through.pop(letter, None) or ({self.names[letter]} if letter in self.names else set())
         self.names[letter] = name
-        self.through.pop(letter, None)
         evaluated = False
         for clause in _CLAUSES.split(body):
             left, *right = clause.split("=")
             if right and (target := _assigned(left)):
-                evaluated |= self._assign(node, letter, target, right)
+                evaluated |= self._assign(node, letter, target, right, before)
         if not evaluated:
             self.unknown, node.value = letter, (1, 0)
 
-    def _assign(self, node: SolutionNode, letter: str, target: str, right: list[str]) -> bool:
-        """Process ``target = right[0] = …`` in the step of ``letter``; returns whether it evaluates that letter."""
+    def _assign(
+        self, node: SolutionNode, letter: str, target: str, right: list[str], before: set[str]
+    ) -> bool:
+        """Process ``target = right[0] = …`` in the step of ``letter``; returns whether it evaluates that letter.
+
+        before: parents that ``letter`` stands for on the right, as it had a meaning before this step.
+        """
         last = right[-1].strip()
-        if last == target:
+        if last == target and not before:
             return False  # "so x = x": an unknown
         if target == self.unknown and target != letter:
             if _NUMBER.fullmatch(last):
@@ -161,14 +179,21 @@ class _Reader:
         letters = set(_LETTERS.findall(right[0]))
         letters.update(set(_LETTERS.findall("=".join(right[1:]))) - {self.unknown})
         parents: set[str] = set()
-        for used in letters - {target}:
-            between = self.through.get(used)
-            parents |= {self.names.get(used, UNDEFINED)} if between is None else between
+        for used in letters:
+            if used == letter:
+                parents |= before
+            elif used != target:
+                between = self.through.get(used)
+                parents |= {self.names.get(used, UNDEFINED)} if between is None else between
+        value = _value(last, self.unknown, self.values)
+        self.values.pop(target, None)
+        if value is not None:
+            self.values[target] = value
         if target != letter:
             self.through[target] = parents
             return False
         node.parents |= parents
-        node.value = _value(last, self.unknown)
+        node.value = value
         return True
 
 
@@ -176,15 +201,20 @@ def _assigned(left: str) -> str:
     """The letter to which an equation with this left side assigns a value; empty if the side is an expression."""
     *before, last = left.split() or [""]
     expression = before and before[-1][-1] in "+-*/("
-    return last if len(last) == 1 and last.isascii() and last.isalpha() and not expression else ""
+    return last if _is_letter(last) and not expression else ""
 
 
-def _value(text: str, unknown: str) -> Value | None:
-    """A number, or a linear form of the unknown; None for anything else."""
+def _is_letter(text: str) -> bool:
+    return len(text) == 1 and text.isascii() and text.isalpha()
+
+
+def _value(text: str, unknown: str, values: Mapping[str, Value]) -> Value | None:
+    """A number, a linear form of the unknown, or an expression of letters with ``values``; None for anything else."""
     if _NUMBER.fullmatch(text):
         return 0, int(text)
-    if not unknown or len(text) > _MAX_EXPRESSION:
+    if len(text) > _MAX_EXPRESSION:
         return None
+    known = {**values, unknown: (1, 0)}
     tokens: list[str] = []
     at = 0
     while at < len(text):
@@ -194,7 +224,7 @@ def _value(text: str, unknown: str) -> Value | None:
         tokens.append(match[1] or match[2] or match[3])
         at = match.end()
     try:
-        value, rest = _sum(tokens, 0, unknown)
+        value, rest = _sum(tokens, 0, known)
     except _NotLinearError:
         return None
     return value if rest == len(tokens) else None
@@ -204,19 +234,19 @@ class _NotLinearError(Exception):
     pass
 
 
-def _sum(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
-    (slope, offset), at = _product(tokens, at, unknown)
+def _sum(tokens: list[str], at: int, known: Mapping[str, Value]) -> tuple[Value, int]:
+    (slope, offset), at = _product(tokens, at, known)
     while at < len(tokens) and tokens[at] in "+-":
         sign = 1 if tokens[at] == "+" else -1
-        (more_slope, more_offset), at = _product(tokens, at + 1, unknown)
+        (more_slope, more_offset), at = _product(tokens, at + 1, known)
         slope, offset = slope + sign * more_slope, offset + sign * more_offset
     return (slope, offset), at
 
 
-def _product(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
-    (slope, offset), at = _factor(tokens, at, unknown)
-    while at < len(tokens) and (tokens[at] in "*(" or tokens[at] == unknown):
-        (a, b), at = _factor(tokens, at + (tokens[at] == "*"), unknown)
+def _product(tokens: list[str], at: int, known: Mapping[str, Value]) -> tuple[Value, int]:
+    (slope, offset), at = _factor(tokens, at, known)
+    while at < len(tokens) and (tokens[at] in "*(" or tokens[at] in known):
+        (a, b), at = _factor(tokens, at + (tokens[at] == "*"), known)
         if slope and a:
             raise _NotLinearError
         slope, offset = slope * b + offset * a, offset * b
@@ -225,19 +255,19 @@ def _product(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
     return (slope, offset), at
 
 
-def _factor(tokens: list[str], at: int, unknown: str) -> tuple[Value, int]:
+def _factor(tokens: list[str], at: int, known: Mapping[str, Value]) -> tuple[Value, int]:
     if at >= len(tokens):
         raise _NotLinearError
     token = tokens[at]
-    if token == unknown:
-        return (1, 0), at + 1
+    if token in known:
+        return known[token], at + 1
     if token.isdigit():
         return (0, int(token)), at + 1
     if token == "-":
-        (slope, offset), at = _factor(tokens, at + 1, unknown)
+        (slope, offset), at = _factor(tokens, at + 1, known)
         return (-slope, -offset), at
     if token == "(":
-        value, at = _sum(tokens, at + 1, unknown)
+        value, at = _sum(tokens, at + 1, known)
         if at < len(tokens) and tokens[at] == ")":
             return value, at + 1
     raise _NotLinearError

@@ -27,6 +27,7 @@ from scalerl_tasks.opgraph.solve import solve
 from scalerl_tasks.prompts import Prompt, check_index
 
 MODES = ("forward", "reverse")
+COUNTS = ("Operations", "Edges")
 _MAX_SCALE = 10**9
 _VERSION = 1  # of everything that determines a problem: vocabulary, draws, sentences, solutions
 
@@ -36,13 +37,14 @@ class OpGraphTask:
     """Settings of the problems; the index of a problem determines all draws within them.
 
     Attributes:
-        operations: minimum and maximum number of operations; drawn uniformly between them.
+        operations: minimum and maximum number of operations, or of what ``count`` says; drawn uniformly between them.
         contexts: weights by name, as decimal text; they sum to 1.
         modes: ``forward`` (all constants are given, the answer is the final value), ``reverse`` (the final value is given, the
             answer is a constant); drawn uniformly.
         distractors: maximum number of sentences that the answer does not need; drawn uniformly from 0 to this number.
         seed: seed of the problems.
         size: number of problems.
+        count: what ``operations`` counts, ``Operations`` or ``Edges``, as :mod:`.graph` defines them.
     """
 
     operations: tuple[int, int]
@@ -51,6 +53,7 @@ class OpGraphTask:
     distractors: int = 2
     seed: int = 0
     size: int = 1_000_000
+    count: str = "Operations"
 
     def __post_init__(self) -> None:
         """Raises ParameterError."""
@@ -74,6 +77,8 @@ class OpGraphTask:
             raise ParameterError(
                 "weights of contexts have more than nine digits after the point: round them", "contexts"
             )
+        if self.count not in COUNTS:
+            raise ParameterError(f"count is {self.count!r}: give one of {', '.join(COUNTS)}", "count")
         if not self.modes or not set(self.modes) <= set(MODES):
             raise ParameterError(f"modes are {list(self.modes)}: give some of {', '.join(MODES)}", "modes")
         if not 0 <= self.distractors <= MAX_DISTRACTORS:
@@ -100,12 +105,14 @@ class OpGraphSource:
 
     >>> prompt = OpGraphSource(OpGraphTask((3, 3)))[5]
     >>> prompt.labels, prompt.answer
-    ({'operations': '3', 'context': 'zoo', 'mode': 'forward'}, '2')
+    ({'operations': '3', 'edges': '4', 'context': 'zoo', 'mode': 'forward'}, '2')
     """
 
     def __init__(self, task: OpGraphTask) -> None:
         self.task = task
         identity = {"kind": "op-graph", "version": _VERSION, **dataclasses.asdict(task)}
+        if task.count == "Operations":
+            del identity["count"]  # the digest is that of before the field
         self._digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._scale = _scale(task.contexts)
         # Sorted, because an API server does not preserve the order of a mapping.
@@ -124,22 +131,24 @@ class OpGraphSource:
     def __getitem__(self, index: int, /) -> Prompt:
         problem = self.problem(index)
         solution = solve(problem)
-        operations = problem.graph.operations
+        operations, edges = problem.graph.operations, problem.graph.edges
         return Prompt(
             id=f"op-graph/{self._digest[:12]}/{index}",
             text=problem.text,
             answer=str(solution.answer),
             solution=solution.text,
-            difficulty=float(operations),
+            difficulty=float(edges if self.task.count == "Edges" else operations),
+            graph=problem.graph.key,
             labels={
                 "operations": str(operations),
+                "edges": str(edges),
                 "context": problem.context,
                 "mode": "forward" if problem.graph.unknown is None else "reverse",
             },
         )
 
     def difficulty(self, index: int, /) -> float:
-        """Number of operations of the problem, without generating it."""
+        """Number of operations or edges of the problem, as ``count`` says, without generating it."""
         return float(self._operations(index)[0])
 
     def problem(self, index: int) -> Problem:
@@ -149,12 +158,16 @@ class OpGraphSource:
         context = self._context(draws.below(self._scale))
         mode = task.modes[draws.below(len(task.modes))]
         graph = draw_graph(
-            draws, operations, reverse=mode == "reverse", distractors=draws.below(task.distractors + 1)
+            draws,
+            operations,
+            reverse=mode == "reverse",
+            distractors=draws.below(task.distractors + 1),
+            count_edges=task.count == "Edges",
         )
         return render(graph, context, draw_names(draws, graph, permuted(index, task.seed)), draws)
 
     def _operations(self, index: int) -> tuple[int, Draws]:
-        """Number of operations of the problem at ``index``, and the source of randomness for its other draws."""
+        """Number of operations or edges of the problem at ``index``, and the source of randomness for its other draws."""
         check_index(index, self.task.size)
         draws = Draws(f"op-graph/{_VERSION}/{self.task.seed}/{index}/")
         low, high = self.task.operations

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from scalerl_tasks.answer_extraction import after_thought, extract_answer
+from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.opgraph.parse import Comparison, SolutionNode, compare, parse
 from scalerl_tasks.prompts import Prompt
@@ -15,20 +16,23 @@ from scalerl_tasks.verdict import Verdict
 OUTCOME_WEIGHT: Final = 0.2
 PROCESS_WEIGHT: Final = 0.8
 
+_ANSWER = re.compile("<answer>([^<]*)", re.IGNORECASE)
 _SAMPLE = "Define red kayaks by Gull Pier as a; so a = 3. </solution> <answer> 3 </answer>"
 
 
 class OpGraphVerifier:
-    """Scores a solution by its answer, its steps, or both; the parts of the verdict are the same for all three.
+    """Scores a solution by its answer, its steps, or both; the parts of the verdict are the same for all.
 
     ========================  =====================================================================================
     ``opgraph-outcome``       1 if the answer is right
     ``opgraph-blend``         .2 · outcome + .8 · process if the answer is right, else 0
-    ``opgraph-strict``        1 if the answer is right and process is 1
+    ``opgraph-strict``        1 if the answer is right and process is 1: all steps are right, and there are no others
+    ``opgraph-verified``      1 if the answer is right and all steps of the prompt's solution are there and right
     ========================  =====================================================================================
 
     *process* is the score of :mod:`scalerl_tasks.opgraph.parse`, compared with the prompt's solution. Any prompt with a solution
-    in this notation can be graded, including prompts from a file.
+    in this notation can be graded, including prompts from a file. As in the authors' code, the answer is the text of the first
+    ``<answer>``, closed or not, without a full stop at its end; a reply without one has no answer.
     """
 
     part_names = ("outcome", "process", "wrong_values", "wrong_parents", "missing_steps", "extra_steps")
@@ -42,14 +46,18 @@ class OpGraphVerifier:
         if self.name == "opgraph-blend":
             score = OUTCOME_WEIGHT + PROCESS_WEIGHT * process if right else 0.0
         else:
-            score = float(right and (process == 1 or self.name == "opgraph-outcome"))
+            enough = {"opgraph-outcome": True, "opgraph-verified": found.verified}.get(
+                self.name, process == 1
+            )
+            score = float(right and enough)
         counts = found.values, found.parents, found.missing, found.extra
         return Verdict(score, dict(zip(self.part_names, (float(right), process, *counts), strict=True)))
 
     def compare(self, prompt: Prompt, completion: str) -> tuple[bool, Comparison]:
         """Whether the answer is right, and how the steps differ from the prompt's solution."""
-        right = extract_answer(completion) == prompt.answer.strip()
-        steps = parse(after_thought(completion))
+        text = after_thought(completion)
+        right = _answer(text) == prompt.answer.strip()
+        steps = parse(text)
         return right, compare(_gold(prompt.solution or ""), steps, wrong_answer=not right)
 
     def check(self, prompt: Prompt, /) -> None:
@@ -62,6 +70,12 @@ class OpGraphVerifier:
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return [(Prompt("sample", "", "3", solution=_SAMPLE), _SAMPLE)]
+
+
+def _answer(text: str) -> str | None:
+    """The first answer of a reply; None without one."""
+    found = _ANSWER.search(text)
+    return found[1].strip().removesuffix(".").rstrip() if found else None
 
 
 @lru_cache(maxsize=64)
