@@ -15,7 +15,9 @@ _ANSWER, _ANSWER_END = "<answer>", "</answer>"
 # Escaped characters are consumed, so that the braces of \{1, 2\} do not count.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\b[ \t]*(\{?)|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[ \t]*([-+]?[0-9\\][^\s$]*)")
-_JOINTS = re.compile(r"[\s$]*(?:\\[()])?[\s$]*(?:,|;|,?\s*(?:and|or|\\text\{ ?(?:and|or) ?\}))?[\s$]*(?:\\[()])?[\s$]*")
+_JOINTS = re.compile(
+    r"[\s$]*(?:\\[()])?[\s$]*(?:,|;|,?\s*(?:and|or|\\text\{ ?(?:and|or) ?\}))?[\s$]*(?:\\[()])?[\s$]*"
+)
 _MAX_JOINT_CHARACTERS = 40
 _MAX_JOINED = 32
 
@@ -95,7 +97,9 @@ def _boxes(text: str) -> list[str] | None:
     """The last box, after those that are joined to it; None without a box, and empty if the last one is not closed."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    closed: list[tuple[int, int, int, int]] = []  # start and end, of the box and of what is in it; none in another
+    closed: list[
+        tuple[int, int, int, int]
+    ] = []  # start and end, of the box and of what is in it; none in another
     nesting: list[tuple[int, int] | None] = []  # for each open brace, start of a box and of its content
     last_start, last_closed = -1, -1
     for match in _BRACE.finditer(text):
@@ -123,7 +127,11 @@ def _boxes(text: str) -> list[str] | None:
     if last_closed < last_start:
         return []
     first = len(closed) - 1
-    while first > 0 and len(closed) - first < _MAX_JOINED and _joined(text, closed[first - 1][1], closed[first][0]):
+    while (
+        first > 0
+        and len(closed) - first < _MAX_JOINED
+        and _joined(text, closed[first - 1][1], closed[first][0])
+    ):
         first -= 1
     return [text[start:end] for _, _, start, end in closed[first:]]
 

@@ -15,7 +15,9 @@ import sympy  # type: ignore[import-untyped]
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\\[A-Za-z]+\*?|\\.)|(.))", re.DOTALL)
 _MAX_DEPTH = 60
 _MAX_TOKENS = 1500
-_MAX_RESULT_BITS = 20_000  # of a power or factorial that is computed when it is read; larger ones stay as they are
+_MAX_RESULT_BITS = (
+    20_000  # of a power or factorial that is computed when it is read; larger ones stay as they are
+)
 _END = ""
 
 _GREEK = frozenset(
@@ -27,7 +29,14 @@ _GREEK = frozenset(
 )
 _MULTIPLY = frozenset((r"\cdot", r"\times", "*", r"\ast"))
 _DIVIDE = frozenset(("/", r"\div", ":"))
-_CLOSERS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lgroup": r"\rgroup"}
+_CLOSERS = {
+    "(": ")",
+    "[": "]",
+    "{": "}",
+    r"\lfloor": r"\rfloor",
+    r"\lceil": r"\rceil",
+    r"\lgroup": r"\rgroup",
+}
 _ACCENTS = frozenset(
     rf"\{name}" for name in ("overline", "bar", "vec", "hat", "tilde", "overrightarrow", "widehat", "mathcal")
 )
@@ -287,7 +296,7 @@ class _Reader:
             self._next()
             try:
                 return sympy.Rational(text)
-            except ValueError as error:  # more digits than Python converts
+            except (TypeError, ValueError) as error:  # more digits than Python converts
                 raise UnreadableError("a number with too many digits") from error
         if text in ("(", "[", "{"):
             return self._group(text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from scalerl_tasks.units import CURRENCY_CHARACTERS, is_unit
+from scalerl_tasks.units import is_unit
 
 _CHARACTERS = str.maketrans(
     {
@@ -109,12 +109,18 @@ _CERTAIN_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)\s*(?=[0-9]{3}(?![0-9]))")
 _DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}\s*(?=[0-9])")
 _THIN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))")
 _SPACED_THOUSANDS = re.compile(r"(?<![0-9./^_{}])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/]| *[0-9]| */)")
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z\\])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([+-]?[0-9]+)(?![0-9.A-Za-z])")
-_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
+_SCIENTIFIC = re.compile(
+    r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([+-]?[0-9]+)(?![0-9.A-Za-z])"
+)
+_REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
 _MIXED_SLASH = re.compile(r"(?<![0-9.^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.])")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
 _COMBINATIONS = re.compile(r"(?:\{\})?[_^]\{?([0-9]+)\}?\s*C_\{?([0-9]+)\}?")
-_ORDINAL = re.compile(r"(?<=[0-9])\s*\^?\{?\s*(?:\\text\{(?:st|nd|rd|th)\}|(?:st|nd|rd|th)(?![A-Za-z]))\s*\}?")
+_ORDINAL = re.compile(
+    r"(?<=[0-9])\s*\^?\{?\s*(?:\\text\{(?:st|nd|rd|th)\}|(?:st|nd|rd|th)(?![A-Za-z]))\s*\}?"
+)
+_RATIO_WORD = re.compile(r"(?<=[0-9])\s*(?:\\text\{to\}|(?<=\s)to(?=\s))\s*(?=[0-9])")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}")
 _PLAIN_FUNCTION = re.compile(
     rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(_FUNCTION_NAMES)})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
     r"|lambda|infinity|infty|inf|oo)(?![A-Za-z]))"
@@ -224,6 +230,8 @@ def normalize(text: str) -> str:
     for at in range(0, len(parts), 2):
         parts[at] = _BARE_JOINT.sub(lambda match: rf" \{match[1].upper()} ", parts[at])
     s = "".join(parts)
+    s = _RATIO_WORD.sub(" : ", s)
+    s = _UNIT_FRACTION.sub(r"\\text{\1/\2}", s)
     s = _ORDINAL.sub("", s)
     s = _REPEATING.sub(_repeating, s)
     s = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), s)
@@ -377,8 +385,3 @@ def _closing(s: str, start: int) -> int | None:
         if depth == 0:
             return at
     return None
-
-
-def is_currency(character: str) -> bool:
-    """Whether the character is a sign of money after :func:`normalize`."""
-    return character in CURRENCY_CHARACTERS

@@ -14,13 +14,16 @@ from scalerl_tasks.latex_text import normalize
 from scalerl_tasks.number import Quantity, formulas, read_normalized
 from scalerl_tasks.units import canonical_unit
 
-MAX_CHARACTERS = 4096
+MAX_CHARACTERS = 2048
 """A longer answer in a box is not read; of longer prose, the end is."""
 
 _MAX_NODES = 400
 _MAX_DEPTH = 12
 _MAX_BARE_CHARACTERS = 256
-_OPENERS, _CLOSERS = ("(", "[", "{", r"\{", r"\lfloor", r"\lceil"), (")", "]", "}", r"\}", r"\rfloor", r"\rceil")
+_OPENERS, _CLOSERS = (
+    ("(", "[", "{", r"\{", r"\lfloor", r"\lceil"),
+    (")", "]", "}", r"\}", r"\rfloor", r"\rceil"),
+)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 _RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\neq", r"\approx", r"\equiv")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
@@ -30,10 +33,14 @@ _TIME = re.compile(
     r"(?:\\text\{)?\s*(?:([ap])\.?\s*m\b\.?)?\s*\}?\s*\.?\s*",
     re.IGNORECASE,
 )
-_BASED = re.compile(r"\s*([0-9A-Fa-f]+)\s*_\s*(?:\{?\s*\(?([0-9]{1,2})\)?\s*\}?|\{?\s*\\text\{(\w+)\}\s*\}?)\s*")
+_BASED = re.compile(
+    r"\s*([0-9A-Fa-f]+)\s*_\s*(?:\{?\s*\(?([0-9]{1,2})\)?\s*\}?|\{?\s*\\text\{(\w+)\}\s*\}?)\s*"
+)
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _BASES |= {"twelve": 12, "sixteen": 16, "bin": 2, "oct": 8, "hex": 16}
-_MATRIX = re.compile(r"\s*(?:[(\[]\s*)?\\begin\{([pb]?matrix|array|smallmatrix)\}(.*)\\end\{\1\}\s*[)\]]?\s*", re.DOTALL)
+_MATRIX = re.compile(
+    r"\s*(?:[(\[]\s*)?\\begin\{([pb]?matrix|array|smallmatrix)\}(.*)\\end\{\1\}\s*[)\]]?\s*", re.DOTALL
+)
 _THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _UNIT_TAIL = re.compile(r"((?:\s*/?\s*\\text\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|[0-9]))?)+)\s*$")
 _LABEL = re.compile(r"^\s*\(?\s*([A-Za-z])\s*\)?\s*$")
@@ -41,13 +48,20 @@ _SYMBOL = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\{[^{}]*\}|[A-Za-z0-9]))?'*(?:\s*\^\s*\{\s*-1\s*\})?"
     r"(?:\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?\s*"
 )
+_GEOMETRIC_NAME = re.compile(
+    r"(?:m\s*)?(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,4}\}?|\|[A-Z]{2}\||\[[A-Z]{3,6}\]"
+)
+_CHOICE = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}\s*(?=\S)")
+_BUILDER = re.compile(r"\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANCHOR = re.compile(r"answers?\s*(?:is|are|was|:|=)+\s*:?|####", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _UNIT_POWER = re.compile(r"(?<=[a-z])()\$\s*\^\s*\{?([23])\}?\s*\$")
 _EMPHASIS = re.compile(r"(?<![A-Za-z0-9)])(?:\*\*|__|`)|(?:\*\*|__|`)(?![A-Za-z0-9(])")
 _RUN_WORD = re.compile(r"[0-9+\-*/^().,=×·÷%$€£√π\u2212]+|\\(?:times|cdot|%|\$[0-9.,]+)|x")
-_STANDALONE = re.compile(r"[+\-\u2212]?(?:\\?[$€£¥₹])?[+\-\u2212]?[0-9][0-9.,]*(?:/[0-9][0-9.,]*)?(?:[eE][+-]?[0-9]+)?(?:\\?%|°|€|£)?")
+_STANDALONE = re.compile(
+    r"[+\-\u2212]?(?:\\?[$€£¥₹])?[+\-\u2212]?[0-9][0-9.,]*(?:/[0-9][0-9.,]*)?(?:[eE][+-]?[0-9]+)?(?:\\?%|°|€|£)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,7 @@ class Relation:
         first = self.latex[0].strip()
         if _SYMBOL.fullmatch(first) or _WHOLE_TEXT.fullmatch(first):
             return re.sub(r"\s+", "", first).lower()
-        if re.fullmatch(r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)", first):
+        if _GEOMETRIC_NAME.fullmatch(first) or re.fullmatch(r"\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)", first):
             return re.sub(r"\s+", "", first).lower()
         return None
 
@@ -159,8 +173,12 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
             readings.append(_Structure(is_reference).read(one))
         except _UnreadError:
             continue
-    if (inside := _WHOLE_TEXT.fullmatch(latex)) is not None and re.search(r"[0-9,;]|\b(?:and|or)\b", inside[1]):
+    if (inside := _WHOLE_TEXT.fullmatch(latex)) is not None and re.search(
+        r"[0-9,;]|\b(?:and|or)\b", inside[1]
+    ):
         readings += read_answer(inside[1], is_reference=is_reference).readings
+    if (choice := _CHOICE.match(latex)) is not None:
+        readings.append(Leaf("", words=choice[1].lower()))
     return Answer(latex, tuple(readings))
 
 
@@ -199,7 +217,9 @@ def find_in_prose(text: str) -> str | None:
         if line:
             if not _has_words(line) or len(line.split()) <= 3:
                 return line
-            numbers = [word for word in line.split() if _STANDALONE.fullmatch(word.strip("*_()[]:;!?,").rstrip("."))]
+            numbers = [
+                word for word in line.split() if _STANDALONE.fullmatch(word.strip("*_()[]:;!?,").rstrip("."))
+            ]
             return numbers[0].strip("*_()[]:;!?,").rstrip(".") if numbers else line
     formula, number = _joined_formulas(text, first=False), _last_standalone(text)
     if formula is not None and (number is None or formula[1] >= number[1]):
@@ -256,7 +276,11 @@ def _last_standalone(text: str) -> tuple[int, int, str] | None:
             at -= 1
             continue
         stripped = word.strip("*_()[]:;!?").rstrip(".,").removesuffix("$")
-        if at > 0 and canonical_unit(stripped.replace("²", "^2").replace("³", "^3")) is not None and stripped[:1].isalpha():
+        if (
+            at > 0
+            and canonical_unit(stripped.replace("²", "^2").replace("³", "^3")) is not None
+            and stripped[:1].isalpha()
+        ):
             at -= 1  # "25 cm^2"
             continue
         return _standalone(text, words, at, stripped)
@@ -275,7 +299,9 @@ def _standalone(
     while low > 0 and _RUN_WORD.fullmatch(text[slice(*words[low - 1])]) and at - low < 40:
         low -= 1
     run = text[words[low][0] : end].rstrip(".,;:!?")
-    if low < at and (re.search(r"[+*/^=×·÷]|\\times|\\cdot|\s[-\u2212]\s?", run) or re.search(r"[0-9] [0-9]+/[0-9]", run)):
+    if low < at and (
+        re.search(r"[+*/^=×·÷]|\\times|\\cdot|\s[-\u2212]\s?", run) or re.search(r"[0-9] [0-9]+/[0-9]", run)
+    ):
         return words[low][0], end, run
     if number is None:
         return None
@@ -384,7 +410,7 @@ class _Structure:
             at = operators.index(r"\approx")
             # What stands left of it is the value, unless that is only a name.
             left = parts[at].strip()
-            if _SYMBOL.fullmatch(left) or _WHOLE_TEXT.fullmatch(left):
+            if left != r"\pi" and _SYMBOL.fullmatch(left) or _WHOLE_TEXT.fullmatch(left):
                 operators = ["=" if operator == r"\approx" else operator for operator in operators]
             else:
                 parts, operators = parts[: at + 1], operators[:at]
@@ -402,7 +428,11 @@ class _Structure:
     def _bracket(self, latex: str) -> Node | None:
         """A set, tuple or interval, if one pair of brackets holds all of the text."""
         tokens = _TOKEN.findall(latex)
-        if len(tokens) < 2 or tokens[0] not in ("(", "[", "{", r"\{") or tokens[-1] not in (")", "]", "}", r"\}"):
+        if (
+            len(tokens) < 2
+            or tokens[0] not in ("(", "[", "{", r"\{")
+            or tokens[-1] not in (")", "]", "}", r"\}")
+        ):
             return None
         depth = 0
         for at, token in enumerate(tokens):
@@ -414,7 +444,9 @@ class _Structure:
         opener, closer = tokens[0], tokens[-1]
         inside = latex[len(opener) : -len(closer)]
         if opener == r"\{":
-            if closer != r"\}" or "|" in inside or re.search(r"(?<!\d):", inside):
+            if (builder := _BUILDER.match(inside)) is not None:
+                return self.read(inside[builder.end() :])
+            if closer != r"\}" or re.search(r"(?<!\d):", inside):
                 return None
             parts, _ = split(inside, (",", ";", r"\AND", r"\OR"))
             return Group("set", self._members([part for part in parts if part.strip()]))
@@ -422,7 +454,9 @@ class _Structure:
             return self.read(inside) if (opener, closer) == ("{", "}") and inside.strip() else None
         parts, separators = split(inside, (",", ";"))
         if len(parts) == 1:
-            return self.read(inside) if (opener, closer) in (("(", ")"), ("[", "]")) and inside.strip() else None
+            return (
+                self.read(inside) if (opener, closer) in (("(", ")"), ("[", "]")) and inside.strip() else None
+            )
         if any(not part.strip() for part in parts):
             return None
         return Group("tuple", self._members(parts), opener + closer)
@@ -442,7 +476,8 @@ class _Structure:
         if not rows:
             raise _UnreadError("an empty matrix")
         return Group(
-            "matrix", tuple(Group("tuple", tuple(self._item(cell) for cell in row.split("&"))) for row in rows)
+            "matrix",
+            tuple(Group("tuple", tuple(self._item(cell) for cell in row.split("&"))) for row in rows),
         )
 
     def _compound(self, latex: str) -> Node | None:
@@ -471,7 +506,9 @@ class _Structure:
             words = _TEXT.sub(r"\1", tail[1]).replace("{", "").replace("}", "").strip()
             unit = canonical_unit(words) or ""
             latex = latex[: tail.start()].strip()
-        elif (head := re.match(r"\\text\{([^{}]*)\}\s*(?=[0-9\\(-])", latex)) is not None and _LABEL.match(head[1]):
+        elif (head := re.match(r"\\text\{([^{}]*)\}\s*(?=[0-9\\(-])", latex)) is not None and _LABEL.match(
+            head[1]
+        ):
             latex = latex[head.end() :]  # "(C) 5"
         for sign in ("$", "€", "£"):
             if latex.startswith(sign) or latex.endswith(sign):
@@ -492,9 +529,10 @@ def _based(match: re.Match[str]) -> Based | None:
 
 
 def _plain_words(text: str) -> str:
-    """Words for comparison: lower case, without brackets, quotes, a final stop and an article."""
-    text = re.sub(r"[()\"'`]|\.$", "", text.strip().lower())
-    return re.sub(r"\s+", " ", re.sub(r"^(?:the|an?)\s+(?=\w{2})", "", text.strip())).strip(" .")
+    """Words for comparison: lower case and singular, without brackets, quotes, a final stop, an article, "option"."""
+    text = re.sub(r"[()\"'`]|\.$", "", text.strip().lower()).strip()
+    text = re.sub(r"^(?:(?:the|an?)\s+(?=\w{2})|(?:option|choice)\s+(?=[a-z]$))", "", text)
+    return re.sub(r"(?<=\w{3})s$", "", re.sub(r"\s+", " ", text).strip(" ."))
 
 
 def split(latex: str, separators: tuple[str, ...]) -> tuple[list[str], list[str]]:

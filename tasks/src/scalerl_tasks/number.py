@@ -28,7 +28,9 @@ _QUANTITY = re.compile(
     rf"|{_POWER_OF_TEN}"
     rf"|({_PLAIN})(?:\s*/\s*({_PLAIN})(?!\s*\\cdot|\s*\\times|\s*x\s*10))?(?:\s*(?:\\cdot|\\times|[xX])\s*{_POWER_OF_TEN})?)"
 )
-_NAMED = re.compile(r"\s*(?:[A-Za-z]|\\(?:alpha|beta|theta|phi|lambda|mu))(?:_(?:\{[A-Za-z0-9]+\}|[A-Za-z0-9]))?\s*=\s*")
+_NAMED = re.compile(
+    r"\s*(?:[A-Za-z]|\\(?:alpha|beta|theta|phi|lambda|mu))(?:_(?:\{[A-Za-z0-9]+\}|[A-Za-z0-9]))?\s*=\s*"
+)
 _TEMPERATURE = re.compile(r"\\degree\s*(?:\\text\{)?\s*([CF])\}?")
 _TEXT_WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
 _BARE_UNIT = re.compile(r"[mghslL](?![A-Za-z])")
@@ -41,8 +43,12 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PROSE_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
 _POWER_BEFORE = re.compile(r"(\\text\{[^{}]*|\\mathrm\{[^{}]*|[A-Za-z]+)\}?\s*\^\s*\{?\s*-?$")
-_SCIENTIFIC_END = re.compile(rf"([+\-\u2212]?{_PLAIN})\s*(?:\\times|\\cdot|[*xX×·⋅])\s*10\s*\^\s*\{{?\s*([+\-\u2212]?[0-9]{{1,9}})$")
-_FRACTION_END = re.compile(rf"([+\-\u2212]?)([0-9]*)\s*\\[dt]?frac\s*\{{\s*([+\-]?{_PLAIN})\s*\}}\s*\{{\s*({_PLAIN})$")
+_SCIENTIFIC_END = re.compile(
+    rf"([+\-\u2212]?{_PLAIN})\s*(?:\\times|\\cdot|[*xX×·⋅])\s*10\s*\^\s*\{{?\s*([+\-\u2212]?[0-9]{{1,9}})$"
+)
+_FRACTION_END = re.compile(
+    rf"([+\-\u2212]?)([0-9]*)\s*\\[dt]?frac\s*\{{\s*([+\-]?{_PLAIN})\s*\}}\s*\{{\s*({_PLAIN})$"
+)
 _MIXED_END = re.compile(r"([+\-\u2212]?)(?<![0-9.,/])([0-9]+) +([0-9]+) ?/ ?([0-9]+)$")
 _RAISED = re.compile(r"[0-9A-Za-z)\]}](?:\s*\^|\*\*| +\*\* +|_)[ {(+\-\u2212]*$")
 _COMMAND_BEFORE = re.compile(r"\\[A-Za-z]+\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*$")
@@ -113,7 +119,9 @@ def last_number(text: str) -> Number | None:
             if canonical_unit(unit_digit[1]) is not None:  # 25 cm2
                 text = text[: start + unit_digit.start(1)]
                 continue
-        if _COMMAND_BEFORE.search(before[-64:]) and not re.search(r"\\(?:text|mathrm|mathbf|textbf)\s*\{[^{}]*$", before):
+        if _COMMAND_BEFORE.search(before[-64:]) and not re.search(
+            r"\\(?:text|mathrm|mathbf|textbf)\s*\{[^{}]*$", before
+        ):
             return None
         return _value(found.groups())
     return None
@@ -192,6 +200,8 @@ def read_quantity(text: str) -> Quantity | None:
 
 def read_normalized(latex: str, *, bare_units: bool) -> Quantity | None:
     """:func:`read_quantity` of normalized text. ``bare_units``: whether ``m`` of ``5 m`` is a metre, not a variable."""
+    if len(latex) > _MAX_NUMBER_CHARACTERS:
+        return None
     latex = latex.strip()
     while latex[:1] + latex[-1:] in ("()", "{}") and len(latex) > 2 and not set(latex[1:-1]) & set("(){}"):
         latex = latex[1:-1].strip()
@@ -248,14 +258,20 @@ def _unit(rest: str, bare_units: bool) -> str | None:
     if (temperature := _TEMPERATURE.fullmatch(rest)) is not None:
         return temperature[1]
     words = _unwrapped(rest).strip()
-    if r"\text{" not in rest and not (bare_units and _BARE_UNIT.match(rest)) and not re.match(r"[a-z]{2}", rest):
+    if (
+        r"\text{" not in rest
+        and not (bare_units and _BARE_UNIT.match(rest))
+        and not re.match(r"[a-z]{2}", rest)
+    ):
         return None
     unit = canonical_unit(words)
     if unit is not None:
         return unit
     if words.lower() in _SCALES:
         return words.lower()
-    generic = re.fullmatch(r"(?:(?:sq(?:uare|\.)?|cubic|cu\.?)\s+)?(?:units?)(?:\s*\^\s*\{?\s*[23]\s*\}?)?", words)
+    generic = re.fullmatch(
+        r"(?:(?:sq(?:uare|\.)?|cubic|cu\.?)\s+)?(?:units?)(?:\s*\^\s*\{?\s*[23]\s*\}?)?", words
+    )
     if generic is not None:
         return ""
     if r"\text{" not in rest or _WORDS.fullmatch(words) is None:

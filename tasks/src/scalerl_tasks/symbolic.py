@@ -36,6 +36,7 @@ _QUADRATURE_TOLERANCE = sympy.Float("1e-10")
 _APPROXIMATION_DECIMALS = 6
 _MAX_LIBRARY_CHARACTERS = 256
 _MAX_LIBRARY_DEPTH = 6
+_MAX_WORDS = 12  # of a reference; one with more is a solution, not an answer
 _MAX_UNORDERED = 200
 _UNEVALUATED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 _POINTS = tuple(
@@ -81,22 +82,31 @@ def equivalent(reference: Answer, text: str, enclosed: bool) -> bool:
 def can_be_met(reference: Answer) -> bool:
     """Whether a reply with the text of the reference would be equal to it; nothing is evaluated, so it takes bounded time."""
     text = reference.text
-    if text.count("{") != text.count("}") or not any(map(str.isalnum, text)) and r"\emptyset" not in text:
+    if text.count("{") != text.count("}") or not any(map(str.isalnum, text)) and r"\{" not in text:
         return False
-    return bool(reference.readings)
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
+    return bool(reference.readings) and len(words) <= _MAX_WORDS
 
 
 def _answers_equal(reference: Answer, given: Answer) -> bool:
     if _same_text(reference.text, given.text):
         return True
-    times = any(isinstance(a, Time) for a in reference.readings) and any(isinstance(b, Time) for b in given.readings)
+    times = any(isinstance(a, Time) for a in reference.readings) and any(
+        isinstance(b, Time) for b in given.readings
+    )
     for a in reference.readings:
         for b in given.readings:
             if times and not isinstance(a, Time):
                 continue  # 9:30 and 3:10 are not two ratios
             # Whatever sympy raises for expressions that it cannot compare: then they are not equal.
             with contextlib.suppress(
-                ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                NotImplementedError,
+                RecursionError,
+                TypeError,
+                ValueError,
             ):
                 if _equal(a, b):
                     return True
@@ -287,7 +297,10 @@ def _same(a: Any, b: Any) -> bool:
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if not symbols:
         return _same_constants(a, b)
-    if any(isinstance(part, sympy.Integral) and len(part.limits[0]) == 1 for part in a.atoms(sympy.Integral) | b.atoms(sympy.Integral)):
+    if any(
+        isinstance(part, sympy.Integral) and len(part.limits[0]) == 1
+        for part in a.atoms(sympy.Integral) | b.atoms(sympy.Integral)
+    ):
         a, b = a.doit(), b.doit()
         if a.has(sympy.Integral) or b.has(sympy.Integral):
             return bool(a == b)
@@ -305,9 +318,7 @@ def _same_constants(a: Any, b: Any) -> bool:
 def _compare_values(a: Any, b: Any) -> bool | None:
     """Whether two constants have the same value to many digits; None if one cannot be computed."""
     rough = a.has(*_UNEVALUATED) or b.has(*_UNEVALUATED)
-    digits, tolerance = (
-        (_QUADRATURE_DIGITS, _QUADRATURE_TOLERANCE) if rough else (_DIGITS, _TOLERANCE)
-    )
+    digits, tolerance = (_QUADRATURE_DIGITS, _QUADRATURE_TOLERANCE) if rough else (_DIGITS, _TOLERANCE)
     left, right = _number(a, digits), _number(b, digits)
     if left is None or right is None:
         return None
@@ -334,7 +345,9 @@ def _number(value: Any, digits: int) -> Any:
     except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
         return None
     real, imaginary = number.as_real_imag()
-    return number if real.is_Number and imaginary.is_Number and real.is_finite and imaginary.is_finite else None
+    return (
+        number if real.is_Number and imaginary.is_Number and real.is_finite and imaginary.is_finite else None
+    )
 
 
 def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
@@ -345,12 +358,19 @@ def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
     points = _NATURAL_POINTS if natural else _POINTS
     agreed = 0
     for at in range(len(points)):
-        values = {symbol: points[(at + 3 * k) % len(points)] + (k // len(points)) for k, symbol in enumerate(symbols)}
+        values = {
+            symbol: points[(at + 3 * k) % len(points)] + (k // len(points))
+            for k, symbol in enumerate(symbols)
+        }
         try:
             left, right = a.subs(values), b.subs(values)
             if left.has(*_UNEVALUATED) or right.has(*_UNEVALUATED):
                 left, right = left.doit(), right.doit()
-            compared = None if left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo) else _compare_values(left, right)
+            compared = (
+                None
+                if left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo)
+                else _compare_values(left, right)
+            )
         except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError):
             continue
         if compared is False:
@@ -379,7 +399,7 @@ def _approximately(a: Leaf, b: Leaf) -> bool:
             continue
         size = int(sympy.floor(sympy.log(abs(exact), 10).evalf(15)))
         digits = _APPROXIMATION_DECIMALS + max(0, -size - 1)
-        step = sympy.Rational(1, 10**min(digits, quantity.decimals)) if digits <= 400 else None
+        step = sympy.Rational(1, 10 ** min(digits, quantity.decimals)) if digits <= 400 else None
         if step is not None and abs(exact - left) * 2 <= step * (1 + sympy.Float("1e-12")):
             return True
     return False
@@ -437,7 +457,11 @@ def _equations_equal(a: Relation, b: Relation) -> bool:
     if a.name is not None and b.name is not None:
         if a.name == b.name and _equal(a.parts[-1], b.parts[-1]):
             return True
-        if a.name == b.name and len(a.parts) == len(b.parts) == 2 and (_is_constant(a.parts[1]) or _is_constant(b.parts[1])):
+        if (
+            a.name == b.name
+            and len(a.parts) == len(b.parts) == 2
+            and (_is_constant(a.parts[1]) or _is_constant(b.parts[1]))
+        ):
             return False
     if len(a.parts) != 2 or len(b.parts) != 2:
         return False
@@ -462,7 +486,12 @@ def _proportional(a: Any, b: Any, *, positive: bool) -> bool:
     for at in range(len(_POINTS)):
         point = {symbol: _POINTS[(at + 3 * k) % len(_POINTS)] for k, symbol in enumerate(symbols)}
         top, bottom = a.subs(point), b.subs(point)
-        if bottom != 0 and top != 0 and not top.has(sympy.nan, sympy.zoo) and not bottom.has(sympy.nan, sympy.zoo):
+        if (
+            bottom != 0
+            and top != 0
+            and not top.has(sympy.nan, sympy.zoo)
+            and not bottom.has(sympy.nan, sympy.zoo)
+        ):
             ratio = top / bottom
             if positive and not ratio.evalf(_DIGITS).is_positive:
                 return False
@@ -541,11 +570,17 @@ def _solutions(relation: Relation) -> Any:
         if not at.is_extended_real:
             return None
         if operator == r"\neq":
-            found = found.intersect(sympy.Union(sympy.Interval.open(-sympy.oo, at), sympy.Interval.open(at, sympy.oo)))
+            found = found.intersect(
+                sympy.Union(sympy.Interval.open(-sympy.oo, at), sympy.Interval.open(at, sympy.oo))
+            )
             continue
         less = (operator in ("<", r"\leq")) == bool(slope.is_positive)
         is_open = operator in ("<", ">")
-        half = sympy.Interval(-sympy.oo, at, True, is_open) if less else sympy.Interval(at, sympy.oo, is_open, True)
+        half = (
+            sympy.Interval(-sympy.oo, at, True, is_open)
+            if less
+            else sympy.Interval(at, sympy.oo, is_open, True)
+        )
         found = found.intersect(half)
     return found
 

@@ -62,7 +62,9 @@ cent cents
     for _name in (_first, *_others):
         _NAMES[_name] = _first
 _PREFIXED = re.compile(r"(square|sq\.?|cubic|cu\.?)\s+(\w+)")
-_PARTS = re.compile(r"\s*(?:(/|\bper\b)|([A-Za-z.]+)\s*(?:\^\s*\{?\s*(-?[0-9])\s*\}?|([23])(?![0-9A-Za-z]))?|(\\cdot|\*))")
+_PARTS = re.compile(
+    r"\s*(?:(/|\bper\b)|([A-Za-z.]+)(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?|([23])(?![0-9A-Za-z]))?|(\\cdot|\*))"
+)
 
 
 def is_unit(word: str) -> bool:

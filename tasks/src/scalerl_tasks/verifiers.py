@@ -30,7 +30,13 @@ from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import Verdict
 
 _SAMPLES = 3
-_MATH_SAMPLES = ((r"\frac{1}{2}", "0.5"), (r"x^2-1", "(x-1)(x+1)"), (r"(1,2]", "(1,2]"), ("2", "x = 2"), (r"|x-1|", r"\boxed{|1-x|}"))
+_MATH_SAMPLES = (
+    (r"\frac{1}{2}", "0.5"),
+    (r"x^2-1", "(x-1)(x+1)"),
+    (r"(1,2]", "(1,2]"),
+    ("2", "x = 2"),
+    (r"|x-1|", r"\boxed{|1-x|}"),
+)
 
 
 class Verifier(Protocol):
@@ -228,7 +234,11 @@ def _check_reference(verifier: Verifier, prompt: Prompt, reference: str | None =
     replies = (answer, f"\\boxed{{{answer}}}", f"<answer>{answer}</answer>")
     if not any(verifier.score(prompt, reply) == 1 for reply in replies):
         found = extract_answer(answer)
-        fix = f"write it as {found[:80]!r}" if found and found != answer.strip() else "write only the final answer"
+        fix = (
+            f"write it as {found[:80]!r}"
+            if found and found != answer.strip()
+            else "write only the final answer"
+        )
         raise VerifierError(
             f"prompt {prompt.id}: no reply can score with its answer {_shown(prompt.answer)} and the verifier "
             f"{verifier.name!r}: of that text as a reply, {found[:80]!r} is compared; {fix}"
