@@ -22,10 +22,46 @@ _END = ""
 
 _GREEK = frozenset(
     rf"\{name}"
-    for name in (
-        "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
-        "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
-    ).split()
+    for name in [
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "varepsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "vartheta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "varphi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Pi",
+        "Sigma",
+        "Upsilon",
+        "Phi",
+        "Psi",
+        "Omega",
+        "ell",
+        "hbar",
+    ]
 )
 _MULTIPLY = frozenset((r"\cdot", r"\times", "*", r"\ast"))
 _DIVIDE = frozenset(("/", r"\div", ":"))
@@ -413,10 +449,7 @@ class _Reader:
 
     def _root(self) -> Any:
         degree = self._group("[") if self.peek() == "[" else sympy.Integer(2)
-        if self.peek() == "(":
-            radicand = self._group("(")
-        else:
-            radicand = self._argument()
+        radicand = self._group("(") if self.peek() == "(" else self._argument()
         return sympy.root(radicand, degree)
 
     def fraction(self) -> Any:

@@ -56,8 +56,8 @@ _CHARACTERS = str.maketrans(
         "\N{FULLWIDTH DOLLAR SIGN}": "$",
         "\N{MICRO SIGN}": "\N{GREEK SMALL LETTER MU}",
         **dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{HAIR SPACE}", r"\,"),
-        **{character: "^{%d}" % digit for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-        **{character: "_{%d}" % digit for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+        **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
         **{
             character: rf"\frac{{{top}}}{{{bottom}}}"
             for character, top, bottom in (
@@ -82,19 +82,72 @@ _CHARACTERS = str.maketrans(
             character: rf"\{name} "
             for character, name in zip(
                 "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-                (
-                    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
-                    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-                ).split(),
+                [
+                    "alpha",
+                    "beta",
+                    "gamma",
+                    "delta",
+                    "epsilon",
+                    "zeta",
+                    "eta",
+                    "theta",
+                    "iota",
+                    "kappa",
+                    "lambda",
+                    "mu",
+                    "nu",
+                    "xi",
+                    "pi",
+                    "rho",
+                    "sigma",
+                    "tau",
+                    "upsilon",
+                    "phi",
+                    "chi",
+                    "psi",
+                    "omega",
+                    "Gamma",
+                    "Delta",
+                    "Theta",
+                    "Lambda",
+                    "Xi",
+                    "Pi",
+                    "Sigma",
+                    "Phi",
+                    "Psi",
+                    "Omega",
+                ],
                 strict=True,
             )
         },
     }
 )
-_FUNCTION_NAMES = (
-    "arcsinh arccosh arctanh arcsin arccos arctan arccot sinh cosh tanh coth sin cos tan cot sec csc ln log exp gcd lcm "
-    "max min"
-).split()
+_FUNCTION_NAMES = [
+    "arcsinh",
+    "arccosh",
+    "arctanh",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "arccot",
+    "sinh",
+    "cosh",
+    "tanh",
+    "coth",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "ln",
+    "log",
+    "exp",
+    "gcd",
+    "lcm",
+    "max",
+    "min",
+]
 _TEXT_COMMAND = re.compile(
     r"\\(text|textrm|textnormal|textbf|textit|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|rm|bf)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"

@@ -203,9 +203,9 @@ def find_in_prose(text: str) -> str | None:
     text = _UNIT_POWER.sub(r"\1^\2", text)
     if not text:
         return None
-    anchor = None
-    for anchor in _ANCHOR.finditer(text):
-        pass
+    anchor: re.Match[str] | None = None
+    for match in _ANCHOR.finditer(text):
+        anchor = match
     if anchor is None and len(text) <= _MAX_BARE_CHARACTERS and "\n" not in text and not _has_words(text):
         return text
     if anchor is not None:
@@ -410,7 +410,7 @@ class _Structure:
             at = operators.index(r"\approx")
             # What stands left of it is the value, unless that is only a name.
             left = parts[at].strip()
-            if left != r"\pi" and _SYMBOL.fullmatch(left) or _WHOLE_TEXT.fullmatch(left):
+            if (left != r"\pi" and _SYMBOL.fullmatch(left)) or _WHOLE_TEXT.fullmatch(left):
                 operators = ["=" if operator == r"\approx" else operator for operator in operators]
             else:
                 parts, operators = parts[: at + 1], operators[:at]
@@ -452,7 +452,7 @@ class _Structure:
             return Group("set", self._members([part for part in parts if part.strip()]))
         if opener == "{" or closer in ("}", r"\}"):
             return self.read(inside) if (opener, closer) == ("{", "}") and inside.strip() else None
-        parts, separators = split(inside, (",", ";"))
+        parts, _ = split(inside, (",", ";"))
         if len(parts) == 1:
             return (
                 self.read(inside) if (opener, closer) in (("(", ")"), ("[", "]")) and inside.strip() else None

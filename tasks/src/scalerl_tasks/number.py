@@ -36,8 +36,40 @@ _TEXT_WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
 _BARE_UNIT = re.compile(r"[mghslL](?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'()/-]*")
 _NOT_UNITS = frozenset(
-    "or and not to than least most if when unless but hundred thousand million billion trillion dozen half halves squared "
-    "cubed factorial pi root over plus minus more less fewer between per".split()
+    [
+        "or",
+        "and",
+        "not",
+        "to",
+        "than",
+        "least",
+        "most",
+        "if",
+        "when",
+        "unless",
+        "but",
+        "hundred",
+        "thousand",
+        "million",
+        "billion",
+        "trillion",
+        "dozen",
+        "half",
+        "halves",
+        "squared",
+        "cubed",
+        "factorial",
+        "pi",
+        "root",
+        "over",
+        "plus",
+        "minus",
+        "more",
+        "less",
+        "fewer",
+        "between",
+        "per",
+    ]
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MATH = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -115,10 +147,10 @@ def last_number(text: str) -> Number | None:
             continue
         if re.search(r"[0-9]:$", before):
             return None
-        if (unit_digit := re.search(r"[0-9] ?([a-z]{1,2})$", before)) and found[0] in ("2", "3"):
-            if canonical_unit(unit_digit[1]) is not None:  # 25 cm2
-                text = text[: start + unit_digit.start(1)]
-                continue
+        unit_digit = re.search(r"[0-9] ?([a-z]{1,2})$", before) if found[0] in ("2", "3") else None
+        if unit_digit is not None and canonical_unit(unit_digit[1]) is not None:  # 25 cm2
+            text = text[: start + unit_digit.start(1)]
+            continue
         if _COMMAND_BEFORE.search(before[-64:]) and not re.search(
             r"\\(?:text|mathrm|mathbf|textbf)\s*\{[^{}]*$", before
         ):
@@ -306,7 +338,7 @@ def _below_one(number: Number) -> bool:
     top, bottom, exponent = number
     if abs(exponent) > 2 * _MAX_NUMBER_CHARACTERS:
         return exponent < 0 and top != 0
-    return 0 < abs(top) * 10 ** max(0, exponent) < bottom * 10 ** max(0, -exponent)
+    return bool(0 < abs(top) * 10 ** max(0, exponent) < bottom * 10 ** max(0, -exponent))
 
 
 def equal(a: Number, b: Number) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import latex2sympy2  # type: ignore[import-untyped]
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig
 
 from scalerl_tasks import math_answer
 from scalerl_tasks.expression import UnreadableError, read_expression
 from scalerl_tasks.math_answer import Answer, Based, Group, Leaf, Node, Relation, Time
-from scalerl_tasks.number import Number, Quantity, equal, same_quantity
+from scalerl_tasks.number import Number, same_quantity
 
 # Suppressed: the library warns, once per process, that callers must set a time limit. The grading pool does.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -82,7 +82,7 @@ def equivalent(reference: Answer, text: str, enclosed: bool) -> bool:
 def can_be_met(reference: Answer) -> bool:
     """Whether a reply with the text of the reference would be equal to it; nothing is evaluated, so it takes bounded time."""
     text = reference.text
-    if text.count("{") != text.count("}") or not any(map(str.isalnum, text)) and r"\{" not in text:
+    if text.count("{") != text.count("}") or (not any(map(str.isalnum, text)) and r"\{" not in text):
         return False
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
     return bool(reference.readings) and len(words) <= _MAX_WORDS
@@ -121,7 +121,7 @@ def _same_text(a: str, b: str) -> bool:
 # --- structures
 
 
-def _equal(a: Node, b: Node) -> bool:  # noqa: PLR0911 -- one line for each pair of kinds
+def _equal(a: Node, b: Node) -> bool:
     """Whether a reference ``a`` and an answer ``b`` are the same."""
     if isinstance(a, Relation) or isinstance(b, Relation) or _is_logic(a) or _is_logic(b):
         return _relations_equal(a, b)
@@ -292,7 +292,7 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if a.is_Rational and b.is_Rational:
         return False
-    if a.has(sympy.oo, -sympy.oo) and a.is_infinite or b.has(sympy.oo, -sympy.oo) and b.is_infinite:
+    if (a.has(sympy.oo, -sympy.oo) and a.is_infinite) or (b.has(sympy.oo, -sympy.oo) and b.is_infinite):
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if not symbols:
@@ -387,7 +387,10 @@ def _approximately(a: Leaf, b: Leaf) -> bool:
         quantity = decimal.quantity
         if quantity is None or not quantity.decimals or quantity.decimals < _APPROXIMATION_DECIMALS:
             continue
-        if quantity.unit != other.unit and quantity.unit and other.unit or "%" in (quantity.unit, other.unit):
+        if (quantity.unit != other.unit and quantity.unit and other.unit) or "%" in (
+            quantity.unit,
+            other.unit,
+        ):
             continue
         if other.quantity is not None and _has_few_decimals(other.quantity.number):
             continue
@@ -524,7 +527,7 @@ def _real_sets_equal(a: Node, b: Node) -> bool:
     return bool(left == right) or bool(left.symmetric_difference(right) == sympy.S.EmptySet)
 
 
-def _real_set(node: Node) -> Any:  # noqa: PLR0911
+def _real_set(node: Node) -> Any:
     """The set of reals that a node describes; None if it does not, or not simply."""
     if isinstance(node, Leaf):
         return {r"\mathbb{R}": sympy.S.Reals}.get(node.latex.replace(" ", ""))
