@@ -2,15 +2,15 @@
 
 ========================  ===================================================================================
 ``exact``                 the answer as text, stripped, case-sensitive
-``number``                the last number, compared exactly as a rational
-``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
+``number``                one number, compared exactly as a rational: all of a box or answer tag, or the last one in prose
+``math-verify``           mathematical equality: LaTeX with units, lists, sets, intervals, equations, matrices, words
 ``reasoning-gym``         the task's own scorer, with its partial credit
 ``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
 ``opgraph-blend``         the answer and the steps of its solution; 0 if the answer is wrong
 ``opgraph-strict``        the answer; 0 unless all steps are right too
 ========================  ===================================================================================
 
-All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
+docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
 grading a completion; :class:`~scalerl_tasks.GradingPool` does.
 """
 
@@ -58,10 +58,10 @@ class Verifier(Protocol):
         ...
 
     def check(self, prompt: Prompt, /) -> None:
-        """Check, before training, that a prompt can be graded.
+        """Check, before training, that a prompt can be graded and that some reply can score 1. Takes milliseconds, whatever the answer.
 
         Raises:
-            VerifierError: this verifier cannot use its answer.
+            VerifierError: this verifier cannot use its answer; the message has it, what is compared, and the remedy.
         """
         ...
 
@@ -189,7 +189,7 @@ class ReasoningGymVerifier:
 
 
 class MathVerifier:
-    """1 when math-verify finds the answer equal to the reference answer; 0 otherwise."""
+    """1 when the answer is mathematically equal to the reference answer (:mod:`scalerl_tasks.symbolic`); 0 otherwise."""
 
     name = "math-verify"
 
