@@ -122,6 +122,7 @@ _CHARACTERS = str.maketrans(
         },
     }
 )
+_PLAIN_NUMBER = re.compile(r"-?(?:[1-9][0-9]*|0)(?:\.[0-9]+)?")
 _FUNCTION_NAMES = [
     "arcsinh",
     "arccosh",
@@ -257,6 +258,8 @@ def normalize(text: str) -> str:
     >>> normalize("3 sqrt(2) * pi")
     '3 \\sqrt{2} \\cdot \\pi'
     """
+    if _PLAIN_NUMBER.fullmatch(text):
+        return text  # most answers
     s = text.translate(_CHARACTERS)
     s = _CERTAIN_COMMA.sub("", s)
     s = _DECIMAL_COMMA.sub(".", s)

@@ -54,7 +54,7 @@ _GEOMETRIC_NAME = re.compile(
 _CHOICE = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}\s*(?=\S)")
 _BUILDER = re.compile(r"\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-_ANCHOR = re.compile(r"answers?\s*(?:is|are|was|:|=)+\s*:?|####", re.IGNORECASE)
+_ANCHOR = re.compile(r"(?:answer|option|choice)s?\s*(?:is|are|was|:|=)+\s*:?|####", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _UNIT_POWER = re.compile(r"(?<=[a-z])()\$\s*\^\s*\{?([23])\}?\s*\$")
 _EMPHASIS = re.compile(r"(?<![A-Za-z0-9)])(?:\*\*|__|`)|(?:\*\*|__|`)(?![A-Za-z0-9(])")
