@@ -10,8 +10,8 @@
 ``opgraph-strict``        the answer; 0 unless all steps are right too
 ========================  ===================================================================================
 
-docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
-grading a completion; :class:`~scalerl_tasks.GradingPool` does.
+docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the
+completion. They do not limit the time or memory of grading a completion; :class:`~scalerl_tasks.GradingPool` does.
 """
 
 from __future__ import annotations
