@@ -2,8 +2,8 @@
 
 ========================  ===================================================================================
 ``exact``                 the answer as text, stripped, case-sensitive
-``number``                the last number, compared exactly as a rational
-``math-verify``           mathematical equality by the math-verify package (LaTeX, sets, intervals, matrices)
+``number``                one number, compared exactly as a rational: all of a box or answer tag, or the last one in prose
+``math-verify``           mathematical equality: LaTeX with units, lists, sets, intervals, equations, matrices, words
 ``reasoning-gym``         the task's own scorer, with its partial credit
 ``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
 ``opgraph-blend``         the answer and the steps of its solution; 0 if the answer is wrong
@@ -11,8 +11,8 @@
 ``opgraph-verified``      the answer; 0 unless all steps of the prompt's solution are right too
 ========================  ===================================================================================
 
-All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the completion. They do not limit the time or memory of
-grading a completion; :class:`~scalerl_tasks.GradingPool` does.
+docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the
+completion. They do not limit the time or memory of grading a completion; :class:`~scalerl_tasks.GradingPool` does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answer_extraction import extract, extract_answer
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
-from scalerl_tasks.number import equal, last_number
+from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import Verdict
 
 _SAMPLES = 3
-_MATH_SAMPLES = ((r"\frac{1}{2}", "0.5"), (r"x^2-1", "(x-1)(x+1)"), (r"(1,2]", "(1,2]"), ("2", "x = 2"))
+_MATH_SAMPLES = (
+    (r"\frac{1}{2}", "0.5"),
+    (r"x^2-1", "(x-1)(x+1)"),
+    (r"(1,2]", "(1,2]"),
+    ("2", "x = 2"),
+    (r"|x-1|", r"\boxed{|1-x|}"),
+)
 
 
 class Verifier(Protocol):
@@ -52,10 +59,10 @@ class Verifier(Protocol):
         ...
 
     def check(self, prompt: Prompt, /) -> None:
-        """Check, before training, that a prompt can be graded.
+        """Check, before training, that a prompt can be graded and that some reply can score 1. Takes milliseconds, whatever the answer.
 
         Raises:
-            VerifierError: this verifier cannot use its answer.
+            VerifierError: this verifier cannot use its answer; the message has it, what is compared, and the remedy.
         """
         ...
 
@@ -101,33 +108,47 @@ class ExactVerifier:
     name = "exact"
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
-        self.check(prompt)
-        return float(extract_answer(completion) == prompt.answer.strip())
+        reference = prompt.answer.strip()
+        if not reference:
+            raise VerifierError(f"prompt {prompt.id} has no answer for the verifier 'exact' to compare with")
+        return float(extract_answer(completion) == reference)
 
     def check(self, prompt: Prompt, /) -> None:
-        if not prompt.answer.strip():
-            raise VerifierError(f"prompt {prompt.id} has no answer for the verifier 'exact' to compare with")
+        _check_reference(self, prompt)
+        final = _after_mark(prompt.answer)
+        if final is not None:
+            raise VerifierError(
+                f"prompt {prompt.id}: its answer {_shown(prompt.answer)} is a solution with its result after ####, which no "
+                f"reply is equal to; write only the result, {final[:80]!r}"
+            )
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return [(Prompt("sample", "", "1"), "1")]
 
 
 class NumberVerifier:
-    """1 when the last number in the answer equals that in the reference answer, exactly; 0 otherwise."""
+    """1 when the number that the answer is equals the reference, exactly; 0 otherwise.
+
+    In a box or answer tag, all of the content has to be one number (:func:`~scalerl_tasks.number.read_quantity`). In prose, the
+    last number is the answer (:func:`~scalerl_tasks.number.last_quantity`).
+    """
 
     name = "number"
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
-        self.check(prompt)
-        wanted, given = last_number(prompt.answer), last_number(extract_answer(completion))
-        return float(wanted is not None and given is not None and equal(wanted, given))
+        wanted = _reference_quantity(prompt.answer)
+        if wanted is None:
+            if any("0" <= character <= "9" for character in prompt.answer):
+                return 0.0  # more than a number: nothing equals it
+            raise VerifierError(_no_number(prompt))
+        text, enclosed = extract(completion)
+        given = read_quantity(text) if enclosed else last_quantity(text)
+        return float(given is not None and same_quantity(wanted, given))
 
     def check(self, prompt: Prompt, /) -> None:
-        if last_number(prompt.answer) is None:
-            raise VerifierError(
-                f"prompt {prompt.id}: its answer {prompt.answer[:80]!r} has no number; "
-                f"use the verifier exact or math-verify"
-            )
+        if _reference_quantity(prompt.answer) is None:
+            raise VerifierError(_no_number(prompt))
+        _check_reference(self, prompt, _after_mark(prompt.answer))
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return [(Prompt("sample", "", "1"), "1")]
@@ -156,7 +177,11 @@ class ReasoningGymVerifier:
         return min(1.0, max(0.0, score))
 
     def check(self, prompt: Prompt, /) -> None:
-        """Accept every prompt: the task's scorer can grade any prompt of its task."""
+        if prompt.answer and not self.score(prompt, prompt.answer) > 0:
+            raise VerifierError(
+                f"prompt {prompt.id}: the scorer of {self._task.name!r} gives its own answer {_shown(prompt.answer)} no score; "
+                "use another verifier or task"
+            )
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         source = ReasoningGymSource(self._task)
@@ -165,7 +190,7 @@ class ReasoningGymVerifier:
 
 
 class MathVerifier:
-    """1 when math-verify finds the answer equal to the reference answer; 0 otherwise."""
+    """1 when the answer is mathematically equal to the reference answer (:mod:`scalerl_tasks.symbolic`); 0 otherwise."""
 
     name = "math-verify"
 
@@ -176,22 +201,73 @@ class MathVerifier:
         self._symbolic = symbolic
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
-        return float(self._symbolic.equivalent(self._gold(prompt), extract_answer(completion)))
+        text, enclosed = extract(completion)
+        return float(self._symbolic.equivalent(self._reference(prompt), text, enclosed))
 
     def check(self, prompt: Prompt, /) -> None:
-        self._gold(prompt)
+        reference = self._reference(prompt)
+        if not self._symbolic.can_be_met(reference):
+            raise VerifierError(
+                f"prompt {prompt.id}: its answer {_shown(prompt.answer)}, read as {reference.text[:80]!r}, cannot be met by any "
+                "reply; write it as LaTeX with balanced braces, or use the verifier exact"
+            )
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return [(Prompt("sample", "", answer), completion) for answer, completion in _MATH_SAMPLES]
 
-    def _gold(self, prompt: Prompt) -> Any:
-        gold = self._symbolic.parse_reference(prompt.answer)
-        if not gold:
+    def _reference(self, prompt: Prompt) -> Any:
+        reference = self._symbolic.read_reference(prompt.answer)
+        if not reference.text:
             raise VerifierError(
-                f"prompt {prompt.id}: math-verify cannot read its answer {prompt.answer[:80]!r}; "
+                f"prompt {prompt.id}: math-verify cannot read its answer {_shown(prompt.answer)}; "
                 f"write it as LaTeX, or use the verifier exact"
             )
-        return gold
+        return reference
+
+
+def _check_reference(verifier: Verifier, prompt: Prompt, reference: str | None = None) -> None:
+    """Grade a prompt's reference as a reply: alone, in a box and in an answer tag.
+
+    Raises:
+        VerifierError: none of them scores 1.
+    """
+    answer = prompt.answer if reference is None else reference
+    replies = (answer, f"\\boxed{{{answer}}}", f"<answer>{answer}</answer>")
+    if not any(verifier.score(prompt, reply) == 1 for reply in replies):
+        found = extract_answer(answer)
+        fix = (
+            f"write it as {found[:80]!r}"
+            if found and found != answer.strip()
+            else "write only the final answer"
+        )
+        raise VerifierError(
+            f"prompt {prompt.id}: no reply can score with its answer {_shown(prompt.answer)} and the verifier "
+            f"{verifier.name!r}: of that text as a reply, {found[:80]!r} is compared; {fix}"
+        )
+
+
+def _after_mark(answer: str) -> str | None:
+    """The result of a solution in the form of GSM8K, after ``####``; None if there is no such mark."""
+    _, marked, final = answer.rpartition("####")
+    return final.strip() if marked else None
+
+
+@lru_cache(maxsize=4096)
+def _reference_quantity(answer: str) -> Quantity | None:
+    final = _after_mark(answer)
+    return read_quantity(extract(answer if final is None else final).text)
+
+
+def _no_number(prompt: Prompt) -> str:
+    problem = "has no number" if not any("0" <= c <= "9" for c in prompt.answer) else "is not one number"
+    return (
+        f"prompt {prompt.id}: its answer {_shown(prompt.answer)} {problem}; write only the number, or use the verifier exact or "
+        "math-verify"
+    )
+
+
+def _shown(answer: str) -> str:
+    return repr(answer if len(answer) <= 80 else answer[:40] + " … " + answer[-40:])
 
 
 def _entry(prompt: Prompt) -> dict[str, Any]:

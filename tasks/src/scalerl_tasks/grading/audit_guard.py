@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from scalerl_tasks.prompts import Prompt
@@ -36,8 +37,9 @@ _FORBIDDEN = frozenset(
         "subprocess.Popen",
     }
 )
-# latex2sympy lets sympy read its numerals, which creates these two pieces of source and compiles them.
-_NUMERAL_SOURCE = re.compile(rb"(?:Integer|Float|Rational) \('?[0-9.]+'? \)|from sympy import \*")
+# sympy reads numerals, also those of its own tables such as "3/2", by creating these two pieces of source and compiling them.
+_NUMERAL = rb"(?:Integer|Float|Rational) \('?[0-9.]+'? \)"
+_NUMERAL_SOURCE = re.compile(rb"%s(?:/%s)?|from sympy import \*" % (_NUMERAL, _NUMERAL))
 _MAX_NUMERAL_BYTES = 4096
 
 _armed = False
@@ -81,7 +83,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     global _refused
     if not _armed or event not in _FORBIDDEN:
         return
-    if event == "compile" and (_is_numeral(arguments[0]) or _is_from_task(arguments[0]) or _inside_import()):
+    if event == "compile" and (
+        _is_numeral(arguments[0]) or _is_from_task(arguments[0]) or _is_from_sympy() or _inside_import()
+    ):
         return
     what = "turn text into code" if event == "compile" else f"use {event}"
     _refused = f"grading tried to {what}, which is refused"
@@ -101,6 +105,19 @@ def _is_from_task(source: object) -> bool:
         return False
     own = [_prompt.answer, *_prompt.metadata.values()]
     return any(isinstance(text, str) and text.encode("utf-8", "replace") == source for text in own)
+
+
+def _is_from_sympy() -> bool:
+    """Whether sympy compiles the arithmetic of monomials (``(a0 + b0, a1 + b1)``), which depends on the number of variables and
+    on no text.
+    """
+    frame = sys._getframe(2)
+    return frame.f_code.co_name == "_build" and frame.f_code is _monomial_code()
+
+
+def _monomial_code() -> CodeType | None:
+    module = sys.modules.get("sympy.polys.monomials")
+    return None if module is None else module.MonomialOps._build.__code__
 
 
 def _inside_import() -> bool:

@@ -67,6 +67,11 @@ class OpGraphVerifier:
                 f"prompt {prompt.id} has no solution that {self.name!r} can compare steps with, such as {_SAMPLE!r}: "
                 "write it so, or use the verifier exact or number"
             )
+        if self.score(prompt, prompt.solution or "").score < 1:
+            raise VerifierError(
+                f"prompt {prompt.id}: its own solution does not score 1 with {self.name!r}: it answers "
+                f"{extract_answer(prompt.solution or '')[:80]!r}, the field answer is {prompt.answer[:80]!r}; write the same in both"
+            )
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return [(Prompt("sample", "", "3", solution=_SAMPLE), _SAMPLE)]

@@ -1,0 +1,443 @@
+r"""Brings an answer, in LaTeX or as people type it, into one form of LaTeX, before it is read.
+
+After :func:`normalize`: functions and Greek letters are commands, arguments of ``\frac``, ``\sqrt`` and ``\binom`` have braces,
+spacing and sizing commands are gone, words are ``\text{…}``, units among them, thousands marks that are certain
+(``1{,}000``, ``1\,000``) are gone, and the signs are ``\%``, ``\degree`` and the currency characters. ``\AND`` and ``\OR`` join.
+All steps are linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from scalerl_tasks.units import is_unit
+
+_CHARACTERS = str.maketrans(
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{EM DASH}": "-",
+        "\N{HYPHEN}": "-",
+        "\N{NON-BREAKING HYPHEN}": "-",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{DOT OPERATOR}": r"\cdot ",
+        "\N{ASTERISK OPERATOR}": r"\cdot ",
+        "\N{DIVISION SIGN}": "/",
+        "\N{DIVISION SLASH}": "/",
+        "\N{FRACTION SLASH}": "/",
+        "\N{SQUARE ROOT}": r"\sqrt ",
+        "\N{CUBE ROOT}": r"\sqrt[3]",
+        "\N{INFINITY}": r"\infty ",
+        "\N{DEGREE SIGN}": r"\degree ",
+        "\N{LESS-THAN OR EQUAL TO}": r"\leq ",
+        "\N{GREATER-THAN OR EQUAL TO}": r"\geq ",
+        "\N{NOT EQUAL TO}": r"\neq ",
+        "\N{ALMOST EQUAL TO}": r"\approx ",
+        "\N{PLUS-MINUS SIGN}": r"\pm ",
+        "\N{ELEMENT OF}": r"\in ",
+        "\N{UNION}": r"\cup ",
+        "\N{INTERSECTION}": r"\cap ",
+        "\N{EMPTY SET}": r"\emptyset ",
+        "\N{N-ARY SUMMATION}": r"\sum ",
+        "\N{INTEGRAL}": r"\int ",
+        "\N{DOUBLE-STRUCK CAPITAL R}": r"\mathbb{R}",
+        "\N{DOUBLE-STRUCK CAPITAL Z}": r"\mathbb{Z}",
+        "\N{DOUBLE-STRUCK CAPITAL N}": r"\mathbb{N}",
+        "\N{LEFT FLOOR}": r"\lfloor ",
+        "\N{RIGHT FLOOR}": r"\rfloor ",
+        "\N{LEFT CEILING}": r"\lceil ",
+        "\N{RIGHT CEILING}": r"\rceil ",
+        "\N{RIGHTWARDS ARROW}": r"\to ",
+        "\N{LOGICAL AND}": r"\AND ",
+        "\N{LOGICAL OR}": r"\OR ",
+        "\N{PRIME}": "'",
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{FULLWIDTH DOLLAR SIGN}": "$",
+        "\N{MICRO SIGN}": "\N{GREEK SMALL LETTER MU}",
+        **dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{HAIR SPACE}", r"\,"),
+        **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+        **{
+            character: rf"\frac{{{top}}}{{{bottom}}}"
+            for character, top, bottom in (
+                ("½", 1, 2),
+                ("⅓", 1, 3),
+                ("⅔", 2, 3),
+                ("¼", 1, 4),
+                ("¾", 3, 4),
+                ("⅕", 1, 5),
+                ("⅖", 2, 5),
+                ("⅗", 3, 5),
+                ("⅘", 4, 5),
+                ("⅙", 1, 6),
+                ("⅚", 5, 6),
+                ("⅛", 1, 8),
+                ("⅜", 3, 8),
+                ("⅝", 5, 8),
+                ("⅞", 7, 8),
+            )
+        },
+        **{
+            character: rf"\{name} "
+            for character, name in zip(
+                "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
+                [
+                    "alpha",
+                    "beta",
+                    "gamma",
+                    "delta",
+                    "epsilon",
+                    "zeta",
+                    "eta",
+                    "theta",
+                    "iota",
+                    "kappa",
+                    "lambda",
+                    "mu",
+                    "nu",
+                    "xi",
+                    "pi",
+                    "rho",
+                    "sigma",
+                    "tau",
+                    "upsilon",
+                    "phi",
+                    "chi",
+                    "psi",
+                    "omega",
+                    "Gamma",
+                    "Delta",
+                    "Theta",
+                    "Lambda",
+                    "Xi",
+                    "Pi",
+                    "Sigma",
+                    "Phi",
+                    "Psi",
+                    "Omega",
+                ],
+                strict=True,
+            )
+        },
+    }
+)
+_PLAIN_NUMBER = re.compile(r"-?(?:[1-9][0-9]*|0)(?:\.[0-9]+)?")
+_FUNCTION_NAMES = [
+    "arcsinh",
+    "arccosh",
+    "arctanh",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "arccot",
+    "sinh",
+    "cosh",
+    "tanh",
+    "coth",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "ln",
+    "log",
+    "exp",
+    "gcd",
+    "lcm",
+    "max",
+    "min",
+]
+_TEXT_COMMAND = re.compile(
+    r"\\(text|textrm|textnormal|textbf|textit|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|rm|bf)"
+    r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_OLD_FONT = re.compile(r"\{\s*\\(?:rm|bf|it|sf)\s+((?:[^{}]|\{[^{}]*\})*)\}")
+_SPACING = re.compile(
+    r"\\(?:[,;:> ]|quad|qquad|thinspace|enspace|displaystyle|textstyle|limits|nolimits|hfill|nobreak)(?![A-Za-z])|~"
+)
+_HSPACE = re.compile(r"\\(?:h|v)space\*?\{[^{}]*\}|\\h?phantom\{[^{}]*\}")
+_SIZING = re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*(\.(?=\s*[^0-9]|\s*$))?")
+_CERTAIN_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)\s*(?=[0-9]{3}(?![0-9]))")
+_DECIMAL_COMMA = re.compile(r"(?<=[0-9])\{,\}\s*(?=[0-9])")
+_THIN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))")
+_SPACED_THOUSANDS = re.compile(r"(?<![0-9./^_{}])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9/]| *[0-9]| */)")
+_SCIENTIFIC = re.compile(
+    r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([+-]?[0-9]+)(?![0-9.A-Za-z])"
+)
+_REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
+_MIXED_SLASH = re.compile(r"(?<![0-9.^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.])")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
+_COMBINATIONS = re.compile(r"(?:\{\})?[_^]\{?([0-9]+)\}?\s*C_\{?([0-9]+)\}?")
+_ORDINAL = re.compile(
+    r"(?<=[0-9])\s*\^?\{?\s*(?:\\text\{(?:st|nd|rd|th)\}|(?:st|nd|rd|th)(?![A-Za-z]))\s*\}?"
+)
+_RATIO_WORD = re.compile(r"(?<=[0-9])\s*(?:\\text\{to\}|(?<=\s)to(?=\s))\s*(?=[0-9])")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}")
+_PLAIN_FUNCTION = re.compile(
+    rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(_FUNCTION_NAMES)})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
+    r"|lambda|infinity|infty|inf|oo)(?![A-Za-z]))"
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
+_TEXT = re.compile(r"(\\text\{[^{}]*\})")
+_MERGE = re.compile(r"\\text\{([^{}]*)\}\s*\\text\{([^{}]*)\}")
+_JOINT = re.compile(r",?\s*\\text\{\s*,?\s*(and|or)\s*,?\s*\}\s*,?")
+_BARE_JOINT = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
+_SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac "),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom "),
+        (r"\\(?:leqslant|leqq|le)(?![A-Za-z])|<=", r"\\leq "),
+        (r"\\(?:geqslant|geqq|ge)(?![A-Za-z])|>=", r"\\geq "),
+        (r"\\(?:ne|not\s*=)(?![A-Za-z])|!=", r"\\neq "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"\\(?:varnothing|empty)(?![A-Za-z])|\\O(?![A-Za-z])", r"\\emptyset "),
+        (r"\\(?:land|wedge)(?![A-Za-z])", r"\\AND "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", r"\\OR "),
+        (r"\\(?:approxeq|simeq|doteq)(?![A-Za-z])", r"\\approx "),
+        (r"\\(?:rightarrow|longrightarrow)(?![A-Za-z])", r"\\to "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![A-Za-z])|\\textdegree(?![A-Za-z])", r"\\degree "),
+        (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
+        (r"\\(?:euro|EUR|texteuro)(?![A-Za-z])(?:\{\})?", "€"),
+        (r"\\textdollar(?![A-Za-z])|\\\$", "\N{FULLWIDTH DOLLAR SIGN}"),
+        (r"\\?%", r"\\%"),
+        (r"\\ast(?![A-Za-z])|(?<!\*)\*(?!\*)", r"\\cdot "),
+        (r"\*\*", "^"),
+        (r"\\(?:bar|overline)\s*(?=[0-9])", r"\\overline "),
+        (r"\\(?:tg)(?![A-Za-z])", r"\\tan "),
+        (r"\\left\|", "|"),
+    )
+)
+_WORD_SIGNS = {
+    "percent": r"\%",
+    "percentage": r"\%",
+    "per cent": r"\%",
+    "pct": r"\%",
+    "degrees": r"\degree ",
+    "degree": r"\degree ",
+    "deg": r"\degree ",
+    "infinity": r"\infty ",
+    "euros": "€",
+    "euro": "€",
+    "eur": "€",
+    "dollars": "$",
+    "dollar": "$",
+    "usd": "$",
+    "us dollars": "$",
+    "pounds sterling": "£",
+    "gbp": "£",
+    "yen": "¥",
+    "rupees": "₹",
+    "rs": "₹",
+    "rs.": "₹",
+    "inr": "₹",
+}
+_ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1}
+_ARGUMENT_COMMAND = re.compile(r"\\(?:frac|binom|sqrt)(?![A-Za-z])")
+_ONE_ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[0-9A-Za-z])")
+_LEADING = re.compile(
+    r"^\s*(?:\\text\{)?\s*(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?|approximately|approx\.?|about|roughly"
+    r"|exactly|therefore,?|thus,?|hence,?|so,?|it\s+is|a\s+total\s+of|total\s+of)(?![A-Za-z])\s*\}?\s*[:=]?\s*",
+    re.IGNORECASE,
+)
+
+
+def normalize(text: str) -> str:
+    r"""The text in one form of LaTeX; see the module.
+
+    >>> normalize(r"\dfrac12\, \mathrm{cm}^2")
+    '\\frac{1}{2} \\text{cm}^2'
+    >>> normalize("3 sqrt(2) * pi")
+    '3 \\sqrt{2} \\cdot \\pi'
+    """
+    if _PLAIN_NUMBER.fullmatch(text):
+        return text  # most answers
+    s = text.translate(_CHARACTERS)
+    s = _CERTAIN_COMMA.sub("", s)
+    s = _DECIMAL_COMMA.sub(".", s)
+    s = _THIN_THOUSANDS.sub("", s)
+    s = s.replace("\\!", "")
+    s = _HSPACE.sub(" ", s)
+    if "matrix" not in s and "array" not in s and "cases" not in s:
+        s = re.sub(r"\\\\(?=[A-Za-z])", r"\\", s)  # "\\frac" of a string that was escaped twice
+        s = s.replace("\\\\", " ")
+    else:
+        s = s.replace("\\\\", r"\cr ")
+    s = _OLD_FONT.sub(r"\\text{\1}", s)
+    s = _TEXT_COMMAND.sub(_as_text, s)
+    s = _SIZING.sub("", s)
+    s = _SPACING.sub(" ", s)
+    parts = _TEXT.split(s)
+    for at in range(0, len(parts), 2):
+        for pattern, replacement in _SYNONYMS:
+            parts[at] = pattern.sub(replacement, parts[at])
+    s = _without_dollars("".join(parts)).replace("\N{FULLWIDTH DOLLAR SIGN}", "$")
+    s = _LEADING.sub("", s)
+    s = _JOINT.sub(lambda match: rf" \{match[1].upper()} ", s)
+    parts = _TEXT.split(s)
+    for at in range(0, len(parts), 2):
+        parts[at] = _BARE_JOINT.sub(lambda match: rf" \{match[1].upper()} ", parts[at])
+    s = "".join(parts)
+    s = _RATIO_WORD.sub(" : ", s)
+    s = _UNIT_FRACTION.sub(r"\\text{\1/\2}", s)
+    s = _ORDINAL.sub("", s)
+    s = _REPEATING.sub(_repeating, s)
+    s = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), s)
+    s = _MIXED_SLASH.sub(r"\1\\frac{\2}{\3}", s)
+    s = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", s)
+    s = _COMBINATIONS.sub(r"\\binom{\1}{\2}", s)
+    s = _CHOOSE.sub(r"\\binom{\1}{\2}", s)
+    parts = _TEXT.split(s)
+    for at in range(0, len(parts), 2):
+        part = _PLAIN_FUNCTION.sub(_as_command, parts[at])
+        part = _brackets_to_braces(part)
+        part = _braced_arguments(part)
+        parts[at] = _WORD.sub(_as_word, part)
+    s = "".join(parts)
+    while True:
+        merged = _MERGE.sub(r"\\text{\1 \2}", s)
+        if merged == s:
+            break
+        s = merged
+    s = _TEXT.sub(_signs, s)
+    return re.sub(r"\s+", " ", s).strip().rstrip(".,;: ").strip()
+
+
+def _without_dollars(s: str) -> str:
+    """Without the ``$`` that delimit mathematics; one before a number that no other closes is money."""
+    for delimiter in ("\\(", "\\)", "\\[", "\\]"):
+        s = s.replace(delimiter, " ")
+    s = s.replace("$$", " ")
+    if s.count("$") % 2:
+        return s.replace("$", "\N{FULLWIDTH DOLLAR SIGN}")
+    return s.replace("$", " ")
+
+
+def _as_text(match: re.Match[str]) -> str:
+    command, inside = match[1], match[2].strip()
+    if inside in (r"\$", "$", "\N{FULLWIDTH DOLLAR SIGN}"):
+        return "\N{FULLWIDTH DOLLAR SIGN}"
+    inside = re.sub(r"[{}$]", "", inside).strip()
+    inside = re.sub(r"\s+", " ", re.sub(r"\\[,;: ]", " ", inside))
+    if not inside:
+        return " "
+    if command.startswith("operatorname") and inside.isalpha():
+        return rf"\{inside} "
+    if command.startswith("math") and len(inside) == 1:
+        before = match.string[max(0, match.start() - 8) : match.start()].rstrip(" \\,;:!~")
+        is_after_number = before[-1:].isdigit() or before[-1:] in ("}", ")")
+        return rf"\text{{{inside}}}" if is_after_number and is_unit(inside) else inside
+    if inside in ("\\%", "%"):
+        return r"\%"
+    return rf"\text{{{inside}}}"
+
+
+def _signs(match: re.Match[str]) -> str:
+    inside = match[0][6:-1].strip()
+    return _WORD_SIGNS.get(inside.lower().rstrip("."), match[0])
+
+
+def _as_command(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    return rf"\{'infty' if name in ('infinity', 'inf', 'oo') else name} "
+
+
+def _as_word(match: re.Match[str]) -> str:
+    r"""Words as ``\text``: of four letters, or a unit or word after a number; shorter ones are products of variables."""
+    word = match[0]
+    before = match.string[max(0, match.start() - 12) : match.start()]
+    if before.endswith((r"\begin{", r"\end{", r"\mathbb{")):
+        return word
+    spaced = before.endswith(" ")
+    before = before.rstrip()
+    after_value = before[-1:].isdigit() or before[-1:] in ("}", ")", "/", "i")
+    if len(word) >= 4 and len(set(word.lower())) > 1:
+        return rf"\text{{{word}}}"
+    if after_value and is_unit(word) and (spaced or before[-1:].isdigit() or before.endswith("/")):
+        return rf"\text{{{word}}}"
+    if len(word) == 3 and spaced and after_value and re.search("[aeiou]", word):
+        return rf"\text{{{word}}}"
+    if word.lower() in _WORD_SIGNS or word in ("no", "No", "NO", "yes", "Yes", "YES", "odd", "DNE"):
+        return rf"\text{{{word}}}"
+    return word
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match[1] or "0", match[2], match[3]
+    if len(whole) + len(fixed) + len(period) > 64:
+        return match[0]
+    scale = 10 ** len(fixed)
+    nines = 10 ** len(period) - 1
+    top = int(whole) * scale * nines + int(fixed or "0") * nines + int(period)
+    return rf"\frac{{{top}}}{{{scale * nines}}}"
+
+
+def _brackets_to_braces(s: str) -> str:
+    r"""``\sqrt(x)`` and ``^(x)`` with braces in place of the brackets."""
+    out: list[str] = []
+    stack: list[bool] = []
+    for at, character in enumerate(s):
+        if character == "(":
+            before = s[max(0, at - 8) : at].rstrip()
+            stack.append(before.endswith(("\\sqrt", "^")))
+            out.append("{" if stack[-1] else "(")
+        elif character == ")" and stack:
+            out.append("}" if stack.pop() else ")")
+        else:
+            out.append(character)
+    return s if any(stack) else "".join(out)
+
+
+def _braced_arguments(s: str) -> str:
+    r"""``\frac12``, ``\frac1{2}``, ``\frac\pi2``, ``\sqrt2``: each argument of one token gets its braces."""
+    out: list[str] = []
+    at = 0
+    for match in _ARGUMENT_COMMAND.finditer(s):
+        if match.start() < at:
+            continue
+        out.append(s[at : match.end()])
+        at = match.end()
+        command = match[0]
+        if command == r"\sqrt":
+            bracket = re.compile(r"\s*\[[^\[\]]*\]").match(s, at)
+            if bracket is not None:
+                out.append(bracket[0].strip())
+                at = bracket.end()
+            digits = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)").match(s, at)
+            if digits is not None:  # \sqrt12 is meant as the root of 12
+                out.append(f"{{{digits[1]}}}")
+                at = digits.end()
+                continue
+        for _ in range(_ARGUMENTS[command]):
+            one = _ONE_ARGUMENT.match(s, at)
+            if one is None or one[1] in _ARGUMENTS:
+                brace = re.compile(r"\s*\{").match(s, at)
+                end = None if brace is None else _closing(s, brace.end() - 1)
+                if end is None:
+                    break
+                assert brace is not None
+                out.append("{" + _braced_arguments(s[brace.end() : end]) + "}")
+                at = end + 1
+            else:
+                out.append(f"{{{one[1]}}}")
+                at = one.end()
+    out.append(s[at:])
+    return "".join(out)
+
+
+def _closing(s: str, start: int) -> int | None:
+    """Index of the brace that closes the one at ``start``."""
+    depth = 0
+    for at in range(start, len(s)):
+        depth += (s[at] == "{") - (s[at] == "}")
+        if depth == 0:
+            return at
+    return None
