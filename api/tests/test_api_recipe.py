@@ -364,3 +364,82 @@ def test_distillation_warns_of_another_temperature_than_the_teachers() -> None:
     for temperature, warned in (("1.0", []), ("0.7", ["spec.recipe.temperature"])):
         run = parse_run(to_yaml(with_recipe(distillation=TEACHER, temperature=temperature)), "run.yaml")
         assert [w.where for w in warnings_of(run.spec) if "teacher" in str(w)] == warned
+
+
+# --- corrections and bounds ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "unused"),
+    [
+        ({"preset": "grpo"}, False),  # eight updates on the same sampled weights
+        ({"preset": "grpo", "offPolicy": {"ppo": {"stepsPerBatch": 1}}}, ["clipLow", "clipHigh"]),
+        ({"preset": "grpo", "offPolicy": {"pipeline": {}}}, ["clipLow", "clipHigh"]),
+        ({"preset": "magistral"}, ["clipLow", "clipHigh"]),
+        ({"loss": {"ppoClip": {"dualClip": "3"}}}, ["clipLow", "clipHigh", "dualClip"]),
+        ({"loss": {"gspo": {}}}, ["clipLow", "clipHigh"]),
+        ({"loss": {"dppo": {}}}, ["threshold", "ratioCap"]),
+        ({}, ["ratioCap"]),
+        ({"loss": {"cispo": {"ratioCap": "0.5"}}}, False),  # below the ratio of 1
+        ({"loss": {"reinforce": {}}}, False),
+    ],
+)
+@pytest.mark.parametrize("correction", ["truncated", "masked"])
+def test_correction_warns_of_bounds_without_effect(recipe: Any, unused: Any, correction: str) -> None:
+    def found(**sections: Any) -> list[str]:
+        spec = parse_run(to_yaml(with_recipe(**recipe, **sections)), "run.yaml").spec
+        return [str(w) for w in warnings_of(spec) if w.where == "spec.recipe.correction"]
+
+    assert found() == []
+    warned = found(correction={correction: {}})
+    assert len(warned) == bool(unused)
+    if unused:
+        assert f"{' and '.join(unused)} of recipe.loss." in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"loss": {"ppoClip": {"dualClip": "1.1"}}}, "must be at least 1 + clipHigh"),
+        ({"loss": {"ppoClip": {"dualClip": "1"}}}, "above 1|greater than 1|more than 1"),
+        ({"loss": {"gspo": {"clipHigh": "3", "dualClip": "3"}}}, "must be at least 1 + clipHigh"),
+        ({"loss": {"dppo": {"ratioCap": "0.5"}}}, "at least 1|less than 1"),
+        ({"correction": {"masked": {"floor": "2"}}}, "must be less than cap"),
+        ({"correction": {"truncated": {"floor": "0.5"}}}, "floor"),
+        ({"correction": {"truncated": {"level": "Token "}}}, "level"),
+        ({"offPolicyMask": {"maxKl": "0"}}, "maxKl"),
+    ],
+)
+def test_bounds_out_of_range_are_refused(recipe: Any, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RecipeSpec.model_validate(recipe)
+    text = str(caught.value)
+    assert any(part in text for part in message.split("|"))
+
+
+def test_icepop_and_the_off_policy_mask_are_written_so() -> None:
+    recipe = RecipeSpec.model_validate(
+        {"preset": "grpo", "correction": {"masked": {"cap": 5, "floor": "0.5"}}, "offPolicyMask": {}}
+    )
+    assert recipe.correction.masked is not None
+    assert (recipe.correction.masked.floor, recipe.correction.masked.level) == ("0.5", "Token")
+    assert recipe.off_policy_mask is not None
+    assert recipe.off_policy_mask.max_kl == "0.5"
+    assert recipe.proximal_updates == 8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "updates"),
+    [
+        ({"offPolicy": {"ppo": {"stepsPerBatch": 4}}}, 0),
+        ({"offPolicy": {"ppo": {"stepsPerBatch": 4}}, "correction": {"masked": {}}}, 4),
+        ({"offPolicy": {"ppo": {"stepsPerBatch": 1}}, "correction": {"masked": {}}}, 0),
+        ({"correction": {"truncated": {}}}, 0),
+        (
+            {"offPolicy": {"ppo": {}}, "correction": {"truncated": {}}, "loss": {"reinforce": {}}},
+            0,
+        ),
+    ],
+)
+def test_proximal_policy_is_kept_where_updates_share_sampled_weights(recipe: Any, updates: int) -> None:
+    assert RecipeSpec.model_validate(recipe).proximal_updates == updates

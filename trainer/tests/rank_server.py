@@ -2,7 +2,8 @@
 
 A job is a dictionary: ``settings`` of the engine, ``recipe``, ``shards`` (this rank's, one a step), ``shared_rows`` (as
 under variable-length kernels, which a CPU does not have; the mask of ``sdpa`` gives the same), ``keep`` (whether the
-engine stays for later jobs of the same settings). The answer: of each step its ``StepStats``, and the pieces that this
+engine stays for later jobs of the same settings), ``resumed`` (a folder for each step after which another engine continues
+from a checkpoint). The answer: of each step its ``StepStats``, and the pieces that this
 rank owns of the weights and of Adam's first moment after it.
 """
 
@@ -39,6 +40,8 @@ def engine_of(job: dict[str, Any]) -> Engine:
     if engine is None:
         settings = EngineSettings(**job["settings"])
         engine = Engine(load_model(given["model"], dtype="float32"), settings, device)
+        if job["recipe"].proximal_updates:
+            engine.keep_proximal(load_model(given["model"], dtype="float32"))
     # Nothing but the packing reads it.
     engine.settings = replace(engine.settings, micro_batch_tokens=micro_batch_tokens)
     if job["keep"]:
@@ -55,12 +58,24 @@ while True:
     engine = engine_of(job)
     answer = []
     for shard in job["shards"]:
+        updates = job["recipe"].proximal_updates
+        if updates and shard.step % updates == 0:
+            engine.set_proximal()
         stats = engine.step(rank_batch(shard, job["recipe"]).batch, make_loss(job["recipe"]))
         pieces = [
             (piece.name, piece.start, {key: value.numpy().copy() for key, value in piece.values.items()})
             for piece in engine._pieces(owned=True)
         ]
         answer.append((stats, pieces))
+        if folder := job.get("resumed", {}).get(shard.step):
+            folder.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            engine.save(folder)
+            torch.distributed.barrier()
+            engine.close()
+            kept.clear()
+            engine = engine_of({**job, "keep": False})
+            engine.load(folder)
     if not job["keep"]:
         engine.close()
     pipe.send(answer)

@@ -72,10 +72,9 @@ def test_distillation_by_hand(of_rewards: list[float], advantages: list[float]) 
     assert output.sums["truncated"] == 1
 
 
-@pytest.mark.parametrize("loss", [PpoClip(), Gspo(clip_low=0.5, clip_high=0.5)])
-def test_gradient_is_that_of_finite_differences(loss: Loss) -> None:
-    """The ratio of these losses is differentiated; the teacher's part, of what was sampled, is a constant."""
-    tokens, distilled = token_batch(), Distilled(loss, 0.7)
+def test_gradient_is_that_of_finite_differences() -> None:
+    """The ratio is differentiated; the teacher's part, of what was sampled, is a constant."""
+    tokens, distilled = token_batch(), Distilled(PpoClip(), 0.7)
     (gradient_n,) = torch.autograd.grad(distilled(tokens).loss, tokens.logprobs_n)
     assert gradient_n.abs().sum() > 0
     for place in range(len(TRAINER)):
@@ -86,6 +85,36 @@ def test_gradient_is_that_of_finite_differences(loss: Loss) -> None:
             for sign in (1, -1)
         )
         assert (above - below) / 2e-6 == pytest.approx(gradient_n[place].item(), rel=1e-4, abs=1e-8)
+
+
+def test_opposite_preferences_of_a_teacher_do_not_cancel_under_gspo() -> None:
+    new_n = torch.tensor([-3.0, -3.0], requires_grad=True)
+    zeros, index_n = torch.zeros(2), torch.zeros(2, dtype=torch.long)
+    tokens = TokenBatch(
+        new_n, new_n.detach(), zeros, zeros + 0.5, index_n, teacher_logprobs_n=torch.tensor([-1.0, -5.0])
+    )
+    (gradient_n,) = torch.autograd.grad(Distilled(Gspo())(tokens).loss, new_n)
+    assert gradient_n.tolist() == [-1.0, 1.0]
+
+
+@given(seed=st.integers(0, 2**16))
+@settings(max_examples=30, deadline=None)
+def test_mean_gradient_off_policy_is_of_the_teacher_less_that_of_the_sampling_policy(seed: int) -> None:
+    """E_{y~π_gen} of the loss's gradient is ∇KL(π ‖ π_teacher) - ∇KL(π ‖ π_gen), with the whole ratio as a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_v = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
+    teacher_v, sampled_v = (
+        torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2)
+    )
+    own_v = logits_v.log_softmax(0)
+    tokens = TokenBatch(
+        own_v, sampled_v, torch.zeros(7), sampled_v.exp(), torch.arange(7), teacher_logprobs_n=teacher_v
+    )
+    expected = (own_v.exp() * ((own_v - teacher_v) - (own_v - sampled_v))).sum()
+    (wanted,) = torch.autograd.grad(expected, logits_v, retain_graph=True)
+    for loss in (Cispo(1e9), PpoClip(1.0, 1e9), Dppo(1.0, 1e9), Corrected(Reinforce(), cap=1e9)):
+        (got,) = torch.autograd.grad(Distilled(loss)(tokens).loss, logits_v, retain_graph=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
 
 @given(seed=st.integers(0, 2**16))

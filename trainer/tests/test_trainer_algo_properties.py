@@ -220,7 +220,7 @@ def test_on_policy_all_losses_are_the_plain_policy_gradient(
 @settings(max_examples=40, deadline=None)
 def test_without_limits_losses_are_the_importance_weighted_gradient(batch: dict[str, torch.Tensor]) -> None:
     weighted = gradients_of(batch, Corrected(Reinforce(), cap=1e12))
-    for loss in (Cispo(1e12), PpoClip(1.0, 1e12), Dppo(1.0), Corrected(PpoClip(), cap=1e12)):
+    for loss in (Cispo(1e12), PpoClip(1.0, 1e12), Dppo(1.0, 1e12), Corrected(PpoClip(), cap=1e12)):
         torch.testing.assert_close(gradients_of(batch, loss), weighted, rtol=1e-6, atol=1e-12)
 
 

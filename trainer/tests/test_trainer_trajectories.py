@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import ONE_OF, RecipeSpec
+from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.batch import rank_batch
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.models import load_model
@@ -133,7 +135,7 @@ def split(shard: wire.Shard, world: int) -> list[wire.Shard]:
 
 
 def trajectory(
-    ranks: Ranks, config: Config, recipe: RecipeSpec, shards: list[wire.Shard]
+    ranks: Ranks, config: Config, recipe: RecipeSpec, shards: list[wire.Shard], **job: Any
 ) -> tuple[list[list[float]], list[Step]]:
     world, stage, packed = config
     by_rank = [list(own) for own in zip(*(split(shard, world) for shard in shards), strict=True)]
@@ -145,6 +147,7 @@ def trajectory(
         | {"zero_stage": stage, "micro_batch_tokens": 48 if packed else trajectories.LONGEST},
         shared_rows=packed,
         keep=False,
+        **job,
     )
     rows = [
         [s.stats.loss, s.stats.gradient_norm, *trajectories.checksums(ranks.initial, s.weights)]
@@ -171,6 +174,29 @@ def test_engine_takes_the_recorded_steps(
     rows, steps = trajectory(ranks, config, trajectories.recipe_of(name), shards)
     assert [s.stats.skipped for s in steps] == [""] * trajectories.STEPS
     assert far_from(rows, golden[name]) <= 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param((2, 3, True), id="2-ranks-zero-3"),
+        *(
+            pytest.param((2, stage, True), id=f"2-ranks-zero-{stage}", marks=pytest.mark.full)
+            for stage in range(3)
+        ),
+    ],
+)
+def test_a_resumed_engine_takes_the_recorded_steps(
+    config: Config,
+    ranks: Ranks,
+    shards: list[wire.Shard],
+    golden: dict[str, list[list[float]]],
+    tmp_path: Path,
+) -> None:
+    """From checkpoints within a batch, after its first and its second update: the policy before the first is in them."""
+    resumed = {0: tmp_path / "0", 1: tmp_path / "1"}
+    rows, _ = trajectory(ranks, config, trajectories.recipe_of("decoupled"), shards, resumed=resumed)
+    assert far_from(rows, golden["decoupled"]) <= 1
 
 
 def far_from(rows: list[list[float]], golden: list[list[float]]) -> float:
@@ -344,18 +370,27 @@ def drawn(draw: st.DrawFn) -> Drawn:
 
 
 def engine_gradient(
-    ranks: Ranks, shards: list[wire.Shard], recipe: RecipeSpec, config: Config, micro_batch_tokens: int
+    ranks: Ranks,
+    shards: list[wire.Shard],
+    recipe: RecipeSpec,
+    config: Config,
+    micro_batch_tokens: int,
+    **changes: Any,
 ) -> Step:
     """One step without a learning rate: Adam's first moment, without memory, is the gradient of the whole batch."""
     world, stage, packed = config
-    settings = trajectories.SETTINGS | {
-        "zero_stage": stage,
-        "learning_rate": 0.0,
-        "betas": (0.0, 0.999),
-        "max_gradient_norm": 0.0,
-        "ratio_guard": None,
-        "micro_batch_tokens": micro_batch_tokens,
-    }
+    settings = (
+        trajectories.SETTINGS
+        | {
+            "zero_stage": stage,
+            "learning_rate": 0.0,
+            "betas": (0.0, 0.999),
+            "max_gradient_norm": 0.0,
+            "ratio_guard": None,
+            "micro_batch_tokens": micro_batch_tokens,
+        }
+        | changes
+    )
     (step,) = ranks.steps(
         world, [[shard] for shard in shards], recipe, settings=settings, shared_rows=packed, keep=True
     )
@@ -400,3 +435,145 @@ def test_gradient_of_a_batch_is_the_sum_over_any_split(
     assert float((at_once.first_moment - exact).norm()) <= limit
     assert float((split.first_moment - exact).norm()) <= limit
     assert split.stats.loss == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)
+
+
+# --- the guard against single tokens --------------------------------------------------------------------
+
+GUARDED = {"gradient_guard": GradientGuard(min_tokens=8)}
+
+
+def planted(shard: wire.Shard, tokens: dict[int, float], *, mask: bool) -> wire.Shard:
+    """The shard with other log-probabilities of the generator: of the first trained token of some sequences. With ``mask``
+    these tokens are forced instead, so that nothing is trained of them."""
+    changed = list(shard.sequences)
+    for index, logprob in tokens.items():
+        one = changed[index]
+        values = np.frombuffer(one.logprobs, "<f4").copy()
+        values[0] = logprob
+        changed[index] = wire.Sequence(
+            group=one.group,
+            sample=one.sample,
+            prompt_token_ids=one.prompt_token_ids,
+            token_ids=one.token_ids,
+            logprobs=values.tobytes(),
+            teacher_logprobs=one.teacher_logprobs,
+            versions=[wire.VersionSpan(wire.MASKED, 0), wire.VersionSpan(0, 1)] if mask else one.versions,
+        )
+    return wire.Shard(step=shard.step, groups=shard.groups, sequences=changed)
+
+
+@pytest.fixture(scope="module")
+def ordinary(initial_policy: Any) -> wire.Shard:
+    """A batch of the initial policy's own, 3 groups of 4: a completion of positive advantage, then three of negative ones."""
+    random = np.random.default_rng(5)
+    groups, sequences = [], []
+    for slot in range(3):
+        for sample in range(4):
+            one = wire.Sequence(
+                group=slot,
+                sample=sample,
+                prompt_token_ids=random.integers(3, trajectories.VOCABULARY, 3).astype("<i4").tobytes(),
+                token_ids=random.integers(3, trajectories.VOCABULARY, 8).astype("<i4").tobytes(),
+                logprobs=b"",
+                versions=[wire.VersionSpan(0, 0)],
+            )
+            sequences.append(trajectories.sampled(one, [initial_policy], {0: 0}))
+        rewards = [1.0, -1.0, -1.0, -1.0]
+        groups.append(
+            wire.GroupMeta(
+                slot=slot,
+                scores=[1.0, 0.0, 0.0, 0.0],
+                rewards=rewards,
+                completion_tokens=[8] * 4,
+                filtered=False,
+                masked_tokens=[0] * 4,
+            )
+        )
+    return wire.Shard(step=0, groups=groups, sequences=sequences)
+
+
+SPLITS: list[tuple[Config, int]] = [
+    ((1, 0, True), 1000),
+    ((1, 0, False), 24),
+    ((2, 3, True), 30),
+    ((2, 0, False), 12),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "tokens", "masked"),
+    [
+        pytest.param({"ppoClip": {}}, {5: -14.0}, 1, id="one"),
+        pytest.param({"ppoClip": {}}, {1: -14.0, 5: -14.0, 9: -13.0}, 3, id="several of about one size"),
+        pytest.param({"ppoClip": {}}, {1: -14.0, 5: -20.0}, 2, id="two of different sizes"),
+        pytest.param({"dppo": {"ratioCap": "1000000"}}, {0: -14.0}, 1, id="dppo of a positive advantage"),
+        pytest.param({"ppoClip": {"dualClip": "3"}}, {5: -14.0}, 0, id="dual clip"),
+        pytest.param({"dppo": {}}, {1: -7.0}, 1, id="cap of 20"),
+        pytest.param({"cispo": {}}, {5: -14.0}, 0, id="cispo bounds it"),
+        pytest.param({"ppoClip": {}}, {5: -5.0}, 0, id="less than half"),
+    ],
+)
+def test_guard_masks_what_would_take_the_gradient(
+    loss: Any, tokens: dict[int, float], masked: int, ranks: Ranks, ordinary: wire.Shard
+) -> None:
+    """Whatever the split; and what is left is the gradient of the other tokens, with weights as if these were still there."""
+    recipe = RecipeSpec.model_validate({"loss": loss, "aggregation": "TokenAverage"})
+    whole = planted(ordinary, tokens, mask=False)
+    # A TokenAverage of the batch without the masked tokens has the weight 1 / (N - masked) instead of 1 / N.
+    unplanted = planted(ordinary, tokens, mask=True)
+    total = sum(len(s.token_ids) // 4 for s in ordinary.sequences)
+    steps = []
+    for config, micro_batch_tokens in SPLITS:
+        parts = split(whole, config[0])
+        steps.append(engine_gradient(ranks, parts, recipe, config, micro_batch_tokens, **GUARDED))
+        assert steps[-1].stats.guard_masked_tokens == masked, (config, steps[-1].stats)
+        assert steps[-1].stats.skipped == ""
+    size = float(steps[0].first_moment.norm())
+    for step in steps[1:]:
+        assert float((step.first_moment - steps[0].first_moment).norm()) <= 3e-6 * size
+    if masked:
+        assert masked == len(tokens)
+        masks = [
+            {**vars_of(g), "masked_tokens": [int(g.slot * 4 + i in tokens) for i in range(4)]}
+            for g in whole.groups
+        ]
+        unplanted = wire.Shard(
+            step=0, groups=[wire.GroupMeta(**m) for m in masks], sequences=unplanted.sequences
+        )
+        expected = engine_gradient(ranks, [unplanted], recipe, (1, 0, True), 1000, gradient_guard=None)
+        scaled = expected.first_moment * (total - masked) / total
+        assert float((steps[0].first_moment - scaled).norm()) <= 3e-6 * size
+
+
+def vars_of(group: wire.GroupMeta) -> dict[str, Any]:
+    return {name: getattr(group, name) for name in group.__struct_fields__}
+
+
+def test_guard_leaves_small_batches_alone(ranks: Ranks, ordinary: wire.Shard) -> None:
+    recipe = RecipeSpec.model_validate({"loss": {"ppoClip": {}}})
+    step = engine_gradient(ranks, [planted(ordinary, {5: -14.0}, mask=False)], recipe, (1, 0, True), 1000)
+    assert step.stats.guard_masked_tokens == 0
+    assert step.stats.trainable_tokens < GradientGuard().min_tokens
+
+
+def test_masked_step_changes_weights_as_one_without_the_token(ranks: Ranks, ordinary: wire.Shard) -> None:
+    """At a real learning rate and with clipping: the discarded first pass leaves nothing in the optimizer."""
+    recipe = RecipeSpec.model_validate({"loss": {"ppoClip": {}}, "aggregation": "TokenAverage"})
+    settings = trajectories.SETTINGS | {"micro_batch_tokens": 1000, "ratio_guard": None} | GUARDED
+    found = []
+    for tokens in ({5: -14.0}, {5: -24.0}):
+        shard = planted(ordinary, tokens, mask=False)
+        for world, stage in ((1, 0), (2, 3)):
+            (step,) = ranks.steps(
+                world,
+                [[part] for part in split(shard, world)],
+                recipe,
+                settings=settings | {"zero_stage": stage},
+                shared_rows=True,
+                keep=False,
+            )
+            assert step.stats.guard_masked_tokens == 1
+            assert step.stats.applied
+            found.append(step.weights)
+    for weights in found[1:]:
+        torch.testing.assert_close(weights, found[0], rtol=0, atol=1e-7)

@@ -10,6 +10,7 @@ initial weights, run this file; the diff of ``trajectories.json`` shows what mov
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +55,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dppo": {"loss": {"dppo": {"threshold": "0.01"}}},
     "truncated": {"loss": {"ppoClip": {}}, "correction": {"truncated": {"cap": "1.1"}}},
     "masked": {"loss": {"reinforce": {}}, "correction": {"masked": {"cap": "1.2"}}},
+    "decoupled": {
+        "loss": {"ppoClip": {"clipLow": "0.01", "clipHigh": "0.02", "dualClip": "1.03"}},
+        "correction": {"truncated": {"cap": "1.1"}},
+        "offPolicy": {"ppo": {"stepsPerBatch": 3}},
+    },
+    "bounds of a completion, and its mask": {
+        "loss": {"dppo": {"threshold": "0.01", "ratioCap": "1.02"}},
+        "correction": {"masked": {"cap": "1.3", "floor": "0.9", "level": "Geometric"}},
+        "offPolicyMask": {"maxKl": "0.02"},
+        "offPolicy": {"ppo": {"stepsPerBatch": 4}},
+    },
+    "gspo of a teacher, masked": {
+        "loss": {"gspo": {"clipLow": "0.03", "clipHigh": "0.04"}},
+        "correction": {"masked": {"cap": "1.2"}},
+        "distillation": {"teacher": {"url": "http://teacher"}, "rewards": "Added"},
+        "offPolicy": {"ppo": {"stepsPerBatch": 4}},
+    },
     "SampleAverage": {"aggregation": "SampleAverage"},
     "TokenAverage": {"aggregation": "TokenAverage"},
     "Constant": {"aggregation": "Constant", "maxCompletionTokens": 16},
@@ -205,23 +223,30 @@ def sampled(one: wire.Sequence, sampled_by: list[Any], policy_of: dict[int, int]
     )
 
 
-def plain_loss(network: Any, batch: TrainBatch, recipe: RecipeSpec, temperature: float) -> torch.Tensor:
-    """The loss of a whole batch at once, float64."""
+def plain_loss(
+    network: Any, batch: TrainBatch, recipe: RecipeSpec, temperature: float, proximal: Any = None
+) -> torch.Tensor:
+    """The loss of a whole batch at once, float64. ``proximal``: the policy of a correction; None for ``network``."""
     lengths = [len(sequence.trainable_places()) for sequence in batch.sequences]
     index_n = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    logprobs = [
-        plain_logprobs(network, sequence, temperature)[sequence.trainable_places()]
-        for sequence in batch.sequences
-        if sequence.completion
-    ]
+
+    def logprobs_n(policy: Any) -> torch.Tensor:
+        logprobs = [
+            plain_logprobs(policy, sequence, temperature)[sequence.trainable_places()]
+            for sequence in batch.sequences
+            if sequence.completion
+        ]
+        return torch.cat([*logprobs, torch.zeros(0, dtype=torch.float64)])
+
     assert batch.generator_logprobs_n is not None
     tokens = TokenBatch(
-        torch.cat([*logprobs, torch.zeros(0, dtype=torch.float64)]),
+        logprobs_n(network),
         batch.generator_logprobs_n.double(),
         batch.advantages_s.double()[index_n],
         batch.weights_s.double()[index_n],
         index_n,
         teacher_logprobs_n=None if batch.teacher_logprobs_n is None else batch.teacher_logprobs_n.double(),
+        proximal_logprobs_n=None if proximal is None else logprobs_n(proximal).detach(),
     )
     return make_loss(recipe)(tokens).loss
 
@@ -252,8 +277,11 @@ def plain_trajectory(model: str, recipe: RecipeSpec, shards: list[wire.Shard]) -
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
     )
+    proximal = None
     for step, shard in enumerate(shards):
-        loss = plain_loss(network, rank_batch(shard, recipe).batch, recipe, settings.temperature)
+        if recipe.proximal_updates and step % recipe.proximal_updates == 0:
+            proximal = copy.deepcopy(network)
+        loss = plain_loss(network, rank_batch(shard, recipe).batch, recipe, settings.temperature, proximal)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), settings.max_gradient_norm)

@@ -140,7 +140,11 @@ EDITS: Final[Mapping[str, Edit]] = {
         Effect.GENERATORS, "Applies to completions issued afterwards; earlier rewards do not change."
     ),
     "recipe.loss": Edit(Effect.ALL),
-    "recipe.correction": Edit(Effect.ALL),
+    "recipe.correction": Edit(
+        Effect.ALL,
+        "Within a batch of offPolicy.ppo, the policy at the restart counts as the one before its first update.",
+    ),
+    "recipe.offPolicyMask": Edit(Effect.ALL),
     "recipe.kl": Edit(
         Effect.ALL,
         "The reference is the initial model of the run, even if the penalty is added later. Compute before the edit keeps its cost in budget.maxComputeTokens.",

@@ -211,6 +211,9 @@ SmallDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1
 WeightDecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=100.0))]
 NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))]
 UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
+AtLeastOneDecimal = Annotated[DecimalString, AfterValidator(InRange(least=1.0))]
+DualClipDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0))]
+"""The ratio of a dual clip."""
 OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
 HorizonDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0, most=16.0))]
 """A multiple of the compute so far; the bound is four doublings, because forecasts further ahead are not credible."""

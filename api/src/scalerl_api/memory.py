@@ -76,7 +76,7 @@ class RankMemory:
     optimizer: int
     activations: int
     reference: int = 0
-    """Frozen reference model of ``recipe.kl``."""
+    """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
 
     @property
     def total(self) -> int:
@@ -99,7 +99,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         world=spec.trainer.ranks,
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
-        reference=spec.recipe.kl.penalty is not None,
+        frozen=(spec.recipe.kl.penalty is not None) + (spec.recipe.proximal_updates > 0),
     )
 
 
@@ -111,14 +111,14 @@ def rank_memory(
     world: int,
     micro_batch_tokens: int,
     activation_checkpointing: bool = False,
-    reference: bool = False,
+    frozen: int = 0,
 ) -> RankMemory:
     """Memory per rank for training with AdamW under DeepSpeed.
 
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Stage 1 divides the optimizer state
-    by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``reference`` model of the KL penalty has only
-    parameters; its activations are freed before those of the policy are allocated.
+    by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``frozen`` models have only parameters; their
+    activations are freed before those of the policy are allocated.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
@@ -146,7 +146,7 @@ def rank_memory(
     # one with activation checkpointing.
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
     activations = micro_batch_tokens * hidden * kept * each
-    return RankMemory(parameters, gradients, optimizer, activations, parameters if reference else 0)
+    return RankMemory(parameters, gradients, optimizer, activations, parameters * frozen)
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:

@@ -14,6 +14,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem, jsonl_paths
 from scalerl_api.memory import ModelSize
 from scalerl_api.pods import PodTemplate
+from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 
@@ -136,6 +137,33 @@ def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
             f"the teacher of recipe.distillation computes at temperature 1, the student samples at {recipe.temperature}",
             "set it to 1",
         )
+    unused = _without_effect_under_correction(recipe)
+    if unused:
+        yield SpecProblem(
+            "spec.recipe.correction",
+            f"{' and '.join(unused)} of recipe.loss.{recipe.loss.name} {'have' if len(unused) > 1 else 'has'} no effect: under a "
+            "correction the loss's ratio is that of the trained policy to the trainer's own policy before the first of the "
+            "updates that share sampled weights, which is 1 with one update for each",
+            "set offPolicy.ppo.stepsPerBatch to more than 1, or correction to {none: {}}, with which the ratio is to the policy "
+            "that sampled",
+        )
+
+
+def _without_effect_under_correction(recipe: RecipeSpec) -> list[str]:
+    """Fields of the loss that bound a ratio which is always 1."""
+    if recipe.correction.truncated is None and recipe.correction.masked is None:
+        return []
+    if recipe.updates_per_sampled_weights > 1:
+        return []
+    loss = recipe.loss
+    if loss.cispo is not None:
+        return ["ratioCap"] if float(loss.cispo.ratio_cap) >= 1 else []
+    if loss.dppo is not None:
+        return ["threshold", "ratioCap"]
+    clipped = loss.ppo_clip or loss.gspo
+    if clipped is None:
+        return []
+    return ["clipLow", "clipHigh", *(["dualClip"] if clipped.dual_clip is not None else [])]
 
 
 def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:

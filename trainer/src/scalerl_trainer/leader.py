@@ -206,6 +206,11 @@ class Leader:
         if step_stats.skipped:
             return self._skip(trained, step, stats, busy_seconds)
         self._consecutive_skipped_steps = 0
+        if step_stats.guard_masked_tokens:
+            log.warning(
+                "step %d: %d tokens, each with more than half of the squared gradient of the loss, were left out of it",
+                *(step, step_stats.guard_masked_tokens),
+            )
         publish = self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
         worker.metrics.show(stats)
         worker.metrics.tokens.inc(step_stats.trainable_tokens)
@@ -443,6 +448,7 @@ def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:
         "padding_fraction": step_stats.padding / max(1, step_stats.tokens + step_stats.padding),
         "staleness_mean": staleness.total / max(1, staleness.tokens),
         "staleness_max": float(staleness.largest),
+        "guard_masked_tokens": float(step_stats.guard_masked_tokens),
         "ratio_mean": 1.0,
         "ratio_max": 1.0,
     }

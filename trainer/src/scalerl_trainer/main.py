@@ -110,6 +110,12 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
     )
     engine = Engine(model, engine_settings(spec), device)
+    if spec.recipe.proximal_updates:
+        engine.keep_proximal(
+            load_model(
+                str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
+            )
+        )
     checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
     coordinator = Coordinator(

@@ -1,13 +1,14 @@
 """The engine's state on disk, in a format that is independent of the number of ranks and the ZeRO stage.
 
-A rank writes the pieces of parameters that it owns: float32 weights and both moments of AdamW. The name of a piece has its
+A rank writes the pieces of parameters that it owns: float32 weights, both moments of AdamW and, between two updates that share
+sampled weights, the proximal policy's weights (``algo.corrections``) in the model's dtype. The name of a piece has its
 parameter and its start in the flattened parameter. A rank that loads reads the pieces that it needs from the files of all
 ranks. The number of ranks and the ZeRO stage may therefore change between save and load, no rank reads more than its part,
 and each file is a plain safetensors file.
 
 ======================= =============================================================================
 ``engine.json``         number of updates, the optimizer's step count, names and shapes of all parameters
-``rank-<r>.safetensors`` ``<parameter>@<start>/weight``, ``…/exp_avg``, ``…/exp_avg_sq``, flat float32
+``rank-<r>.safetensors`` ``<parameter>@<start>/weight``, ``…/exp_avg``, ``…/exp_avg_sq``, flat float32; ``…/proximal``
 ======================= =============================================================================
 """
 
@@ -28,6 +29,8 @@ from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
 HEADER = "engine.json"
 KEYS = ("weight", "exp_avg", "exp_avg_sq")
+PROXIMAL = "proximal"
+"""Key of the proximal policy's weights."""
 _READ_ELEMENTS = 16 << 20
 
 
@@ -39,7 +42,7 @@ class Piece:
     start: int
     """Index of its first element in the flattened parameter."""
     values: dict[str, torch.Tensor]
-    """Flat float32 views, by ``KEYS``."""
+    """Flat float32 views, by ``KEYS``; of a saved piece also ``PROXIMAL``."""
 
 
 class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,8 +58,8 @@ class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
     """Write this rank's file. Raises ``OSError``."""
-    parts = [(f"{p.name}@{p.start}/{key}", p.values[key]) for p in pieces for key in KEYS]
-    infos = [TensorInfo(name, torch.float32, (values.numel(),)) for name, values in parts]
+    parts = [(f"{p.name}@{p.start}/{key}", values) for p in pieces for key, values in p.values.items()]
+    infos = [TensorInfo(name, values.dtype, (values.numel(),)) for name, values in parts]
     path = directory / f"rank-{rank:05d}.safetensors"
     write_tensors(path, infos, (values for _, values in parts), {"format": "pt"})
 
@@ -77,12 +80,14 @@ class SavedState:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._places: dict[str, list[tuple[int, int, Any]]] = {}
+        self._keys: set[str] = set()
         try:
             self.header = msgspec.json.decode((directory / HEADER).read_bytes(), type=EngineHeader)
             for path in sorted(directory.glob("rank-*.safetensors")):
                 file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118  # not a dict
                     parameter, start = key.rsplit("/", 1)[0].rsplit("@", 1)
+                    self._keys.add(key.rsplit("/", 1)[1])
                     if key.endswith("/weight"):
                         size = file.get_slice(key).get_shape()[0]
                         self._places.setdefault(parameter, []).append((int(start), size, file))
@@ -90,7 +95,7 @@ class SavedState:
             raise EngineError(f"{directory} cannot be read: {error}") from error
 
     def read(self, name: str, key: str, start: int, target: torch.Tensor) -> None:
-        """Fill the flat ``target`` with the elements from ``start`` on of a parameter's weights or moments (``key``).
+        """Fill the flat ``target`` with the elements from ``start`` on of a parameter's values of ``key``.
 
         Raises:
             EngineError: some of these elements were not saved.
@@ -107,6 +112,10 @@ class SavedState:
             missing -= high - low
         if missing:
             raise EngineError(f"{self._directory}: {missing} elements of {name} are in no file")
+
+    def has(self, key: str) -> bool:
+        """Whether the state has values of ``key``."""
+        return key in self._keys
 
     def whole(self, name: str) -> torch.Tensor:
         """The float32 weights of a whole parameter, in its shape, on the CPU."""

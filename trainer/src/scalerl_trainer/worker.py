@@ -123,6 +123,9 @@ class Worker:
         shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
         shard_batch = rank_batch(shard, self.spec.recipe)
         fetched = time.perf_counter()
+        updates = self.spec.recipe.proximal_updates
+        if updates and (self.version % updates == 0 or not self.engine.has_proximal):
+            self.engine.set_proximal()
         step_stats = self.engine.step(shard_batch.batch, self.loss)
         self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences)
         self.version += 1

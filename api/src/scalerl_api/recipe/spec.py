@@ -14,7 +14,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from scalerl_api.fields import (
+    AtLeastOneDecimal,
     DecayDecimal,
+    DualClipDecimal,
     LearningRateDecimal,
     Matches,
     Model,
@@ -34,6 +36,15 @@ from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
 # --- loss --------------------------------------------------------------------------------------
 
 
+_DUAL_CLIP_OUTSIDE: Final = Rule(
+    "!has(self.dualClip) || double(string(self.dualClip)) >= "
+    "1.0 + (has(self.clipHigh) ? double(string(self.clipHigh)) : 0.0)",
+    "%(dualClip)s must be at least 1 + %(clipHigh)s",
+    "dualClip",
+    lambda loss: loss.dual_clip is None or float(loss.dual_clip) >= 1 + float(loss.clip_high),
+)
+
+
 class CispoLoss(Model):
     """Truncates the importance ratio and detaches it from the gradient, so that every token keeps a gradient."""
 
@@ -48,6 +59,11 @@ class PpoClipLoss(Model):
     """Ratio ≥ 1 − clipLow."""
     clip_high: NonNegativeDecimal = "0.2"
     """Ratio ≤ 1 + clipHigh. In DAPO it is higher than clipLow."""
+    dual_clip: DualClipDecimal | None = None
+    """Ratio from which a token with a negative advantage has no gradient (arXiv 1912.09729); verl's default is 3 [S]. Default:
+    none, as in PPO, so that the gradient of such a token grows with its ratio without bound."""
+
+    rules = (_DUAL_CLIP_OUTSIDE,)
 
 
 class GspoLoss(Model):
@@ -57,6 +73,10 @@ class GspoLoss(Model):
     """Ratio ≥ 1 − clipLow."""
     clip_high: NonNegativeDecimal = "4e-4"
     """Ratio ≤ 1 + clipHigh."""
+    dual_clip: DualClipDecimal | None = None
+    """As in ppoClip, of the completion's ratio. Default: none, as in the paper."""
+
+    rules = (_DUAL_CLIP_OUTSIDE,)
 
 
 class ReinforceLoss(Model):
@@ -68,6 +88,8 @@ class DppoLoss(Model):
 
     threshold: PositiveUnitDecimal = "0.2"
     """Maximum difference of a token's probability; beyond it, gradients that increase the difference are masked."""
+    ratio_cap: AtLeastOneDecimal = "20"
+    """Upper bound of the ratio in the gradient, which the difference does not bound (20 in the paper [S])."""
 
 
 class LossSpec(Model):
@@ -100,31 +122,60 @@ class NoCorrection(Model):
     """No correction beyond the ratio of the loss."""
 
 
+CorrectionLevel = Literal["Token", "Sequence", "Geometric"]
+
+
 class TruncatedCorrection(Model):
-    """Truncated importance sampling (TIS): weight min(π_train / π_gen, cap)."""
+    """Truncated importance sampling (TIS): weight min(π_prox / π_gen, cap)."""
 
     cap: PositiveDecimal = "2"
     """Maximum weight of a token."""
+    level: CorrectionLevel = "Token"
+    """What the ratio is of: a token, a completion (the product over its tokens), or the geometric mean over a completion."""
 
 
 class MaskedCorrection(Model):
-    """Masked importance sampling (MIS): weight π_train / π_gen, and 0 beyond the cap."""
+    """Masked importance sampling (MIS): weight π_prox / π_gen, and 0 beyond the bounds. IcePop has the bounds 0.5 and 5 [S]."""
 
     cap: PositiveDecimal = "2"
     """Tokens with a larger ratio are masked."""
+    floor: NonNegativeDecimal = "0"
+    """Tokens with a smaller ratio are masked; 0 for no lower bound."""
+    level: CorrectionLevel = "Token"
+    """What the ratio is of: a token, a completion (the product over its tokens), or the geometric mean over a completion."""
+
+    rules = (
+        Rule(
+            "double(string(self.floor)) < double(string(self.cap))",
+            "%(floor)s must be less than %(cap)s",
+            "floor",
+            lambda masked: float(masked.floor) < float(masked.cap),
+        ),
+    )
 
 
 class CorrectionSpec(Model):
-    """Importance weights that correct the mismatch of generator and trainer, with any loss: one of these."""
+    """Importance weights that correct the mismatch of generator and trainer, with any loss: one of these. With weights, the
+    ratio of the loss, and so its clip, is to π_prox: the trainer's policy before the ``offPolicy.ppo.stepsPerBatch`` updates
+    that share sampled weights, or otherwise the trained policy itself, whose ratio of 1 is never clipped."""
 
     none: NoCorrection | None = None
-    """The loss uses the ratio to the policy that sampled."""
+    """The loss uses the ratio to the policy that sampled, and its clip bounds it."""
     truncated: TruncatedCorrection | None = None
-    """The loss uses the ratio to the trainer's own policy, and tokens are weighted up to a cap."""
+    """The loss uses the ratio to π_prox, and tokens are weighted by π_prox / π_gen up to a cap."""
     masked: MaskedCorrection | None = None
-    """Like truncated, but tokens beyond the cap are masked."""
+    """Like truncated, but tokens beyond the bounds are masked."""
 
     rules = (at_most_one(*ONE_OF["correction"]),)
+
+
+class OffPolicyMaskSpec(Model):
+    """Masks completions that the trained policy has moved away from, where the advantage is negative
+    (DeepSeek-V3.2, arXiv 2512.02556 [P])."""
+
+    max_kl: PositiveDecimal = "0.5"
+    """Mean of log π_gen − log π_train over the completion, in nats per token, above which it is masked. The paper has no
+    value; TRL's documentation starts from 0.5 [S]."""
 
 
 # --- KL penalty --------------------------------------------------------------------------------
@@ -498,6 +549,8 @@ class RecipeSpec(Model):
     """The policy-gradient objective."""
     correction: CorrectionSpec = CorrectionSpec(none=NoCorrection())
     """Importance weights that correct the mismatch of generator and trainer."""
+    off_policy_mask: OffPolicyMaskSpec | None = None
+    """Masks off-policy completions with a negative advantage; default: none."""
     kl: KlSpec = KlSpec(none=NoKlPenalty())
     """A penalty on the divergence from the initial model."""
     distillation: DistillationSpec | None = None
@@ -547,6 +600,25 @@ class RecipeSpec(Model):
     def earlier_names(self) -> tuple[EarlierName, ...]:
         """Fields that the manifest gives by names of the previous release."""
         return self._earlier_names
+
+    @property
+    def updates_per_sampled_weights(self) -> int:
+        """Number of updates on what the same weights sampled: more than 1 with ``offPolicy.ppo`` alone."""
+        return 1 if self.off_policy.ppo is None else self.off_policy.ppo.steps_per_batch
+
+    @property
+    def proximal_updates(self) -> int:
+        """Number of updates for which the trainer keeps the policy before the first of them (π_prox of ``correction``); 0 if it
+        needs none. REINFORCE has no ratio, so its weights are of the trained policy.
+
+        >>> RecipeSpec(preset="grpo").proximal_updates
+        0
+        >>> RecipeSpec(preset="grpo", correction=CorrectionSpec(truncated=TruncatedCorrection())).proximal_updates
+        8
+        """
+        corrected = self.correction.truncated is not None or self.correction.masked is not None
+        updates = self.updates_per_sampled_weights
+        return updates if corrected and updates > 1 and self.loss.reinforce is None else 0
 
     @property
     def max_staleness_steps(self) -> int:

@@ -14,6 +14,12 @@ tokens is ignored (discount 0). Thinking Machines' "On-Policy Distillation" and 
 β = 1 and an importance ratio [S]. GKD (arXiv 2306.13649 [P]) also trains on the student's own samples, but computes the
 divergence over the whole vocabulary instead of from one sample. Where policy and teacher agree, A is Â.
 
+Off-policy, with the loss's unclipped ratio π/π_gen or a correction's as the weight::
+
+    E_{y~π_gen}[π/π_gen A ∇log π(y)] = -β (∇KL(π ‖ π_teacher) - ∇KL(π ‖ π_gen))
+
+The second term is 0 at π = π_gen, and leads further away from an older policy; the published code has it too [S].
+
 π_gen is the policy that sampled, so the teacher's term needs no second forward pass, and the loss's ratio and
 ``recipe.correction`` apply to A as to any advantage. ``recipe.distillation`` turns it on.
 """

@@ -20,7 +20,7 @@ k3    (1 - exp(-d)) ∇log π      ∇KL(π_ref ‖ π), the forward KL: biased;
 
 All estimates are for one token given its prefix; the effect of a token on the divergence of later tokens is ignored.
 Tokens sampled by an older policy bias both value and gradient; ``Corrected(WithKl(…))`` weights the penalty like the
-loss. ``recipe.kl`` selects the estimator and β.
+loss, that is by π_prox/π_gen. ``recipe.kl`` selects the estimator and β.
 """
 
 from __future__ import annotations

@@ -260,10 +260,46 @@ class FrozenModule:
                 model=module.to(device), config=config, dist_init_required=False
             )
         self._module: Any = self._engine or module.to(device)
+        self._parameters = dict(module.named_parameters())
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> Any:
         return self._module(*arguments)
+
+    @torch.no_grad()
+    def copy_from(self, sources: list[tuple[str, torch.nn.Parameter]]) -> None:
+        """Copy whole parameters of a module of the same architecture, by name. A collective under ZeRO-3."""
+        own = [self._parameters[name] for name, _ in sources]
+        others = [parameter for _, parameter in sources]
+        zero3 = self._engine is not None
+        with (
+            deepspeed.zero.GatheredParameters(others, enabled=zero3),
+            deepspeed.zero.GatheredParameters(own, modifier_rank=0, enabled=zero3),
+        ):
+            if not zero3 or torch.distributed.get_rank() == 0:
+                for target, source in zip(own, others, strict=True):
+                    target.copy_(source)
+
+    def part(self, name: str, start: int, count: int) -> torch.Tensor:
+        """A view of elements of a flattened parameter; under ZeRO-3 they must be of this rank's part."""
+        for _, begin, flat in self.parts(name):
+            return flat[start - begin : start - begin + count]
+        raise KeyError(name)
+
+    def parts(self, name: str | None = None) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Of one parameter or of all, the part that this rank holds: name, start, and a flat view without padding."""
+        rank = torch.distributed.get_rank()
+        for each, parameter in self._parameters.items():
+            if name not in (None, each):
+                continue
+            if self._engine is None:
+                yield each, 0, parameter.data.view(-1)
+                continue
+            flat: torch.Tensor = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+            start = rank * flat.numel()
+            count = min(flat.numel(), parameter.ds_numel - start)  # type: ignore[attr-defined]
+            if count > 0:
+                yield each, start, flat[:count]
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and references."""

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl_api.mismatch import POSITIONS
+from scalerl_trainer.algo.gradient_guard import smallest_masked, squared_gradients
 from scalerl_trainer.algo.losses import Loss, TokenBatch
 from scalerl_trainer.algo.mismatch import (
     FIELDS,
@@ -41,10 +42,36 @@ from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
-from scalerl_trainer.saved_state import HEADER, EngineHeader, Piece, SavedState, write_header, write_pieces
+from scalerl_trainer.saved_state import (
+    HEADER,
+    PROXIMAL,
+    EngineHeader,
+    Piece,
+    SavedState,
+    write_header,
+    write_pieces,
+)
 
+_PROXIMAL_BUCKET_BYTES = 256 << 20
 _TABLES = 2 * len(POSITIONS) * FIELDS
 """Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
+
+
+@dataclass
+class _Accumulated:
+    """What forward and backward of this rank's micro-batches leave besides the gradients."""
+
+    sums: torch.Tensor
+    """``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of fresh tokens,
+    and the L own sums of the loss."""
+    names: list[str] = field(default_factory=list)
+    """Names of the loss's own sums."""
+    beyond: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch, which tokens are ratio outliers, and each token's sequence."""
+    ordinary: torch.Tensor | None = None
+    """Squared gradient of the tokens that are no outliers (``algo.gradient_guard``), scalar; None without a guard."""
+    outliers_n: torch.Tensor | None = None
+    """Squared gradient of each outlier, 0 of another token, in flat order; None without a guard."""
 
 
 class Engine:
@@ -71,7 +98,11 @@ class Engine:
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
         self._policy = policy
         self._reference: FrozenModule | None = None
+        self._proximal: FrozenModule | None = None
+        self._proximal_updates: int | None = None
+        """Updates since the proximal policy was set; None if it was never set."""
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        self._name = {parameter: name for name, parameter in policy.named_parameters()}
         check_buffer_dtypes(causal_lm, buffers)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
@@ -80,13 +111,31 @@ class Engine:
 
         Its activations are freed before those of the policy exist, so it costs only the memory of its parameters.
         """
-        buffers = buffer_dtypes(causal_lm)
-        cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
-        policy = Policy(
-            causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
-        )
-        self._reference = FrozenModule(policy.eval(), self.settings, self.device)
-        check_buffer_dtypes(causal_lm, buffers)
+        self._reference = self._frozen(causal_lm)
+
+    def keep_proximal(self, causal_lm: Any) -> None:
+        """Reserve the memory of a proximal policy (``algo.corrections``), whose weights ``set_proximal`` or ``load`` sets.
+
+        Args:
+            causal_lm: a model of the policy's architecture, with any weights. The engine owns it from now on.
+        """
+        self._proximal = self._frozen(causal_lm)
+
+    def set_proximal(self) -> None:
+        """Make the current weights the proximal policy: the loss of later steps gets its log-probability of each token.
+
+        Until the next update it is the policy itself, and its log-probabilities are not computed.
+        """
+        if self._proximal is None:
+            raise EngineError("no proximal policy: call keep_proximal first")
+        for _, parameters in self._buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype)):
+            self._proximal.copy_from([(self._name[parameter], parameter) for parameter in parameters])
+        self._proximal_updates = 0
+
+    @property
+    def has_proximal(self) -> bool:
+        """Whether the proximal policy is set."""
+        return self._proximal_updates is not None
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -146,7 +195,8 @@ class Engine:
         """Update the weights from this rank's shard of a batch.
 
         A batch without trainable tokens on any rank changes nothing (``applied=False``). All ranks skip a step whose loss
-        or gradient is not finite or whose ratios exceed the guard; ``skipped`` has the reason.
+        or gradient is not finite or whose ratios exceed the guard; ``skipped`` has the reason. A step with tokens that would take
+        its whole gradient (``algo.gradient_guard``) is computed again without them.
 
         Args:
             learning_rate: overrides the settings' schedule.
@@ -164,16 +214,26 @@ class Engine:
                 self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, seconds=seconds
             )
         packed_at = time.perf_counter()
-        sums, names, beyond = self._accumulate(packed, batch, loss, int(counts[:, 0].max()))
-        rows = gather_vectors(sums)
-        computed_at = time.perf_counter()
-        total = rows.sum(0)
+        rounds = int(counts[:, 0].max())
+        done = self._accumulate(packed, batch, loss, rounds)
+        rows = gather_vectors(done.sums)
         every, fresh = _ratios(rows)
         ratios = sum(every, RatioStatistics())
+        skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
+        masked = 0
+        if skipped is None:
+            masked_n, masked = self._masked(done, trainable)
+        if masked:
+            # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
+            self._discard_gradients(rate)
+            done = self._accumulate(packed, batch, loss, rounds, masked_n)
+            rows = gather_vectors(done.sums)
+            skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
+        computed_at = time.perf_counter()
+        total = rows.sum(0)
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
         gradient_norm = math.nan
-        skipped = self._skip_reason(float(total[0]), ratios)
         if skipped is None:
             gradient_norm = self._deepspeed.step(rate)
             if not math.isfinite(gradient_norm):
@@ -183,11 +243,14 @@ class Engine:
         end = time.perf_counter()
         step = self.steps_done
         self.steps_done += skipped is None
+        if self._proximal_updates is not None:
+            self._proximal_updates += skipped is None
         return StepStats(
             step=step,
             applied=skipped is None,
             skipped=skipped or "",
-            broken=_outlier_counts(beyond) if skipped else {},
+            broken=_outlier_counts(done.beyond) if skipped else {},
+            guard_masked_tokens=masked,
             loss=float(total[0]),
             gradient_norm=gradient_norm,
             learning_rate=rate,
@@ -202,7 +265,7 @@ class Engine:
             fresh_ratios_by_position=fresh if known else (),
             loss_means={
                 name: float(value) / trainable
-                for name, value in zip(names, total[2 + _TABLES :], strict=True)
+                for name, value in zip(done.names, total[2 + _TABLES :], strict=True)
             },
             seconds={
                 "pack": packed_at - begin,
@@ -224,7 +287,7 @@ class Engine:
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
-        write_pieces(directory, self._rank, list(self._pieces(owned=True)))
+        write_pieces(directory, self._rank, list(self._owned_with_proximal()))
         if self._rank == 0:
             steps = self._deepspeed.optimizer_steps
             write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
@@ -245,19 +308,44 @@ class Engine:
         saved.check(self._trained_shapes())
         with self._deepspeed.restoring(saved.header.optimizer_steps):
             saved.load(self._pieces(owned=False))
+        if self._proximal is not None and saved.has(PROXIMAL):
+            for name, start, flat in self._proximal.parts():
+                saved.read(name.removeprefix(PREFIX), PROXIMAL, start, flat)
+            self._proximal_updates = 1
         self.steps_done = saved.header.steps_done
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks. The process group stays open."""
         self._deepspeed.close()
-        if self._reference is not None:
-            self._reference.close()
+        for frozen in (self._reference, self._proximal):
+            if frozen is not None:
+                frozen.close()
 
     # --- helpers ------------------------------------------------------------------------------------------
+
+    def _frozen(self, causal_lm: Any) -> FrozenModule:
+        buffers = buffer_dtypes(causal_lm)
+        cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
+        policy = Policy(
+            causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
+        )
+        frozen = FrozenModule(policy.eval(), self.settings, self.device)
+        check_buffer_dtypes(causal_lm, buffers)
+        return frozen
 
     def _pieces(self, *, owned: bool) -> Iterator[Piece]:
         for piece in self._deepspeed.pieces(owned=owned):
             yield replace(piece, name=piece.name.removeprefix(PREFIX))
+
+    def _owned_with_proximal(self) -> Iterator[Piece]:
+        """The pieces that this rank owns; with the proximal policy's values while they differ from the weights."""
+        for piece in self._deepspeed.pieces(owned=True):
+            name = piece.name.removeprefix(PREFIX)
+            values = piece.values
+            if self._proximal is not None and self._proximal_updates:
+                count = values["weight"].numel()
+                values = values | {PROXIMAL: self._proximal.part(piece.name, piece.start, count)}
+            yield replace(piece, name=name, values=values)
 
     def _trained_shapes(self) -> dict[str, list[int]]:
         return {
@@ -308,53 +396,92 @@ class Engine:
         inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in inputs)
 
-    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
-        """The reference policy's log-probability of each token, ``[M]``; None without a reference policy.
+    def _frozen_logprobs(self, frozen: FrozenModule | None, micro: MicroBatch) -> torch.Tensor | None:
+        """A frozen policy's log-probability of each token, ``[M]``; None without one.
 
         A collective under ZeRO-3, so it is called for empty micro-batches as well.
         """
-        if self._reference is None:
+        if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = self._reference(*self._inputs(micro), self.settings.temperature, False)
+        logprobs_m, _ = frozen(*self._inputs(micro), self.settings.temperature, False)
         return logprobs_m
 
     def _accumulate(
-        self, packed: PackedBatch, batch: TrainBatch, loss: Loss, count: int
-    ) -> tuple[torch.Tensor, list[str], list[tuple[torch.Tensor, torch.Tensor]]]:
+        self,
+        packed: PackedBatch,
+        batch: TrainBatch,
+        loss: Loss,
+        count: int,
+        masked_n: torch.Tensor | None = None,
+    ) -> _Accumulated:
         """Run forward and backward of every micro-batch.
 
-        Returns:
-            Sums ``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of
-            fresh tokens, and the L own sums of the loss.
-            The names of these L sums.
-            For each micro-batch, which tokens are ratio outliers, and each token's sequence.
+        Args:
+            masked_n: bool, tokens whose weight is 0; None for none.
         """
         self._policy.train()
-        sums: torch.Tensor | None = None
-        names: list[str] = []
-        beyond: list[tuple[torch.Tensor, torch.Tensor]] = []
+        done: _Accumulated | None = None
+        proximal = self._proximal if self._proximal_updates else None
+        ordinary = torch.zeros((), dtype=torch.float64, device=self.device)
+        outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self.device)
         for micro, real in self._micro_batches(packed, count):
-            reference_m = self._reference_logprobs(micro)
+            reference_m = self._frozen_logprobs(self._reference, micro)
+            proximal_m = self._frozen_logprobs(proximal, micro)
             logprobs_m, entropies_m = self._forward(micro)
-            tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m)
+            tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
+            if masked_n is not None and real:
+                masked_m = masked_n[micro.flat_m].to(self.device)
+                tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
             output = loss(tokens)
-            self._deepspeed.backward(output.loss * self._world)
+            # The derivative by log-probabilities, computed apart from that through the model.
+            (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
+            if real and self.settings.gradient_guard is not None:
+                found = squared_gradients(tokens, gradient_m)
+                ordinary += found.ordinary
+                outliers_n[micro.flat_m.to(self.device)] = found.outliers_n
+            self._deepspeed.backward((logprobs_m * gradient_m).sum() * self._world)
             names = sorted(output.sums)
             parts = [
                 torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),
                 self._tables(micro, real, batch, logprobs_m, tokens.generator_logprobs_n).flatten(),
                 *(output.sums[name].double().reshape(1) for name in names),
             ]
-            part = torch.cat(parts)
-            if real:
-                beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
+            part = torch.cat(parts) if real else torch.zeros_like(torch.cat(parts))
+            if done is None:
+                done = _Accumulated(part, names)
             else:
-                part = torch.zeros_like(part)
-            sums = part if sums is None else _add_sums(sums, part)
-        if sums is None:
+                done.sums = _add_sums(done.sums, part)
+            if real:
+                done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
+        if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
-        return sums, names, beyond
+        if self.settings.gradient_guard is not None:
+            done.ordinary, done.outliers_n = ordinary, outliers_n
+        return done
+
+    def _masked(self, done: _Accumulated, trainable: int) -> tuple[torch.Tensor | None, int]:
+        """Which of this rank's tokens ``algo.gradient_guard`` masks, bool ``[N]``, None if none of any rank; and their number,
+        over all ranks. A collective."""
+        guard = self.settings.gradient_guard
+        if guard is None or done.ordinary is None or done.outliers_n is None or trainable < guard.min_tokens:
+            return None, 0
+        largest = done.outliers_n.max() if done.outliers_n.numel() else torch.zeros_like(done.ordinary)
+        table = gather_vectors(torch.stack([done.ordinary, largest]))
+        ordinary = float(table[:, 0].sum())
+        if not float(table[:, 1].max()) > ordinary:
+            return None, 0
+        # An outlier that does not exceed the ordinary tokens is not masked, so only the others are exchanged one by one.
+        own_n = done.outliers_n.cpu()
+        gathered: list[Any] = [None] * self._world
+        large_n = own_n > ordinary
+        dist.all_gather_object(gathered, (own_n[large_n].tolist(), float(own_n[~large_n].sum())))
+        rest = ordinary + sum(small for _, small in gathered)
+        every = [square for squares, _ in gathered for square in squares]
+        smallest = smallest_masked(every, rest)
+        if smallest is None:
+            return None, 0
+        return own_n >= smallest, sum(square >= smallest for square in every)
 
     def _token_batch(
         self,
@@ -363,12 +490,15 @@ class Engine:
         batch: TrainBatch,
         logprobs_m: torch.Tensor,
         reference_m: torch.Tensor | None,
+        proximal_m: torch.Tensor | None,
     ) -> TokenBatch:
+        """The tokens, with log-probabilities that are a leaf of the loss's graph."""
         own_m = logprobs_m.detach()
+        leaf_m = own_m.clone().requires_grad_()
         if not real:
             zeros_m = torch.zeros_like(own_m)
             sequence_m = micro.sequence_m.to(self.device)
-            return TokenBatch(logprobs_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m)
+            return TokenBatch(leaf_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m, proximal_m)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, torch.float32, non_blocking=True)
@@ -376,13 +506,14 @@ class Engine:
         generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
         _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
         return TokenBatch(
-            logprobs_m,
+            leaf_m,
             own_m if generator is None else move(generator[micro.flat_m]),
             move(batch.advantages_s[micro.sequence_m]),
             move(batch.weights_s[micro.sequence_m]),
             sequence_m.to(self.device),
             reference_m,
             None if teacher is None else move(teacher[micro.flat_m]),
+            proximal_m,
         )
 
     def _tables(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES
@@ -39,6 +40,8 @@ class EngineSettings:
     """Memory of the logits that are computed at a time."""
     ratio_guard: RatioGuard | None = field(default_factory=RatioGuard)
     """Skips steps whose importance ratios explode; None for no guard."""
+    gradient_guard: GradientGuard | None = field(default_factory=GradientGuard)
+    """Masks tokens that would take the whole gradient of a step; None for no guard."""
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):

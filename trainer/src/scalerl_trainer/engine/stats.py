@@ -83,6 +83,8 @@ class StepStats:
     broken: dict[int, int] = field(default_factory=dict)
     """If the step was skipped: number of tokens whose ratio is an outlier or not a number, by index into this rank's
     sequences."""
+    guard_masked_tokens: int = 0
+    """Number of tokens that ``algo.gradient_guard`` masked."""
     ratios_by_position: tuple[RatioStatistics, ...] = ()
     """``ratios`` by ``scalerl_api.mismatch.POSITIONS``; empty without generator log-probabilities."""
     fresh_ratios_by_position: tuple[RatioStatistics, ...] = ()

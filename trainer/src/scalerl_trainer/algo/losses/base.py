@@ -29,6 +29,9 @@ class TokenBatch:
     """log π_ref of each token, finite; None without a reference policy (see ``algo.kl``)."""
     teacher_logprobs_n: torch.Tensor | None = None
     """log π_teacher of each token, finite; None without a teacher (see ``algo.distillation``)."""
+    proximal_logprobs_n: torch.Tensor | None = None
+    """log π_prox of each token, without gradient: of the policy before the first of the updates that share sampled weights
+    (see ``algo.corrections``). None if that is the trained policy itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,41 @@ def check_clip(loss: str, low: float, high: float) -> None:
     """Raise ``ValueError`` if the clip range [1 - low, 1 + high] does not contain 1 or has negative values."""
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(f"{loss}'s clip range [1 - {low}, 1 + {high}] must hold 1 and stay above or at 0")
+
+
+def check_dual_clip(loss: str, high: float, dual: float | None) -> None:
+    """Raise ``ValueError`` if the dual clip is inside of the clip range, or not above 1."""
+    if dual is not None and not (dual > 1 and dual >= 1 + high):
+        raise ValueError(
+            f"{loss}'s dual clip {dual} must be more than 1, and at least the upper clip {1 + high}"
+        )
+
+
+def clipped_surrogate(
+    ratio_n: torch.Tensor, advantages_n: torch.Tensor, low: float, high: float, dual: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's surrogate min(r A, clip(r, 1 - low, 1 + high) A), and bool ``[N]``: which tokens it leaves without a gradient.
+
+    That minimum has no bound where A < 0 and r is large. ``dual`` is c of the dual clip, max(that, c A) where A < 0
+    (arXiv 1912.09729 [P]); None for none.
+    """
+    free_n = ratio_n * advantages_n
+    cut_n = ratio_n.clamp(1 - low, 1 + high) * advantages_n
+    objective_n, clipped_n = torch.minimum(free_n, cut_n), cut_n < free_n
+    if dual is not None:
+        beyond_n = (advantages_n < 0) & (ratio_n > dual)
+        objective_n = torch.where(beyond_n, dual * advantages_n, objective_n)
+        clipped_n = clipped_n | beyond_n
+    return objective_n, clipped_n
+
+
+def sequence_sums(values_n: torch.Tensor, sequence_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of each sequence's values, and its number of tokens; both float64, of tokens' sequences, ``[N]``."""
+    sequences = int(sequence_n.max()) + 1 if sequence_n.numel() else 0
+    zeros_s = values_n.new_zeros(sequences, dtype=torch.float64)
+    ones_n = torch.ones_like(values_n, dtype=torch.float64)
+    total_s = zeros_s.index_add(0, sequence_n, values_n.double())
+    return total_s[sequence_n], zeros_s.index_add(0, sequence_n, ones_n)[sequence_n]
 
 
 def weighted(objective_n: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:

@@ -10,30 +10,38 @@ The binary total variation compares the probabilities of "this token" and "any o
 total variation and needs no other token's probability. A ratio clip stops rare tokens early (1e-4 to 2e-4 is a ratio of 2)
 and common tokens late (.5 to .6 is a ratio of 1.2); this criterion does the opposite. DPPO's implementations recommend
 δ = .2 [S].
+
+The criterion does not bound r_t: 1e-6 to 1e-1 is a ratio of 100,000 and a difference of .1. C does, 20 in the paper (§5.4
+[S]): beyond it, C + C log(r_t / C) replaces r_t, whose gradient is that of a truncated importance weight, C Â_i ∇log π_train.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
-from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class Dppo:
-    """``threshold``: δ, the largest difference of a token's two probabilities that a gradient may still increase."""
+    """The trust region of the module."""
 
     threshold: float = 0.2
+    """δ, the largest difference of a token's two probabilities that a gradient may still increase."""
+    ratio_cap: float = 20.0
+    """C, the largest ratio."""
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise ValueError(
                 f"DPPO's threshold is a difference of probabilities and must be in (0, 1], not {self.threshold}"
             )
+        if not self.ratio_cap >= 1:
+            raise ValueError(f"DPPO's cap of the ratio must be at least 1, not {self.ratio_cap}")
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """The loss, and the number of masked tokens (``clipped``).
+        """The loss, and the numbers of masked tokens (``clipped``) and of truncated ratios (``truncated``).
 
         >>> import torch
         >>> one = torch.ones(1)
@@ -45,6 +53,8 @@ class Dppo:
         moved_n = logprobs_n.detach().exp() - before_n.exp()
         away_n = moved_n.sign() * tokens.advantages_n > 0
         masked_n = away_n & (moved_n.abs() > self.threshold)
-        ratio_n = (logprobs_n - before_n).clamp(max=LOG_RATIO_LIMIT).exp()
+        difference_n, most = logprobs_n - before_n, math.log(self.ratio_cap)
+        ratio_n = difference_n.clamp(max=most).exp() + self.ratio_cap * (difference_n - most).clamp(min=0)
         loss = weighted(ratio_n.masked_fill(masked_n, 0.0) * tokens.advantages_n, tokens)
-        return LossOutput(loss, {"clipped": masked_n.sum()})
+        truncated_n = ~masked_n & (difference_n > most)
+        return LossOutput(loss, {"clipped": masked_n.sum(), "truncated": truncated_n.sum()})

@@ -5,19 +5,31 @@ arXiv 2507.18071 [P]::
     s_i = (π_train(y_i) / π_old(y_i))^(1/|y_i|) = exp(1/|y_i| Σ_t log π_train(y_it) - log π_old(y_it))
     J = mean over completions of min(s_i Â_i, clip(s_i, 1 - ε_low, 1 + ε_high) Â_i)
 
-Here each token has its completion's term as its objective, so that the aggregation's weights apply as for every loss:
-with ``SampleAverage`` their sum is the mean over completions. The gradient is that of s_i: each token of a completion
-contributes s_i Â_i / |y_i| · ∇ log π, or nothing where the clip is active. |y_i| counts trainable tokens, since forced
-tokens have no ratio.
+This is its token form, GSPO-token (same paper [P]), in which a token has a ratio with the value of its completion's and a
+gradient of its own::
+
+    s_it = sg(s_i) · π_train(y_it) / sg(π_train(y_it))
+    J = Σ_t min(s_it Â_it, clip(s_it, 1 - ε_low, 1 + ε_high) Â_it), weighted by the aggregation
+
+Where all tokens of a completion have one advantage and one weight, value and gradient equal those of the first form: the
+gradient of s_i is s_i / |y_i| Σ_t ∇log π_train(y_it). Otherwise (a teacher's advantages, a correction's weights) the first
+form would give each token the mean of its completion's, so opposite advantages would cancel and a masked token would be
+trained. |y_i| counts trainable tokens, since forced tokens have no ratio.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, check_clip, weighted
+from scalerl_trainer.algo.losses.base import (
+    LossOutput,
+    TokenBatch,
+    check_clip,
+    check_dual_clip,
+    clipped_surrogate,
+    sequence_sums,
+    weighted,
+)
 from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 
@@ -27,25 +39,27 @@ class Gspo:
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    dual_clip: float | None = None
+    """As ``PpoClip.dual_clip``, of s; None, the paper's form, for no bound."""
 
     def __post_init__(self) -> None:
         check_clip("GSPO", self.clip_low, self.clip_high)
+        check_dual_clip("GSPO", self.clip_high, self.dual_clip)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
-        """The loss, and the number of tokens in completions without a gradient because of the clip (``clipped``).
+        """The loss, and the number of tokens without a gradient because of the clip (``clipped``).
 
+        >>> import torch
         >>> zeros, index_n = torch.zeros(2), torch.zeros(2, dtype=torch.long)
         >>> batch = TokenBatch(torch.tensor([0.3, -0.1]), zeros, zeros + 1, zeros + 0.5, index_n)
         >>> round(Gspo(0.2, 0.2)(batch).loss.item(), 4)  # the mean difference is .1: s = e^.1
         -1.1052
         """
-        difference_n = tokens.logprobs_n - tokens.generator_logprobs_n
-        sequences = int(tokens.sequence_n.max()) + 1 if tokens.sequence_n.numel() else 0
-        zeros_s = difference_n.new_zeros(sequences)
-        length_s = zeros_s.index_add(0, tokens.sequence_n, torch.ones_like(difference_n))
-        mean_s = zeros_s.index_add(0, tokens.sequence_n, difference_n) / length_s.clamp(min=1)
-        ratio_n = mean_s.clamp(max=LOG_RATIO_LIMIT).exp()[tokens.sequence_n]
-        free_n = ratio_n * tokens.advantages_n
-        cut_n = ratio_n.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantages_n
-        loss = weighted(torch.minimum(free_n, cut_n), tokens)
-        return LossOutput(loss, {"clipped": (cut_n < free_n).sum()})
+        own_n = tokens.logprobs_n.detach()
+        total_n, length_n = sequence_sums(own_n - tokens.generator_logprobs_n, tokens.sequence_n)
+        mean_n = (total_n / length_n).to(own_n.dtype)
+        ratio_n = (mean_n + tokens.logprobs_n - own_n).clamp(max=LOG_RATIO_LIMIT).exp()
+        objective_n, clipped_n = clipped_surrogate(
+            ratio_n, tokens.advantages_n, self.clip_low, self.clip_high, self.dual_clip
+        )
+        return LossOutput(weighted(objective_n, tokens), {"clipped": clipped_n.sum()})
