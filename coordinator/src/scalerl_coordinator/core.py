@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
-from scalerl_api.wire import INTERRUPTED, EvaluationPoint, PromptRef, Split
+from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.leases import (
     MAX_FAILURES,
@@ -87,6 +87,8 @@ class Core:
     membership: Membership
     book: LeaseBook
     meter: _Meter
+    nonce: str
+    """Unique to this process."""
     labels: Mapping[int, Sequence[dict[str, str]]] = field(default_factory=dict)
     """Labels of the prompts of each evaluation set, by the set's task."""
     outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
@@ -101,6 +103,9 @@ class Core:
     """Counts the records and rollbacks that may change which slots can be leased: all but ``LeasesIssued``."""
     updated_since_restore: set[str] | None = None
     """Names of the members that received weights since this process restored a checkpoint; None if it restored none."""
+    failed_checkpoint: CheckpointFailed | None = None
+    """The trainer's last attempt to write a checkpoint, if it failed. Not journaled, as the disk may be full; the trainer
+    repeats it."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
     """The points from which ``_mean`` was computed."""
     _mean: list[EvaluationPoint] = field(default_factory=list)
@@ -130,11 +135,12 @@ class Core:
             Membership(settings.heartbeat_seconds),
             LeaseBook(settings.lease_seconds),
             _Meter(now),
+            nonce,
             labels or {},
         )
         core.rebase(state, now)
         core.membership.expect({lease.holder for lease in state.leases.values()}, now)
-        core.commit(r.Started(settings.identity, nonce))
+        core.journal_start()
         changed = [
             f"{name} {getattr(before, name)} → {getattr(settings.identity, name)}"
             for name in settings.identity.__struct_fields__
@@ -154,6 +160,11 @@ class Core:
         self.outbox.clear()
         self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
         self.wake |= {WORK, TRAINER}
+
+    def journal_start(self) -> None:
+        """Commit this process's start, unless the state has it: the disk may have refused it."""
+        if self.state.nonce != self.nonce:
+            self.commit(r.Started(self.settings.identity, self.nonce))
 
     # --- changes --------------------------------------------------------------------------------
 

@@ -92,6 +92,7 @@ class TrainerRequests:
             )
         core.flush_usage(now)
         core.commit(r.TrainerJoined(request.incarnation, request.version))
+        core.failed_checkpoint = None
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
         self._stalled_since = None
@@ -507,6 +508,12 @@ class TrainerRequests:
             )
         self.core.flush_usage(now)
         self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
+        self.core.failed_checkpoint = None
+
+    def checkpoint_failed(self, request: wire.CheckpointFailed) -> None:
+        """Note that the trainer could not write a checkpoint, for the status. Writes nothing. Raises Refusal."""
+        self.check(request.incarnation)
+        self.core.failed_checkpoint = request
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
