@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 _USAGE_SECONDS = 5.0
 """Usage is journaled at this interval: a crash loses at most that much."""
 
+_WAITING_SECONDS = 30.0
+"""The same for the time before the first lease."""
+
 WORK = "work"
 """Topic of the actors' long polls, which wait for leases."""
 TRAINER = "trainer"
@@ -75,6 +78,8 @@ class _Meter:
     """Seconds in which generators had requests, summed over them."""
     tokens: int = 0
     """Generated tokens."""
+    waiting: float = 0.0
+    """Seconds before the run's first lease."""
 
 
 @dataclass(slots=True)
@@ -284,14 +289,17 @@ class Core:
             self.wake.add(WORK)
         if self.membership.backoff_over(before, now):
             self.wake.add(TRAINER)
-        if self.meter.wall >= _USAGE_SECONDS:
+        if self.meter.wall >= _USAGE_SECONDS or self.meter.waiting >= _WAITING_SECONDS:
             self.flush_usage(now)
 
     def _measure(self, now: float) -> None:
         meter, members = self.meter, len(self.membership.members)
         elapsed = now - meter.last
         meter.last = now
-        if not self.state.leased or self.finished:
+        if self.finished:
+            return
+        if not self.state.leased:
+            meter.waiting += elapsed
             return
         meter.wall += elapsed
         meter.alive += elapsed * members
@@ -307,8 +315,12 @@ class Core:
         """Journal the usage so far. Call it before committing a record that depends on the run's time."""
         self._measure(now)
         meter = self.meter
-        if meter.wall or meter.busy or meter.tokens:
-            self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
+        if meter.wall or meter.busy or meter.tokens or meter.waiting:
+            self.commit(
+                r.UsageAdded(
+                    *(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens, meter.waiting)
+                )
+            )
             self.meter = _Meter(now)
 
     def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:

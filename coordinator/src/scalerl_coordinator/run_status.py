@@ -58,6 +58,7 @@ def build_status(core: Core) -> wire.Status:
         },
         last_step_stats=state.last_row,
         wall_seconds=usage.wall_seconds + meter.wall,
+        waiting_seconds=usage.waiting_seconds + meter.waiting,
         device_seconds=usage.device_seconds + meter.device,
         tokens_generated=usage.generated_tokens + meter.tokens,
         tokens_trained=state.lineage.trained_tokens,

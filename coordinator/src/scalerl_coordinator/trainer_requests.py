@@ -192,7 +192,9 @@ class TrainerRequests:
     def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
         version = state.version
-        if core.interrupted:
+        if (
+            core.interrupted or not state.leased
+        ):  # no generator ever held weights: there is nothing to evaluate
             return self._finish(now)
         if state.published != version or (self._outdated(now) and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)

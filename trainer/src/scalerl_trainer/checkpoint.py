@@ -271,7 +271,8 @@ class CheckpointStore:
     def volume(self) -> VolumeState:
         """The state of the volume; of one that cannot be read, full and read-only."""
         try:
-            stat = os.statvfs(self._paths.root)
+            folder = self._paths.checkpoints
+            stat = os.statvfs(folder if folder.exists() else self._paths.root)
         except OSError:
             return VolumeState(0, read_only=True)
         return VolumeState(stat.f_bavail * stat.f_frsize, bool(stat.f_flag & os.ST_RDONLY))
