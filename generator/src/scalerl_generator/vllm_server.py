@@ -331,9 +331,7 @@ async def _serve(
     listen_address, sock = setup_server(arguments, reuse_port=False)
     kill_forks_with_parent(sock)
     try:
-        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(
-            UsageContext.OPENAI_API_SERVER
-        )
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if fork_engine:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
         engine = AsyncLLM.from_vllm_config(
