@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +100,29 @@ def test_server_that_cannot_load_its_model_says_why(
         assert "root cause" not in last
         assert ("second start" in last) == (start == 1)
     assert codes == [1, BAD_INPUT_EXIT_CODE]
+
+
+def test_cause_of_an_engine_process_that_configures_its_logging_again() -> None:
+    """As vLLM's does; the server's own exception only refers to it. In a process of its own, since it changes all logging."""
+    code = """
+        import logging, logging.config, os
+        from scalerl_generator import vllm_failures
+        vllm_failures.watch()
+        vllm_failures.watch()
+        if os.fork() == 0:
+            logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"vllm": {"level": "ERROR"}}})
+            try:
+                assert 3 == 4, "a tensor has 3 rows"
+            except AssertionError:
+                logging.getLogger("other").exception("not vLLM's")
+                logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+            os._exit(1)
+        os.wait()
+        print(vllm_failures.cause_of(RuntimeError("Engine core initialization failed. See root cause above. {}")).text)
+        vllm_failures.forget_reports()
+        print(vllm_failures.cause_of(RuntimeError("Engine core initialization failed. See root cause above. {}")).transient)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.splitlines() == ["AssertionError: a tensor has 3 rows", "True"], ended.stderr

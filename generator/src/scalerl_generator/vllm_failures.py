@@ -1,8 +1,8 @@
 """Why vLLM did not start: the exception of the process in which it happened, and whether another start would repeat it.
 
 If an engine or worker process fails, vLLM's server process raises only "Engine core initialization failed. See root cause
-above". The exception itself is in a log record of the other process. A handler there writes it to a file that the server
-process reads (:func:`watch`). It also remembers the cause of a failed start until the next one (:class:`LastFailure`).
+above". The exception itself is in a log record of the other process. :func:`watch` makes that process write it to a file that the
+server process reads. It also remembers the cause of a failed start until the next one (:class:`LastFailure`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -55,23 +57,11 @@ class Cause(msgspec.Struct, frozen=True):
         return cls(text[:MAX_CAUSE_CHARACTERS], of_machine or bool(_TRANSIENT.search(message)))
 
 
-class _Reporter(logging.Handler):
-    """Appends the exception of each error record to the file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(logging.ERROR)
-        self._path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is None or _POINTER.search(str(error)):
-            return
-        with contextlib.suppress(OSError), self._path.open("ab") as file:
-            file.write(msgspec.json.encode(Cause.of(error)) + b"\n")
-
-
 def watch() -> None:
-    """Report exceptions that vLLM logs in this process, and in those forked from it. Call it in every process."""
+    """Report exceptions that vLLM logs in this process, and in those forked from it. Call it in every process.
+
+    By the factory of log records: an engine process configures vLLM's loggers again, which removes their handlers.
+    """
     path = os.environ.get(CAUSES_FILE)
     if not path:
         try:
@@ -80,9 +70,27 @@ def watch() -> None:
             return
         os.close(descriptor)
         os.environ[CAUSES_FILE] = path
-    logger = logging.getLogger("vllm")
-    if not any(isinstance(handler, _Reporter) for handler in logger.handlers):
-        logger.addHandler(_Reporter(Path(path)))
+    make = logging.getLogRecordFactory()
+    if isinstance(make, _Reporter):
+        return
+    logging.setLogRecordFactory(_Reporter(make, Path(path)))
+
+
+@dataclass(frozen=True)
+class _Reporter:
+    """A factory of log records that appends the exception of each of vLLM's error records to a file."""
+
+    make: Callable[..., logging.LogRecord]
+    path: Path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self.make(*args, **kwargs)
+        error = record.exc_info[1] if record.exc_info else None
+        of_vllm = record.name.startswith("vllm") and record.levelno >= logging.ERROR
+        if of_vllm and error is not None and not _POINTER.search(str(error)):
+            with contextlib.suppress(OSError), self.path.open("ab") as file:
+                file.write(msgspec.json.encode(Cause.of(error)) + b"\n")
+        return record
 
 
 def cause_of(error: Exception) -> Cause:
