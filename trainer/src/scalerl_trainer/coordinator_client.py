@@ -71,7 +71,7 @@ class Coordinator:
         self._retry_seconds = retry_seconds
         self._interrupted = interrupted
         self.while_full: Callable[[], None] = lambda: None
-        """Called before each retry of a call for which the coordinator's volume is full."""
+        """Called before each retry of a call for which the coordinator's volume is full, while the other ranks wait."""
         self._http = httpx.Client(base_url=url, headers=wire_headers(token), trust_env=False)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Coordinator:
         message = wire.ShardRequest(
             incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
         )
-        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard)
+        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, alone=False)
 
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
@@ -184,7 +184,8 @@ class Coordinator:
                 f"GET {endpoints.STATUS}: {type(error).__name__}: {error}"
             ) from error
 
-    def _call(self, path: str, message: wire.Struct, answer: type[T]) -> T:
+    def _call(self, path: str, message: wire.Struct, answer: type[T], *, alone: bool = True) -> T:
+        """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
         deadline = time.monotonic() + self._retry_seconds
         pause = FIRST_PAUSE_SECONDS
         while True:
@@ -192,13 +193,15 @@ class Coordinator:
                 return self._once(path, message, answer, 0.0)
             except CoordinatorUnreachable as error:
                 full = isinstance(error, VolumeFull)
-                if full:
+                if full:  # it answers: the deadline is that of a coordinator that does not
                     deadline = time.monotonic() + self._retry_seconds
-                if time.monotonic() + pause >= deadline or self._interrupted():
+                elif time.monotonic() + pause >= deadline:
+                    raise
+                if self._interrupted():
                     raise
                 log.warning("%s; next attempt in %.1f s", error, pause)
             time.sleep(pause * random.uniform(0.5, 1.0))
-            if full:
+            if full and alone:
                 self.while_full()
             pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
