@@ -74,7 +74,7 @@ def misshapen_tensor(model: Path) -> None:
     ("damage", "options", "words"),
     [
         (misshapen_tensor, (), "7"),
-        (unknown_architecture, (), "NoSuchForCausalLM"),
+        pytest.param(unknown_architecture, (), "NoSuchForCausalLM", marks=pytest.mark.full),
     ],
 )
 def test_server_that_cannot_load_its_model_says_why(
