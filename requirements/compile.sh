@@ -23,7 +23,7 @@ control=$(members api tasks curvefit coordinator operator cli)
 # shellcheck disable=SC2086
 {
   lock $all --extra cpu -o requirements/cpu.txt
-  lock $all --extra gpu -o requirements/gpu.txt
+  lock $all --extra gpu -c requirements/gpu-constraints.txt -o requirements/gpu.txt
   lock $control --override requirements/control-overrides.txt -c requirements/cpu.txt -o requirements/control.txt
   # These two are in cpu.txt and gpu.txt, at versions that differ.
   lock requirements/dev.in -c requirements/cpu.txt --override requirements/trackers-overrides.txt \

@@ -225,6 +225,56 @@ def test_reserved_vllm_options_are_refused_in_any_spelling(argument: str) -> Non
         free_option(argument)
 
 
-@pytest.mark.parametrize("argument", ["--seed=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(
+            "--data-parallel-size=2",
+            "--data_parallel_size",
+            "-dp",
+            "-dpl=2",
+            "--pipeline-parallel-size",
+            "-pp",
+            "--pipe=4",
+        ),
+        *(
+            "--quantization=fp8",
+            "-q",
+            "-qfp8",
+            "-q=fp8",
+            "--enable-expert-parallel",
+            "--enable_expert",
+            "-ep",
+            "-e",
+        ),
+        *(
+            "-tp",
+            "-t",
+            "--nnodes",
+            "-n2",
+            "--load-format",
+            "--hf-overrides",
+            "--hf-overrides.head_dtype=float16",
+        ),
+        *(
+            "--enable-lora",
+            "--cpu-offload-gb=4",
+            "--offload-backend",
+            "--worker-cls",
+            "--tokenizer",
+            "--tokenizer=/x",
+        ),
+        "--override-generation-config={}",
+    ],
+)
+def test_vllm_options_that_break_a_run_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=r"^-.* leave it out$"):
+        free_option(argument)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--tokenizer-mode=slow", "--seed=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"],
+)
 def test_other_names_are_allowed(argument: str) -> None:
     assert free_option(argument) == argument

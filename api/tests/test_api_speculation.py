@@ -38,27 +38,6 @@ def test_speculation_in_two_places_is_refused(option: str) -> None:
         generator(extraArgs=["--seed=1", option], speculation={"history": {}})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--pipeline-parallel-size=2"],
-        ["--pipeline_parallel_size", "2"],
-        ["--seed=1", "-pp", "2"],
-        ["-pp=1", "-pp=12"],
-        ["--pipe=4"],
-    ],
-)
-def test_pipeline_parallelism_and_history_are_refused(arguments: list[str]) -> None:
-    generator(extraArgs=arguments)
-    generator(
-        extraArgs=["-pp", "1", "--pipeline-parallel-size=1", "--seed", "2"], speculation={"history": {}}
-    )
-    with pytest.raises(
-        ValidationError, match=r"generator\.speculation\.history does not support .*generator\.extraArgs"
-    ):
-        generator(extraArgs=arguments, speculation={"history": {}})
-
-
 def test_responses_are_the_same_after_the_wire() -> None:
     prompt = wire.PromptRef(1, wire.Split.TRAIN, 7)
     request = wire.ResponsesRequest(prompt=prompt, digest=wire.prompt_digest(bytes(8)))

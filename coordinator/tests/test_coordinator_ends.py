@@ -117,3 +117,35 @@ def test_final_evaluation_scores_unservable_prompt_0():
     assert (counts.held_out_invalid, counts.held_out_given_up, counts.invalid) == (10, 2, 0)
     point = world.state.points[-1]
     assert (point.version, point.prompts, point.given_up_prompts) == (1, 2, 1)
+
+
+def test_time_before_the_first_lease_is_counted_and_a_stop_then_ends_the_run():
+    """The first weights never arrive: nothing is left to publish or to evaluate."""
+    world = World(make_settings(max_steps=5))
+    world.hello("t")
+    world.pass_time(100.0)
+    status = build_status(world.core)
+    assert (status.waiting_seconds, status.wall_seconds) == (100.0, 0.0)
+    world.acknowledge()
+    world.crash(0)
+    world.hello("t2")
+    kept = build_status(world.core).waiting_seconds
+    assert 70.0 <= kept <= 100.0
+    world.pass_time(50.0)
+    assert build_status(world.core).waiting_seconds == kept + 50.0
+    assert world.next("t2") is None
+    world.core.stop("maxSeconds", world.now)
+    finish = world.next("t2")
+    assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSeconds")
+    world.checkpoint("t2", [0])
+    assert build_status(world.core).phase is Phase.FINISHED
+
+
+def test_time_after_the_first_lease_is_no_waiting_time():
+    world = ready(World(make_settings(max_steps=5)))
+    waited = build_status(world.core).waiting_seconds
+    world.serve(world.member, 0)
+    world.pass_time(10.0)
+    status = build_status(world.core)
+    assert status.waiting_seconds == waited
+    assert status.wall_seconds >= 10.0

@@ -277,3 +277,39 @@ async def test_restart_preserves_state(serving_on, tmp_path):
         following = (await client.lease(member, 1, 64)).leases
         assert [lease.slot for lease in following] == [held[1].slot, held[2].slot + 1]
         assert following[0].prompt_id == held[1].prompt_id
+
+
+async def test_server_that_starts_on_a_full_disk_refuses_and_then_journals_its_start(serving_on, tmp_path):
+    """A trainer and a generator of an earlier process go on; the status answers, and so does the shard of a closed step."""
+    async with serving_on(tmp_path) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        member = await join(client)
+        await fill(client, member)
+        before = (await client.status()).counts
+    disk = FullDisk()
+    disk.room = 0
+    async with serving_on(tmp_path, "again", disk=disk) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        assert (await client.status()).journal_error == "No space left on device"
+        assert (await client.status()).counts == before
+        await no_answer_but(507, "no-space", client.hello("t", 0))
+        assert (await client.shard("t", 0)).sequences
+        message = wire.CheckpointFailed(incarnation="t", step=0, reason="full", holding=True)
+        await client.post(endpoints.CHECKPOINT_FAILED, message, wire.Ack)
+        assert ((await client.status()).checkpoint_problem, (await client.status()).unsaved_version) == (
+            "full",
+            0,
+        )
+        disk.room = 10**9
+        for _ in range(2400):
+            if not (await client.status()).journal_error:
+                break
+            await asyncio.sleep(0.05)
+        await client.hello("t", 0)
+        assert (await client.status()).checkpoint_problem == "", "a trainer that starts holds nothing"
+        nonce = local.server._core.nonce
+    async with serving_on(tmp_path, "third") as local:
+        assert local.server._core.state.nonce != nonce
+        assert (
+            await asyncio.to_thread(lambda: local.server._core.state.counts.acknowledged)
+        ) == before.acknowledged

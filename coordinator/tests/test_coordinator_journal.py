@@ -339,3 +339,28 @@ async def test_journal_writer_failure_is_reported_to_waiters(tmp_path, where):
             journal.check()
     assert [str(death) for death in deaths] == ["a bug"]
     await journal.close()
+
+
+@pytest.mark.parametrize("records", [0, 3])
+async def test_journal_that_starts_on_a_full_disk_refuses_until_there_is_space(tmp_path, records):
+    if records:
+        await written(tmp_path, records)
+    disk = FullDisk() if not records else ReadOnlyDisk()
+    disk.room, disk.read_only = 0, True
+    journal, found = await open_journal(tmp_path, disk=disk)
+    assert len(found) == records
+    assert journal.refusing is not None
+    with pytest.raises(JournalRefused):
+        journal.check()
+    await asyncio.sleep(1.2)
+    disk.room, disk.read_only = 10**9, False
+    for _ in range(2400):
+        if journal.refusing is None:
+            break
+        await asyncio.sleep(0.05)
+    journal.append(b"later", None)
+    await journal.durable()
+    await journal.close()
+    journal, found = await open_journal(tmp_path)
+    assert found == [*(f"r{at}".encode() for at in range(records)), b"later"]
+    await journal.close()

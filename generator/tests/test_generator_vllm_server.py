@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
+from scalerl_api.roles import free_option
 from scalerl_generator import vllm_server
 from scalerl_generator.vllm_server import (
     TOKEN_VARIABLE,
@@ -235,3 +236,61 @@ async def test_require_token_guards_websockets(authorization: bytes | None, acce
     assert [m["type"] for m in sent] == ([] if accepted else ["websocket.close"])
     await guard({"type": "lifespan"}, receive, send)
     assert reached[-1] == "lifespan"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_abbreviations_of_refused_options_are_refused() -> None:
+    """Every spelling under which vLLM's own parser accepts an option that breaks a run; and no other option."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+
+    def refused(argument: str) -> bool:
+        try:
+            free_option(argument)
+        except ValueError:
+            return True
+        return False
+
+    broken = {name for name in actions if refused(name)}
+    for name in broken:
+        for length in range(2 if name.startswith("--") else 1, len(name)):
+            prefix = name[: length + 1]
+            meant = {id(action) for option, action in actions.items() if option.startswith(prefix)}
+            if len(meant) == 1 and prefix not in actions:
+                assert refused(prefix), f"vLLM takes {prefix} for {name}"
+    for option in (
+        "--data-parallel-size",
+        "--pipeline-parallel-size",
+        "--quantization",
+        "--enable-lora",
+        "-q",
+        "-ep",
+    ):
+        assert option in broken
+    harmless = {
+        "--seed",
+        "--enforce-eager",
+        "--max-num-batched-tokens",
+        "--block-size",
+        "--enable-chunked-prefill",
+    }
+    harmless |= {
+        "--kv-cache-dtype",
+        "--attention-backend",
+        "--compilation-config",
+        "--tokenizer-mode",
+        "--async-scheduling",
+    }
+    harmless |= {
+        "--speculative-config",
+        "--no-enable-lora",
+        "--logging-config",
+        "--prefill-schedule-interval",
+        "-O",
+        "-cc",
+    }
+    assert not harmless & broken
+    print(sorted(broken))

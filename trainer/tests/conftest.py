@@ -81,8 +81,8 @@ def new_run(processes: Processes, tmp_path: Path) -> Iterator[Callable[..., Any]
 
     made: list[Run] = []
 
-    def new(**changes: Any) -> Run:
-        made.append(Run(processes, tmp_path / f"run{len(made)}", **changes))
+    def new(root: Path | None = None, **changes: Any) -> Run:
+        made.append(Run(processes, root or tmp_path / f"run{len(made)}", **changes))
         return made[-1]
 
     yield new

@@ -39,6 +39,9 @@ def call(path: str, message: wire.Struct, kind: type[Any]) -> Any:
         except httpx.HTTPError:
             time.sleep(0.1)
             continue
+        if answer.status_code == 507:
+            time.sleep(0.1)
+            continue
         if answer.status_code == 200:
             return msgspec.msgpack.decode(answer.content, type=kind)
         if answer.status_code == 404:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,17 @@ import yaml
 from trainer_run import until
 
 pytestmark = pytest.mark.slow
+
+
+def unsaved(run: Any) -> int | None:
+    status = run.status()
+    return None if status is None else status.unsaved_version
+
+
+def problem(run: Any) -> str:
+    """Why the last checkpoint failed."""
+    status = run.status()
+    return "" if status is None else status.checkpoint_problem
 
 
 def test_last_version_checkpointed_before_evaluation(new_run: Any) -> None:
@@ -75,10 +90,16 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     run = new_run(budget__maxSteps=5)
     run.largest_file = {rank: 32 << 10}
     run.start()
+    until(lambda: unsaved(run) == 5, what="the hold")
+    assert all(process.is_alive() for process in run.ranks), "they keep the weights"
+    assert "File too large" in problem(run)
+    assert run.status().waiting_for.startswith("the trainer's last checkpoint: rank")
+    os.kill(run.ranks[1 - rank].pid, signal.SIGTERM)
     assert run.wait_trainer() == [1, 0], "all steps are trained, but their result could not be saved"
     assert run.step() == 5
     assert run.rows()[-1]["checkpoint_failures"] == 2
     assert "failed, keeping the last one" in run.log("trainer-0")
+    assert "version 5 could not be saved, all updates are lost" in run.log("trainer-0")
     assert run.paths.checkpoints.is_dir()
     left = [p for p in run.paths.checkpoints.iterdir() if p != run.paths.exports]
     assert left == [], "neither a checkpoint nor a part of one"
@@ -89,6 +110,80 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
         assert status.exports.last is None
         assert status.exports.failures >= 3
         assert "File too large" in status.exports.problem
+
+
+@contextlib.contextmanager
+def small_volume(path: Path, size: str) -> Iterator[None]:
+    """A volume of ``size`` at ``path``. Mounting takes root, which CI has."""
+    path.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(path: Path) -> Path:
+    """Fill the volume at ``path``; returns the file to remove."""
+    ballast = path / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def test_full_checkpoint_volume_holds_the_last_weights(new_run: Any) -> None:
+    """Mid-run the failure is only visible; at the end, the trainer keeps its weights until there is space."""
+    run = new_run(budget__maxSteps=5, trainer__export={"enabled": False})
+    with small_volume(run.paths.checkpoints, "2m"):
+        ballast = fill(run.paths.checkpoints)
+        run.start(seconds_per_group=0.1)
+        until(lambda: "No space left" in problem(run), what="a failed checkpoint")
+        assert run.step() < 5, "training goes on"
+        assert unsaved(run) == -1
+        until(lambda: unsaved(run) == 5, what="the hold")
+        os.kill(run.coordinator.pid, signal.SIGKILL)  # it learns of the hold again
+        run.coordinator.join()
+        run.start_coordinator()
+        until(lambda: unsaved(run) == 5, what="the hold")
+        assert list(run.paths.checkpoints.iterdir()) == [ballast], "no part of a checkpoint fills the volume"
+        ballast.unlink()
+        assert run.wait_trainer() == [0, 0]
+        assert run.checkpoints() == [5]
+        status = run.status()
+        assert (status.phase, status.checkpoint_version, status.unsaved_version) == ("finished", 5, -1)
+        assert status.checkpoint_problem == ""
+        assert [row["step"] for row in run.rows()] == list(range(5))
+        counts = status.counts
+        assert counts.trained + counts.filtered == 5 * 4 * 3
+        assert run.log("trainer-0").count("registered: ") == 1, "no step was trained twice"
+
+
+def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
+    """The journal is on the same volume: the trainer waits for it, the coordinator restarts on the full volume."""
+    with small_volume(tmp_path / "volume", "24m"):
+        run = new_run(root=tmp_path / "volume", budget__maxSteps=6)
+        run.start(seconds_per_group=0.1)
+        until(lambda: run.step() >= 2)
+        ballast = fill(tmp_path / "volume")
+        until(lambda: run.status().journal_error, what="a journal that refuses")
+        held = run.status()
+        os.kill(run.coordinator.pid, signal.SIGKILL)
+        run.coordinator.join()
+        run.start_coordinator()
+        until(
+            lambda: run.status() is not None and run.status().journal_error, what="a coordinator that refuses"
+        )
+        assert run.status().step == held.step
+        assert run.status().counts.acknowledged == held.counts.acknowledged
+        assert all(process.is_alive() for process in run.ranks)
+        ballast.unlink()
+        assert run.wait_trainer() == [0, 0]
+        assert run.step() == 6
+        assert run.log("trainer-0").count("registered: ") == 1
+        assert [row["step"] for row in run.rows()] == list(range(6))
+        counts = run.status().counts
+        assert counts.trained + counts.filtered == 6 * 4 * 3
 
 
 def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:

@@ -48,7 +48,7 @@ class Run:
     def __init__(self, processes: Any, root: Path, **changes: Any) -> None:
         self._processes = processes
         self.paths = RunPaths(root)
-        root.mkdir()
+        root.mkdir(exist_ok=True)
         (root / "task.jsonl").write_text(
             "".join(json.dumps({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(60))
         )
@@ -174,7 +174,7 @@ class Run:
         skip_held_out: bool = False,
     ) -> Path:
         name = f"generator-{len(self.generators)}"
-        directory = self.paths.root / name
+        directory = self.paths.root.with_name(f"{self.paths.root.name}-{name}")
         directory.mkdir()
         vocabulary = json.loads((self.paths.base_model / "config.json").read_text())["vocab_size"]
         self.generators.append(

@@ -317,8 +317,14 @@ class Reason(_Explained):
     )
     CHECKPOINT_FAILED = (
         "CheckpointFailed",
-        "A checkpoint could not be written; the last good one is kept. Check the free space of the volume and the trainer "
-        "log. Clears with the next successful checkpoint.",
+        "A checkpoint could not be written; the last good one is kept, and training continues. The message has the error: check the "
+        "free space of the volume. The trainer retries once there is more. Clears with the next successful checkpoint.",
+    )
+    UNSAVED_WEIGHTS = (
+        "UnsavedWeights",
+        "Training has ended, and its last version is in no checkpoint; the message has the disk's error. The trainer keeps the "
+        "weights in memory and retries: free space on the volume, or enlarge spec.storage.size, and the run completes. To give "
+        "up the updates, delete the pod of the trainer, or suspend the run, which waits for space for half an hour first.",
     )
     EXPORT_FAILED = (
         "ExportFailed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
@@ -10,7 +9,6 @@ from pydantic import AfterValidator, Field
 from scalerl_api.fields import Matches, MemoryQuantity, Model, PositiveQuantity, PositiveUnitDecimal, Rule
 from scalerl_api.pods import PodTemplate
 from scalerl_api.speculation import (
-    PIPELINE_PARALLELISM,
     SPECULATION_OPTIONS,
     SpeculationSpec,
     is_speculation_option,
@@ -36,18 +34,61 @@ SERVER_OPTIONS: Final = (
 )
 """Options of vLLM that other fields determine, or that the interaction of actor, trainer and server requires. Abbreviations of
 them are rejected too, because vLLM accepts abbreviations."""
+UNSUPPORTED_OPTIONS: Final = (
+    # short abbreviations of SERVER_OPTIONS
+    *("--dt", "--ge", "--gp", "--ho", "--mi", "--por", "--te", "--ud", "--we"),
+    # several engines, pipelines or hosts, whose workers do not join the weight transfer; splits of experts and contexts
+    *(
+        "--data-parallel",
+        "-dp",
+        "--pi",
+        "-p",
+        "--enable-ex",
+        "-e",
+        "--enable-ep",
+        "--enable-el",
+        "--dec",
+        "-dcp",
+        "--prefill-c",
+    ),
+    *(
+        "--nn",
+        "-n",
+        "--nod",
+        "-r",
+        "--master",
+        "--hea",
+        "--api",
+        "-as",
+        "--distributed-e",
+        "-t",
+        "--device-",
+        "--worker",
+    ),
+    # parameters with other names, shapes, dtypes or places than the trainer's
+    *("--quant", "-q", "--loa", "--hf-o", "--hf-c", "--model-c", "--enable-lor", "--lora", "--cpu-o", "--of"),
+    # another tokenizer, task, distribution or interface than the actor and the trainer use
+    *("--tokenizer=", "--ru", "--conv", "--ov", "--logi", "--grpc", "--tokens", "--ro", "--no-enable-sc"),
+)
+"""Beginnings of vLLM's options that break a run, each as short as vLLM accepts it as an abbreviation; an option that starts
+with one is rejected. One with ``=`` is a whole name."""
 SHORTEST_ABBREVIATION: Final = 6
 """Minimum length of an abbreviation, in characters; a shorter prefix is ambiguous."""
 
 
+UNSUPPORTED: Final = "is not supported: the weights of a run could not be updated, or its completions not be trained on; leave it out"
+
+
 def free_option(argument: str) -> str:
-    """Reject an argument of vLLM's command line that the operator sets itself."""
-    name = argument.split("=", 1)[0].replace("_", "-")
+    """Reject an argument of vLLM's command line that the operator sets itself, or that breaks a run."""
+    name = argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
     abbreviates = len(name) >= SHORTEST_ABBREVIATION and any(
         option.startswith(name) for option in SERVER_OPTIONS
     )
     if name in SERVER_OPTIONS or abbreviates or name.startswith("--ssl-"):
         raise ValueError(f"{name} is set from other fields, or by the operator itself; leave it out")
+    if f"{name}=".startswith(UNSUPPORTED_OPTIONS):
+        raise ValueError(f"{name} {UNSUPPORTED}")
     return argument
 
 
@@ -76,7 +117,8 @@ class GeneratorSpec(Model):
     extra_args: Annotated[
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
     ] = []
-    """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected."""
+    """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected,
+    and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA, offloading."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
     max_restarts: MaxRestarts = 20
@@ -92,18 +134,6 @@ class GeneratorSpec(Model):
             "extraArgs",
             lambda generator: (
                 generator.speculation is None or not any(map(is_speculation_option, generator.extra_args))
-            ),
-        ),
-        Rule(
-            "!has(self.speculation) || !has(self.speculation.history) || !has(self.extraArgs) || "
-            f"!self.extraArgs.join('\\n').matches(r'{PIPELINE_PARALLELISM}')",
-            "generator.speculation.history does not support the pipeline parallelism of generator.extraArgs: "
-            "leave --pipeline-parallel-size out",
-            "extraArgs",
-            lambda generator: (
-                generator.speculation is None
-                or generator.speculation.history is None
-                or re.search(PIPELINE_PARALLELISM, "\n".join(generator.extra_args)) is None
             ),
         ),
     )

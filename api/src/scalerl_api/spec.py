@@ -140,7 +140,8 @@ class BudgetSpec(Model):
     max_device_hours: PositiveDecimal | None = None
     """Maximum devices × hours; a CPU process counts as one device."""
     max_seconds: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
-    """Maximum time of mid-training and since the first lease, without suspensions."""
+    """Maximum time since the coordinator started, without suspensions. The time until the first weights reach a generator
+    counts, so that a run which cannot start ends."""
     max_compute_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
     """Maximum compute, in tokens of supervised training: a solution token of mid-training counts 1, a completion token of RL
     4/3, or 5/3 with ``recipe.kl.penalty`` (arXiv 2512.07783 [P]); prompts count in neither."""

@@ -15,8 +15,6 @@ SPECULATION_OPTIONS: Final = (
     "--additional-config",
 )
 """vLLM's options for speculative decoding, and the general option with which the history method is configured."""
-PIPELINE_PARALLELISM: Final = r"(^|\n)(-pp|--pi[a-z_-]*)[=\n]([^1]|1[^\n])"
-"""Regular expression for a pipeline size other than 1 in vLLM's arguments, one per line. vLLM accepts abbreviations."""
 
 MEMORY_BYTES_PER_TOKEN: Final = 56
 """Memory per token of a past response in a generator: the token, and the index of earlier occurrences of the same text."""

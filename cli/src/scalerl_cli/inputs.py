@@ -12,7 +12,7 @@ import yaml
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import SourcesSpec
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun, TaskSpec
-from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
+from scalerl_cli.machine import WEIGHTS, gpu_problem, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
@@ -226,7 +226,7 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
     for name in run.spec.trackers.asked_for:
         if (missing := missing_package(name)) is not None:
             yield SpecProblem(f"spec.trackers.{name}", missing)
-    for problem in (vllm_problem(run.spec), memory_problem(run.spec)):
+    for problem in (vllm_problem(run.spec), gpu_problem(run.spec), memory_problem(run.spec)):
         if problem is not None:
             yield problem
 

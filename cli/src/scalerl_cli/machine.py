@@ -8,9 +8,14 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
+import os
+import re
+import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import BYTES, ModelSize, host_memory
@@ -117,6 +122,43 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
             "spec.generator.devices",
             f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",
             "apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora), or rm .venv/.installed-cpu && make setup, which brings one",
+        )
+    return None
+
+
+MIN_DRIVER: Final = 580
+"""Oldest release of NVIDIA's driver that runs CUDA 13, for which the locked builds of PyTorch and vLLM are."""
+
+
+def gpu_problem(spec: RunSpec, root: Path = Path("/"), include: Path | None = None) -> SpecProblem | None:
+    """What this machine lacks to run a spec with devices: a driver for CUDA 13, and what Triton compiles its launchers with when
+    a kernel is first used. None also where there is no NVIDIA driver: the operator counts the devices.
+
+    root: of the file system. include: folder with ``Python.h``; None is this interpreter's.
+    """
+    role = "generator" if spec.generator.devices else "trainer"
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    if not (spec.generator.devices or spec.trainer.devices):
+        return None
+    version = re.search(r"\s(\d+)\.[\d.]+\s", text)
+    if version is not None and int(version[1]) < MIN_DRIVER:
+        return SpecProblem(
+            f"spec.{role}.devices",
+            f"NVIDIA's driver {version[0].strip()} of this machine is too old for the locked builds of PyTorch and vLLM, which are "
+            f"for CUDA 13",
+            f"install driver {MIN_DRIVER} or newer, or set devices to 0",
+        )
+    header = (include or Path(sysconfig.get_path("include"))) / "Python.h"
+    compiler = next(filter(shutil.which, (os.environ.get("CC", ""), "gcc", "cc", "clang")), None)
+    if not header.is_file() or compiler is None:
+        missing = f"{header} does not exist" if compiler is not None else "there is no C compiler"
+        return SpecProblem(
+            f"spec.{role}.devices",
+            f"Triton compiles code for the GPUs with a C compiler and Python's headers, and {missing}",
+            "apt-get install gcc python3-dev (Debian, Ubuntu), or dnf install gcc python3-devel (Fedora)",
         )
     return None
 

@@ -439,6 +439,44 @@ def test_libraries_of_setup_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine.vllm_problem(spec, [str(tmp_path)], numa="libnowhere.so.1") is None
 
 
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\n",
+            ["570.86.15", "580 or newer"],
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104  Release Build\n",
+            ["535.104", "580"],
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+            ["Python.h", "-dev"],
+        ),
+        (None, []),
+    ],
+)
+def test_machine_with_gpus_needs_a_driver_and_headers(
+    tmp_path: Path, version: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)  # some program
+    if version is not None:
+        (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+        (tmp_path / "proc/driver/nvidia/version").write_text(version)
+    on_gpus = RunSpec.model_validate({**GOOD["spec"], "generator": {"devices": 1}})
+    problem = machine.gpu_problem(on_gpus, tmp_path, include=tmp_path)
+    assert (problem is None) == (not words)
+    assert all(word in str(problem) for word in words)
+    assert machine.gpu_problem(RunSpec.model_validate(GOOD["spec"]), tmp_path, include=tmp_path) is None
+    (tmp_path / "Python.h").touch()
+    if version is not None and "580" in version:
+        assert machine.gpu_problem(on_gpus, tmp_path, include=tmp_path) is None
+        monkeypatch.setenv("CC", "")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "no C compiler" in str(machine.gpu_problem(on_gpus, tmp_path, include=tmp_path))
+
+
 @pytest.mark.parametrize("command", ["validate", "run"])
 def test_unusable_vllm_build_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str

@@ -269,6 +269,8 @@ class Usage(msgspec.Struct, array_like=True):
     generator_busy_seconds: float = 0.0
     generated_tokens: int = 0
     trainer_busy_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """Time of coordinators before the first lease, without that of mid-training."""
 
     @property
     def generator_busy_fraction(self) -> float:

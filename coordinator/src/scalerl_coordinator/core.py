@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
-from scalerl_api.wire import INTERRUPTED, EvaluationPoint, PromptRef, Split
+from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.leases import (
     MAX_FAILURES,
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 _USAGE_SECONDS = 5.0
 """Usage is journaled at this interval: a crash loses at most that much."""
+
+_WAITING_SECONDS = 30.0
+"""The same for the time before the first lease."""
 
 WORK = "work"
 """Topic of the actors' long polls, which wait for leases."""
@@ -75,6 +78,8 @@ class _Meter:
     """Seconds in which generators had requests, summed over them."""
     tokens: int = 0
     """Generated tokens."""
+    waiting: float = 0.0
+    """Seconds before the run's first lease."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class Core:
     membership: Membership
     book: LeaseBook
     meter: _Meter
+    nonce: str
+    """Unique to this process."""
     labels: Mapping[int, Sequence[dict[str, str]]] = field(default_factory=dict)
     """Labels of the prompts of each evaluation set, by the set's task."""
     outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
@@ -101,6 +108,9 @@ class Core:
     """Counts the records and rollbacks that may change which slots can be leased: all but ``LeasesIssued``."""
     updated_since_restore: set[str] | None = None
     """Names of the members that received weights since this process restored a checkpoint; None if it restored none."""
+    failed_checkpoint: CheckpointFailed | None = None
+    """The trainer's last attempt to write a checkpoint, if it failed. Not journaled, as the disk may be full; the trainer
+    repeats it."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
     """The points from which ``_mean`` was computed."""
     _mean: list[EvaluationPoint] = field(default_factory=list)
@@ -130,11 +140,12 @@ class Core:
             Membership(settings.heartbeat_seconds),
             LeaseBook(settings.lease_seconds),
             _Meter(now),
+            nonce,
             labels or {},
         )
         core.rebase(state, now)
         core.membership.expect({lease.holder for lease in state.leases.values()}, now)
-        core.commit(r.Started(settings.identity, nonce))
+        core.journal_start()
         changed = [
             f"{name} {getattr(before, name)} → {getattr(settings.identity, name)}"
             for name in settings.identity.__struct_fields__
@@ -154,6 +165,11 @@ class Core:
         self.outbox.clear()
         self.book.resync({i: lease.holder for i, lease in state.leases.items()}, now)
         self.wake |= {WORK, TRAINER}
+
+    def journal_start(self) -> None:
+        """Commit this process's start, unless the state has it: the disk may have refused it."""
+        if self.state.nonce != self.nonce:
+            self.commit(r.Started(self.settings.identity, self.nonce))
 
     # --- changes --------------------------------------------------------------------------------
 
@@ -273,14 +289,17 @@ class Core:
             self.wake.add(WORK)
         if self.membership.backoff_over(before, now):
             self.wake.add(TRAINER)
-        if self.meter.wall >= _USAGE_SECONDS:
+        if self.meter.wall >= _USAGE_SECONDS or self.meter.waiting >= _WAITING_SECONDS:
             self.flush_usage(now)
 
     def _measure(self, now: float) -> None:
         meter, members = self.meter, len(self.membership.members)
         elapsed = now - meter.last
         meter.last = now
-        if not self.state.leased or self.finished:
+        if self.finished:
+            return
+        if not self.state.leased:
+            meter.waiting += elapsed
             return
         meter.wall += elapsed
         meter.alive += elapsed * members
@@ -296,8 +315,12 @@ class Core:
         """Journal the usage so far. Call it before committing a record that depends on the run's time."""
         self._measure(now)
         meter = self.meter
-        if meter.wall or meter.busy or meter.tokens:
-            self.commit(r.UsageAdded(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens))
+        if meter.wall or meter.busy or meter.tokens or meter.waiting:
+            self.commit(
+                r.UsageAdded(
+                    *(meter.wall, meter.device, meter.alive, meter.busy, meter.tokens, meter.waiting)
+                )
+            )
             self.meter = _Meter(now)
 
     def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:

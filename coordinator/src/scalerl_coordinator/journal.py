@@ -122,7 +122,7 @@ class Journal:
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = _open_lock(directory / "lock")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -162,9 +162,15 @@ class Journal:
         return self._recovery
 
     async def start(self) -> None:
-        """Truncate a partial tail, open the segment for appending, start the writer."""
+        """Truncate a partial tail, open the segment for appending, start the writer.
+
+        On a disk that cannot be written, the journal refuses records until it can: see :attr:`refusing`.
+        """
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self._open_tail)
+        try:
+            await loop.run_in_executor(self._thread, self._open_tail)
+        except OSError as error:
+            self._start_refusing(error)
         self._writer = loop.create_task(self._commit_forever(), name="journal")
         self._writer.add_done_callback(self._writer_done)
 
@@ -269,6 +275,8 @@ class Journal:
 
     async def _commit_forever(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._error is not None:
+            await self._until_writable(self._open_tail)
         while True:
             if not self._pending:
                 if self._closing:
@@ -363,15 +371,16 @@ class Journal:
         if self._recovery is None:
             raise AssertionError("call recover() before start()")
         self._segment, end = self._recovery.tail
-        self._recovery = None
         if end == 0:
             self._create_segment(self._segment)
         else:
             path = self._layout.path("segment", self._segment)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            if self._fd < 0:  # else an earlier attempt failed after this
+                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             self._open_number, self._synced = self._segment, end
             self._truncate_tail()
             self._disk.sync(self._fd)
+        self._recovery = None
         self._written = self._acknowledged = self._synced
 
     def _create_segment(self, number: int) -> None:
@@ -404,19 +413,26 @@ class Journal:
     async def _refuse(self, error: OSError) -> None:
         """Roll back the failed batch and all later records, none of which was acknowledged; then retry until the disk is
         writable again."""
-        log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
-        self._error = error
-        self.counters.refusals += 1
+        self._start_refusing(error)
         self._pending.clear()
         self._durable = self._position
         self._fail_waiters(JournalRefused(f"{self.directory}: {error.strerror}"))
         if self._closing:
             return
         self.on_refusal()
+        await self._until_writable(self._reopen)
+
+    def _start_refusing(self, error: OSError) -> None:
+        log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
+        self._error = error
+        self.counters.refusals += 1
+
+    async def _until_writable(self, open_segment: Callable[[], None]) -> None:
+        """Call ``open_segment`` in the worker thread until it succeeds; then the journal accepts records."""
         loop = asyncio.get_running_loop()
         while not self._closing:
             try:
-                await loop.run_in_executor(self._thread, self._reopen)
+                await loop.run_in_executor(self._thread, open_segment)
             except OSError as problem:
                 log.debug("the journal cannot be written yet: %s", problem.strerror)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -440,3 +456,12 @@ class Journal:
 
     def _truncate_tail(self) -> None:
         self._disk.truncate(self._fd, self._synced)
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # also a file that cannot be written can be locked

@@ -242,6 +242,7 @@ class UsageAdded(Record, frozen=True, array_like=True, tag="usage"):
     generator_alive_seconds: float
     generator_busy_seconds: float
     generated_tokens: int
+    waiting_seconds: float = 0.0
 
 
 class SupervisedTrained(Record, frozen=True, array_like=True, tag="supervised"):

@@ -120,6 +120,16 @@ class _RunCollector(Collector):
             phases.add_metric((phase.value,), float(status.phase is phase))
         yield phases
         for name, value, text in (
+            (
+                "checkpoint_failing",
+                float(bool(status.checkpoint_problem)),
+                "1 while the trainer's last attempt to write a checkpoint failed.",
+            ),
+            (
+                "weights_unsaved",
+                float(status.unsaved_version >= 0),
+                "1 while training has ended and the trainer keeps its last weights in memory because they cannot be saved.",
+            ),
             ("members", len(status.members), "Registered generators."),
             ("step", status.step, "Steps trained."),
             ("published_version", status.published_version, "Latest published version."),

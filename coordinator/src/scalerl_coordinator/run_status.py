@@ -58,6 +58,7 @@ def build_status(core: Core) -> wire.Status:
         },
         last_step_stats=state.last_row,
         wall_seconds=usage.wall_seconds + meter.wall,
+        waiting_seconds=usage.waiting_seconds + meter.waiting,
         device_seconds=usage.device_seconds + meter.device,
         tokens_generated=usage.generated_tokens + meter.tokens,
         tokens_trained=state.lineage.trained_tokens,
@@ -71,6 +72,8 @@ def build_status(core: Core) -> wire.Status:
         skipped_steps=state.skipped_steps,
         last_skip_reason=state.last_skip_reason,
         checkpoint_version=state.checkpoint,
+        checkpoint_problem="" if core.failed_checkpoint is None else core.failed_checkpoint.reason,
+        unsaved_version=_unsaved_version(core),
         teacher_problem=_teacher_problem(core),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
@@ -126,7 +129,8 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     if phase is Phase.WAITING:
         return "the first weights to reach a generator"
     if phase is Phase.FINISHING and state.finish_reason:
-        return "the trainer's last checkpoint"
+        failed = core.failed_checkpoint
+        return "the trainer's last checkpoint" + ("" if failed is None else f": {failed.reason}")
     for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
@@ -138,6 +142,11 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return f"the teacher: {problem}"
     missing = state.missing(state.version)
     return f"{missing} groups of step {state.version}" if missing else ""
+
+
+def _unsaved_version(core: Core) -> int:
+    failed = core.failed_checkpoint
+    return failed.step if failed is not None and failed.holding and not core.finished else -1
 
 
 def _teacher_problem(core: Core) -> str:

@@ -12,6 +12,7 @@ writes nothing of its state in memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
@@ -33,7 +34,7 @@ from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
-from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.journal import Journal, JournalRefused
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
@@ -138,9 +139,14 @@ class Server:
     # --- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Write the files from the state and start the ticks. Start the journal first."""
-        self._flush()
-        await self._journal.durable()
+        """Write the files from the state and start the ticks. Start the journal first.
+
+        While the disk cannot be written, the server starts and refuses requests, and this start is journaled later.
+        """
+        if self._journal.refusing is None:
+            self._flush()
+            with contextlib.suppress(JournalRefused):
+                await self._journal.durable()
         if self._history is not None:
             self._history.start()
         await self._write_rows(whole=True)
@@ -280,6 +286,7 @@ class Server:
             self._fail(problem)
             return
         self._core.rebase(state, self._now())
+        self._core.journal_start()
         self._step_groups = None
 
     async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
@@ -441,7 +448,10 @@ class Server:
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
-        plan = await self._decided(lambda _: self._training.plan_shard(request))
+        if self._journal.refusing is None:
+            plan = await self._decided(lambda _: self._training.plan_shard(request))
+        else:  # the state is what the disk holds, and reading needs no space
+            plan = self._training.plan_shard(request)
         groups = await self._groups_of(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
@@ -502,6 +512,10 @@ class Server:
             )
         await self._decided(lambda now: self._training.checkpoint_commit(request, now))
         await self._write_curve()
+        return wire.Ack()
+
+    async def _checkpoint_failed(self, request: wire.CheckpointFailed) -> wire.Ack:
+        self._training.checkpoint_failed(request)
         return wire.Ack()
 
     # --- operator, probes -----------------------------------------------------------------------
@@ -616,6 +630,7 @@ class Server:
             (endpoints.PUBLISH_COMMIT, wire.PublishCommit, SMALL_BODY_BYTES, self._publish_commit),
             (endpoints.CHECKPOINT_BEGIN, wire.CheckpointBegin, SMALL_BODY_BYTES, self._checkpoint_begin),
             (endpoints.CHECKPOINT_COMMIT, wire.CheckpointCommit, SMALL_BODY_BYTES, self._checkpoint_commit),
+            (endpoints.CHECKPOINT_FAILED, wire.CheckpointFailed, SMALL_BODY_BYTES, self._checkpoint_failed),
             (endpoints.STOP, wire.Stop, SMALL_BODY_BYTES, self._stop),
             (endpoints.DECISIONS, wire.DecisionLine, MAX_LINE_BYTES + 1024, self._record_decision),
         ):

@@ -92,6 +92,7 @@ class TrainerRequests:
             )
         core.flush_usage(now)
         core.commit(r.TrainerJoined(request.incarnation, request.version))
+        core.failed_checkpoint = None
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
         self._stalled_since = None
@@ -191,7 +192,9 @@ class TrainerRequests:
     def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
         version = state.version
-        if core.interrupted:
+        if (
+            core.interrupted or not state.leased
+        ):  # no generator ever held weights: there is nothing to evaluate
             return self._finish(now)
         if state.published != version or (self._outdated(now) and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
@@ -507,6 +510,12 @@ class TrainerRequests:
             )
         self.core.flush_usage(now)
         self.core.commit(r.CheckpointCommitted(request.step, request.kept_steps))
+        self.core.failed_checkpoint = None
+
+    def checkpoint_failed(self, request: wire.CheckpointFailed) -> None:
+        """Note that the trainer could not write a checkpoint, for the status. Writes nothing. Raises Refusal."""
+        self.check(request.incarnation)
+        self.core.failed_checkpoint = request
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:

@@ -65,6 +65,7 @@ def supervised_trained(state: CoordinatorState, record: r.SupervisedTrained) -> 
     state.supervised_steps, state.supervised_tokens = record.steps, record.tokens
     state.supervised_seconds += record.seconds
     state.usage.wall_seconds += record.seconds
+    state.usage.waiting_seconds = max(0.0, state.usage.waiting_seconds - record.seconds)
     state.usage.device_seconds += record.device_seconds
     state.usage.trainer_busy_seconds += record.seconds
 
@@ -196,6 +197,7 @@ def usage_added(state: CoordinatorState, record: r.UsageAdded) -> None:
     usage.generator_alive_seconds += record.generator_alive_seconds
     usage.generator_busy_seconds += record.generator_busy_seconds
     usage.generated_tokens += record.generated_tokens
+    usage.waiting_seconds += record.waiting_seconds
 
 
 APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {

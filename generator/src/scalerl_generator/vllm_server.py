@@ -9,7 +9,8 @@ which matter on one or two cores:
 - the model class is looked up in this process, not in a subprocess that imports vLLM;
 - if the installation has no compiled bytecode, the process keeps a bytecode cache.
 
-The engine process dies with this one, however this one ends (:mod:`.vllm_lifetime`).
+The engine process dies with this one, however this one ends (:mod:`.vllm_lifetime`). If vLLM does not start, the last line
+on stderr has the cause, and a cause that repeats ends the process with the exit code of wrong input (:mod:`.vllm_failures`).
 
 Every endpoint but ``/health`` and ``/metrics`` requires the run's token, development endpoints included.
 """
@@ -26,13 +27,15 @@ import os
 import secrets
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIR, NAME, TOKEN_FILE
+from scalerl_generator import vllm_failures
 from scalerl_generator.draft_protocol import MEMORY_TOKENS
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
@@ -48,6 +51,14 @@ _PLUGIN = "scalerl"
 
 class ServerProblem(Exception):
     """The server cannot start with these options; the message says what to change."""
+
+
+class StartFailure(Exception):
+    """vLLM did not start. ``cause`` has the exception, also if it happened in another process."""
+
+    def __init__(self, cause: vllm_failures.Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -304,7 +315,9 @@ def _register_model_class(model: str) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool) -> None:
+async def _serve(
+    arguments: argparse.Namespace, fork_engine: bool, drafts: bool, last_failure: vllm_failures.LastFailure
+) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve
     from vllm.entrypoints.launchers.launcher import setup_server
@@ -317,14 +330,21 @@ async def _serve(arguments: argparse.Namespace, fork_engine: bool, drafts: bool)
     signal.signal(signal.SIGTERM, interrupt)  # until the server installs its own handler
     listen_address, sock = setup_server(arguments, reuse_port=False)
     kill_forks_with_parent(sock)
-    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    if fork_engine:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
-    engine = AsyncLLM.from_vllm_config(
-        config, usage_context=UsageContext.OPENAI_API_SERVER, disable_log_stats=arguments.disable_log_stats
-    )
-    if drafts:
-        await engine.collective_rpc("scalerl_attach_proposer")
+    try:
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if fork_engine:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set "spawn"
+        engine = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            disable_log_stats=arguments.disable_log_stats,
+        )
+        if drafts:
+            await engine.collective_rpc("scalerl_attach_proposer")
+    except Exception as error:
+        raise StartFailure(vllm_failures.cause_of(error)) from error
+    last_failure.forget()
+    vllm_failures.forget_reports()
     gc.collect()
     gc.freeze()  # imported objects are permanent, so collections skip them
     try:
@@ -345,12 +365,47 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(options, on_cpu))
-    validate_parsed_serve_args(arguments)
+    vllm_failures.watch()
     one_cpu_worker = on_cpu and options.tensor_parallel == 1
-    if one_cpu_worker:
-        _register_model_class(options.model)
+    try:
+        validate_parsed_serve_args(arguments)
+        if one_cpu_worker:
+            _register_model_class(options.model)
+    except Exception as error:
+        raise StartFailure(vllm_failures.Cause.of(error)) from error
     gc.enable()
-    uvloop.run(_serve(arguments, fork_engine=one_cpu_worker, drafts=options.max_draft_tokens > 0))
+    uvloop.run(
+        _serve(
+            arguments,
+            fork_engine=one_cpu_worker,
+            drafts=options.max_draft_tokens > 0,
+            last_failure=last_failure(options),
+        )
+    )
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl"
+
+
+def last_failure(options: ServerOptions) -> vllm_failures.LastFailure:
+    """The last failed start of this run's replica with these options."""
+    run, name = os.environ.get(DIR, ""), os.environ.get(NAME, "")
+    return vllm_failures.LastFailure.of_server(_cache(), run, name, repr(replace(options, port=0)))
+
+
+def end_failed_start(failure: StartFailure, options: ServerOptions) -> NoReturn:
+    """Print the cause as the last line, which the operator and the console quote, and exit.
+
+    The exit code is that of wrong input if the same cause, independent of the machine, also ended the start before.
+    """
+    traceback.print_exception(failure.__cause__)
+    repeated = last_failure(options).repeats(failure.cause)
+    vllm_failures.forget_reports()
+    again = " (the second start in a row that fails so)" if repeated else ""
+    print(f"vllm_server: vLLM does not start: {failure}{again}", file=sys.stderr, flush=True)
+    # An ordinary exit would wait for vLLM's threads, and append their messages.
+    os._exit(BAD_INPUT_EXIT_CODE if repeated else 1)
 
 
 def _token_from_file(environ: Mapping[str, str]) -> str:
@@ -384,11 +439,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.environ,
             on_cpu,
             _package_dir("torch"),
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl",
+            _cache(),
             cache_bytecode=uncompiled_package(vllm_dir) and "PYTHONPYCACHEPREFIX" not in os.environ,
         )
         os.execve(sys.executable, [sys.executable, "-P", "-m", "scalerl_generator.vllm_server", *argv], env)  # noqa: S606
-    serve(options, on_cpu)
+    try:
+        serve(options, on_cpu)
+    except StartFailure as failure:
+        end_failed_start(failure, options)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
+from scalerl_generator import vllm_failures
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
@@ -62,6 +63,7 @@ _MIN_BROADCAST_SECONDS = 0.1
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
+    vllm_failures.watch()
     mend_cpu_sampler()
     # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)

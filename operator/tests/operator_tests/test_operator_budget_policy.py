@@ -25,3 +25,10 @@ def test_table(
 ) -> None:
     used = status([], wall_seconds=wall_seconds, device_seconds=device_seconds)
     assert limit_reached(BudgetSpec.model_validate(budget), used) == expected
+
+
+def test_time_before_the_first_lease_counts_for_seconds_only() -> None:
+    waits = status([], wall_seconds=0.0, device_seconds=0.0, waiting_seconds=60.0)
+    assert limit_reached(BudgetSpec.model_validate({"max_seconds": 60}), waits) == "maxSeconds"
+    assert limit_reached(BudgetSpec.model_validate({"max_seconds": 61}), waits) == ""
+    assert limit_reached(BudgetSpec.model_validate({"max_device_hours": "1e-3"}), waits) == ""

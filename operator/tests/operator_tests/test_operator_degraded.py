@@ -209,3 +209,30 @@ def test_unavailable_teacher_degrades_until_it_answers(reconciles: Reconciles) -
     assert said is not None
     assert problem in (said.message or "")
     assert reconciles.reconcile(5, teacher_problem="") == Reason.HEALTHY
+
+
+def test_unsaved_weights_are_neither_stalled_nor_failed(reconciles: Reconciles) -> None:
+    """The trainer keeps them in memory; the message has the disk's error, and what to do."""
+    reconciles.reconcile(0)
+    full = "rank 0: OSError: [Errno 28] No space left on device"
+    assert reconciles.reconcile(5, checkpoint_problem=full) == Reason.CHECKPOINT_FAILED
+    degraded = reconciles.after.condition(ConditionType.DEGRADED)
+    assert degraded is not None
+    assert degraded.message == full
+    reconciles.coordinator_report = msgspec.structs.replace(
+        reconciles.coordinator_report, phase=wire.Phase.FINISHING, stop_reason="maxSteps"
+    )
+    assert reconciles.reconcile(1e5, Phase.FINISHING, unsaved_version=3) == Reason.UNSAVED_WEIGHTS
+    for type_ in (ConditionType.DEGRADED, ConditionType.PROGRESSING):
+        condition = reconciles.after.condition(type_)
+        assert condition is not None
+        assert condition.reason == Reason.UNSAVED_WEIGHTS
+        assert condition.message.startswith(f"version 3 is in no checkpoint: {full}. ")
+        assert "free space" in condition.message
+    failed = reconciles.after.condition(ConditionType.FAILED)
+    assert failed is not None
+    assert failed.status == "False"
+    assert reconciles.reconcile(1e5 + 60, Phase.SUSPENDING) == Reason.UNSAVED_WEIGHTS, (
+        "a suspension waits, too"
+    )
+    assert reconciles.reconcile(1e5 + 90, unsaved_version=-1, checkpoint_problem="") == Reason.HEALTHY

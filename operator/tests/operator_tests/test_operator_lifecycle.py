@@ -185,6 +185,44 @@ def test_coordinator_has_a_budget_of_restarts() -> None:
     assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
 
 
+@pytest.mark.parametrize(("published", "ready", "ends"), [(-1, 0, True), (0, 0, False), (-1, 1, False)])
+def test_generators_that_reject_their_input_end_a_run_without_weights(
+    published: int, ready: int, ends: bool
+) -> None:
+    bad = Service(
+        ready=ready, bad_input=Ended(2, "vllm_server: vLLM does not start: ValueError: no such architecture")
+    )
+    waiting = status([], phase=CoordinatorPhase.WAITING, published_version=published)
+    decision = decide(SPEC, replace(RUNNING, generators=bad, status=waiting), FIRST)
+    outcome = decision.memory.outcome
+    assert (outcome is not None) == ends
+    if outcome is not None:
+        assert (decision.phase, outcome.reason) == ("Failed", "BadInput")
+        assert (
+            outcome.message == "generator: vllm_server: vLLM does not start: ValueError: no such architecture"
+        )
+
+
+def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
+    held = status(
+        [],
+        phase=CoordinatorPhase.FINISHING,
+        stop_reason="maxSteps",
+        unsaved_version=10,
+        checkpoint_problem="no space left",
+        wall_seconds=1e6,
+    )
+    later = replace(RUNNING, unix_seconds=1e6, status=held, trainer=replace(RUNNING.trainer, ready=True))
+    decision = decide(SPEC, later, FIRST)
+    assert (decision.phase, exists(decision)) == ("Finishing", (True, True, 1, 1))
+    assert (decision.request_stop, decision.memory.outcome) == (None, None), "the budget ends nothing"
+    draining = decide(SPEC, replace(later, suspend=True), FIRST)
+    assert (draining.phase, draining.trainer, draining.request_stop) == ("Suspending", 1, None)
+    assert "no space left" in draining.note
+    ended = decide(SPEC, replace(later, suspend=True, unix_seconds=1e6 + DRAIN_SECONDS), draining.memory)
+    assert ended.trainer is None, "its Job is deleted, and the trainer tries once more"
+
+
 def test_rank_failure_after_the_last_checkpoint() -> None:
     over = replace(
         RUNNING,

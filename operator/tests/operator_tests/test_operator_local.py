@@ -71,6 +71,18 @@ async def test_crashed_service_restarts_with_back_off_on_the_same_port(tmp_path:
     assert harness.log("coordinator-0").count("--- ") == 4
 
 
+async def test_restart_quotes_the_last_line_of_the_log(tmp_path: Path) -> None:
+    fail = "import sys; print('2026-01-01 00:00:00,000 ERROR a.b cannot load: no such layer', file=sys.stderr); sys.exit(1)"
+    harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", fail))
+
+    async def scenario() -> None:
+        await eventually(lambda: bool(harness.events))
+
+    await harness.while_running(scenario)
+    assert "coordinator-0 exited with code 1" in harness.events[0].text
+    assert ": cannot load: no such layer; restarting in 0.05 s" in harness.events[0].text
+
+
 async def test_gang_restarts_as_a_whole_with_a_new_master_port(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(600)")

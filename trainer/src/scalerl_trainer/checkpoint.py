@@ -43,6 +43,8 @@ STAGED = ".tmp-"
 DAMAGED = "damaged-"
 _NAME = re.compile(r"^step-(\d{8,})$")
 _CHUNK_BYTES = 4 << 20
+_MIN_GROWTH_BYTES = 1 << 20
+"""Growth of the free space that is worth another attempt; less comes and goes with logs."""
 
 
 class CheckpointError(TrainerError):
@@ -124,6 +126,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{MANIFEST} has format {manifest.format}, but this trainer reads {FIXED_SHAPE} and {FORMAT}"
             )
         return manifest
+
+
+@dataclass(frozen=True)
+class VolumeState:
+    """What of a volume decides whether a failed write may succeed now."""
+
+    free_bytes: int
+    read_only: bool
+
+    def better_than(self, before: VolumeState) -> bool:
+        """Whether space came, or the volume became writable."""
+        grown = self.free_bytes - before.free_bytes >= _MIN_GROWTH_BYTES
+        return grown or (before.read_only and not self.read_only)
 
 
 @dataclass(frozen=True)
@@ -252,6 +267,15 @@ class CheckpointStore:
     def root(self) -> Path:
         """The folder of the checkpoints."""
         return self._paths.checkpoints
+
+    def volume(self) -> VolumeState:
+        """The state of the volume; of one that cannot be read, full and read-only."""
+        try:
+            folder = self._paths.checkpoints
+            stat = os.statvfs(folder if folder.exists() else self._paths.root)
+        except OSError:
+            return VolumeState(0, read_only=True)
+        return VolumeState(stat.f_bavail * stat.f_frsize, bool(stat.f_flag & os.ST_RDONLY))
 
     def steps(self) -> list[int]:
         """Steps of all folders with a checkpoint's name, newest first, without verification."""

@@ -26,6 +26,7 @@ from scalerl_trainer.checkpoint import (
     CheckpointStore,
     FileRecord,
     StagedCheckpoint,
+    VolumeState,
     files_in,
 )
 from scalerl_trainer.engine import Engine
@@ -93,6 +94,8 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self.last_step: int | None = None
         """The newest step that is committed or pending."""
+        self.committed_step: int | None = None
+        """The newest committed step, or the loaded one."""
         self.stall_seconds = 0.0
         """Seconds that training waited in the last ``start``."""
 
@@ -158,9 +161,13 @@ class Checkpointer:
         saved = self._ranks.broadcast(self._commit(pending, results) if self._ranks.is_leader else None)
         if saved.error is not None:
             self.last_step = None
+        else:
+            self.committed_step = saved.step
         return saved
 
     def _begin(self, step: int) -> tuple[StagedCheckpoint | None, str | None]:
+        # No checkpoint is pending here: what could not be removed before must not keep the volume full.
+        self._store.remove_staged()
         try:
             return self._store.stage(step), None
         except OSError as error:
@@ -187,6 +194,15 @@ class Checkpointer:
         self._store.discard(pending.staged)
         return SaveResult(step, [], error)
 
+    @property
+    def root(self) -> Path:
+        """The folder of the checkpoints."""
+        return self._store.root
+
+    def volume(self) -> VolumeState:
+        """The state of the checkpoints' volume. Not a collective."""
+        return self._store.volume()
+
     # --- reading ------------------------------------------------------------------------------------------
 
     def load(self) -> int | None:
@@ -205,7 +221,7 @@ class Checkpointer:
                 directory = self._store.directory(step)
                 self._engine.load(directory)
                 _load_random_state(directory, self._ranks.rank)
-                self.last_step = step
+                self.last_step = self.committed_step = step
                 return step
             if self._ranks.is_leader:
                 self._store.quarantine(step, errors[0])

@@ -1,7 +1,7 @@
 """Client of the coordinator: one blocking call per message, retried with back-off until a deadline.
 
 The coordinator may restart from its journal at any moment, so refused connections, timeouts and 5xx responses are
-retried; every trainer call is idempotent. Permanent errors (another wire version, a wrong token, a newer trainer) are
+retried; every trainer call is idempotent. While the coordinator answers that its volume is full, the deadline does not count. Permanent errors (another wire version, a wrong token, a newer trainer) are
 raised at once.
 """
 
@@ -36,6 +36,10 @@ class CoordinatorUnreachable(CoordinatorError):
     """No usable response until the deadline; the coordinator may be restarting."""
 
 
+class VolumeFull(CoordinatorUnreachable):
+    """The coordinator answers, but cannot write its files at present: its volume is full or read-only. Nothing was changed."""
+
+
 class Superseded(CoordinatorError):
     """A newer trainer incarnation has registered; this one must exit."""
 
@@ -66,6 +70,8 @@ class Coordinator:
         self._incarnation = incarnation
         self._retry_seconds = retry_seconds
         self._interrupted = interrupted
+        self.while_full: Callable[[], None] = lambda: None
+        """Called before each retry of a call for which the coordinator's volume is full, while the other ranks wait."""
         self._http = httpx.Client(base_url=url, headers=wire_headers(token), trust_env=False)
 
     def close(self) -> None:
@@ -96,7 +102,7 @@ class Coordinator:
         message = wire.ShardRequest(
             incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
         )
-        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard)
+        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, alone=False)
 
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
@@ -142,10 +148,19 @@ class Coordinator:
         )
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
 
-    def checkpoint_begin(self, step: int) -> wire.CheckpointSnapshot:
-        """Fetch the coordinator's state as of ``step``."""
+    def checkpoint_begin(self, step: int, *, patient: bool = True) -> wire.CheckpointSnapshot:
+        """Fetch the coordinator's state as of ``step``. ``patient``: retry; otherwise one attempt."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
-        return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
+        if patient:
+            return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
+        return self._once(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, 0.0)
+
+    def checkpoint_failed(self, step: int, reason: str, *, holding: bool) -> None:
+        """Report a failed checkpoint, in one attempt. ``holding``: see :class:`wire.CheckpointFailed`."""
+        message = wire.CheckpointFailed(
+            incarnation=self._incarnation, step=step, reason=reason, holding=holding
+        )
+        self._once(endpoints.CHECKPOINT_FAILED, message, wire.Ack, 0.0)
 
     def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
         """Report a complete checkpoint. ``patient``: retry; otherwise one attempt."""
@@ -169,17 +184,25 @@ class Coordinator:
                 f"GET {endpoints.STATUS}: {type(error).__name__}: {error}"
             ) from error
 
-    def _call(self, path: str, message: wire.Struct, answer: type[T]) -> T:
+    def _call(self, path: str, message: wire.Struct, answer: type[T], *, alone: bool = True) -> T:
+        """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
         deadline = time.monotonic() + self._retry_seconds
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 return self._once(path, message, answer, 0.0)
             except CoordinatorUnreachable as error:
-                if time.monotonic() + pause >= deadline or self._interrupted():
+                full = isinstance(error, VolumeFull)
+                if full:  # it answers: the deadline is that of a coordinator that does not
+                    deadline = time.monotonic() + self._retry_seconds
+                elif time.monotonic() + pause >= deadline:
+                    raise
+                if self._interrupted():
                     raise
                 log.warning("%s; next attempt in %.1f s", error, pause)
             time.sleep(pause * random.uniform(0.5, 1.0))
+            if full and alone:
+                self.while_full()
             pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, path: str, message: wire.Struct, answer: type[T], wait_seconds: float) -> T:
@@ -198,6 +221,8 @@ class Coordinator:
                 raise CoordinatorError(f"POST {path}: answer is not a {answer.__name__}: {error}") from error
         problem = decode_problem(response)
         reason = f"POST {path}: {response.status_code} {problem.error}: {problem.message}"
+        if response.status_code == httpx.codes.INSUFFICIENT_STORAGE:
+            raise VolumeFull(reason)
         if response.status_code >= 500:
             raise CoordinatorUnreachable(reason)
         if problem.error == "superseded":

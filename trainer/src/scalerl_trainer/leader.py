@@ -7,6 +7,9 @@ and exit too, and all restart from the last checkpoint.
 After an update, rank 0 reports the step, publishes if the coordinator's reply requests it, writes a checkpoint if one is
 due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
 evaluating the last weights may take long, and an interrupted run must not wait for them.
+
+A checkpoint that fails during training is tried again when the volume has more space, at the latest when the next one is due.
+At the end of training, rank 0 keeps the weights in memory until they are saved (:meth:`Leader._save_last`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -27,8 +31,8 @@ from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import Staleness
-from scalerl_trainer.checkpoint import CheckpointError
-from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
+from scalerl_trainer.checkpoint import CheckpointError, VolumeState
+from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError
 from scalerl_trainer.exporter import Exporter
@@ -42,8 +46,27 @@ from scalerl_trainer.worker import Command, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+RETRY_SECONDS = 30.0
+"""Time between two attempts to write a checkpoint."""
+BLIND_RETRY_SECONDS = 120.0
+"""The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
+attempt fills it for all that write to it."""
+LAST_RETRY_SECONDS = 3.0
+"""Pause before the last attempt of a trainer that was told to end."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
+
+
+@dataclass(frozen=True)
+class _FailedSave:
+    """A failed attempt to write a checkpoint."""
+
+    version: int
+    reason: str
+    time: float
+    """Of ``time.monotonic()``."""
+    volume: VolumeState
+    """The volume after the attempt."""
 
 
 class Leader:
@@ -74,12 +97,17 @@ class Leader:
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
         self._checkpoint_failures = 0
+        self._failed: _FailedSave | None = None
+        """The last attempt to write a checkpoint, if it failed."""
+        self._holding = False
+        """Training has ended, and the last version is in no checkpoint yet."""
         self._uncommitted: tuple[int, list[int]] | None = None
         """Step and kept steps of a checkpoint that is on disk and not acknowledged by the coordinator."""
         self._answered = time.monotonic()
         """When the coordinator last answered."""
         self._points = -1
         """Number of evaluation points passed to the exporter; -1 to pass them again."""
+        self._coordinator.while_full = self._sync_while_full
 
     def lead(self, snapshot: bytes | None, saved_first: Callable[[], None] | None) -> None:
         """Run from the hello to the end of the run, or to a stop.
@@ -89,7 +117,7 @@ class Leader:
             saved_first: if given, write a checkpoint before the first step, and call this once it is on disk.
 
         Raises:
-            CheckpointError: the last version is in no checkpoint.
+            CheckpointError: the last version is in no checkpoint, and the trainer was told to end.
             Unresumable: the coordinator cannot resume from this version; all ranks raise it.
             CoordinatorError, RankLost: the coordinator or a rank is lost.
             DivergedError: too many consecutive steps were skipped; all ranks raise it.
@@ -114,8 +142,8 @@ class Leader:
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
                 self._evaluated()
-            if reply.reason:  # the run is ending
-                self._save()
+            if reply.reason:
+                self._save_at_end()
             if reply.measured and not worker.stop.is_set() and self._exporter.wants(worker.version):
                 self._export()
             match reply.action:
@@ -123,7 +151,7 @@ class Leader:
                     published_now = self._train(reply.step)
                     if published_now and worker.version > self._published:
                         self._publish()
-                    if worker.version % worker.spec.checkpoint.every_steps == 0:
+                    if worker.version % worker.spec.checkpoint.every_steps == 0 or self._may_retry():
                         self._save()
                 case wire.NextAction.PUBLISH:
                     self._publish()
@@ -132,16 +160,12 @@ class Leader:
                 case wire.NextAction.FINISH:
                     log.info("finish: %s", reply.reason)
                     break
-        self._save()
-        self._finish_checkpoint()
-        self._commit(patient=True)
+        unsaved = self._save_last()
         self._command(Command.EXIT)
         self._evaluated()
         self._exporter.close(worker.stop.is_set)
-        if worker.checkpointer.last_step != worker.version:
-            raise CheckpointError(
-                f"version {worker.version} could not be saved; all updates since the last checkpoint are lost"
-            )
+        if unsaved:
+            raise CheckpointError(unsaved)
 
     # --- commands -----------------------------------------------------------------------------------------
 
@@ -156,6 +180,11 @@ class Leader:
             self._finish_checkpoint()
         self._commit()
         return stop
+
+    def _sync_while_full(self) -> None:
+        """Sync during a call that waits for the coordinator's volume, or the other ranks' collective would time out."""
+        self._command(Command.SYNC)
+        self._worker.sync()
 
     def _next(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
         """The coordinator's next action, or WAIT if it does not answer.
@@ -175,6 +204,11 @@ class Leader:
             self._wait_seconds += time.perf_counter() - begin
 
     def _no_answer(self, error: CoordinatorUnreachable) -> None:
+        if isinstance(error, VolumeFull):  # it answers, and nothing is lost meanwhile
+            self._answered = time.monotonic()
+            log.warning("waiting until the coordinator can write its volume: %s", error)
+            self._worker.stop.wait(POLL_SECONDS)
+            return
         silent_seconds = time.monotonic() - self._answered
         if silent_seconds > COORDINATOR_TIMEOUT_SECONDS:
             raise error
@@ -311,7 +345,7 @@ class Leader:
         """Whether the run finishes without another publish. Writes a checkpoint if the run is about to end."""
         reply = self._next(0.0)
         if reply.reason:
-            self._save()
+            self._save_at_end()
         return reply.action is wire.NextAction.FINISH
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -358,6 +392,63 @@ class Leader:
 
     # --- checkpoints --------------------------------------------------------------------------------------
 
+    def _save_at_end(self) -> None:
+        """Start a checkpoint while the run is ending, unless an attempt to save this version has just failed."""
+        failed = self._failed
+        if failed is None or failed.version != self._worker.version or self._may_retry():
+            self._save()
+
+    def _save_last(self) -> str:
+        """Save the last version. If that fails, keep the weights in memory and retry until it succeeds or the trainer is told
+        to end (SIGTERM), which leaves one more attempt. Returns what is lost, empty if nothing is.
+
+        Raises:
+            CoordinatorUnreachable: the checkpoint is on disk, but the coordinator does not acknowledge it.
+        """
+        worker, stop = self._worker, False
+        while True:
+            self._save()
+            self._finish_checkpoint()
+            if worker.checkpointer.last_step == worker.version:
+                self._holding = False
+                self._commit(patient=True)
+                return ""
+            assert self._failed is not None
+            if stop:
+                saved = worker.checkpointer.committed_step
+                lost = "all updates are" if saved is None else f"all updates since version {saved} are"
+                return f"version {worker.version} could not be saved, {lost} lost: {self._failed.reason}"
+            if not self._holding:
+                self._holding = True
+                log.error(
+                    "training has ended, and version %d is in no checkpoint. The weights stay in memory, and the trainer tries "
+                    "again: free space on the volume %s, or end the trainer to give them up",
+                    *(worker.version, worker.checkpointer.root),
+                )
+            stop = self._wait_to_retry()
+
+    def _wait_to_retry(self) -> bool:
+        """Wait until the next attempt to save the last version; returns whether it is the last one."""
+        assert self._failed is not None
+        reported = -math.inf
+        while not self._may_retry():
+            if self._sync_and_check_stop():
+                time.sleep(LAST_RETRY_SECONDS)
+                return True
+            if time.monotonic() - reported >= RETRY_SECONDS:  # the coordinator may have restarted
+                reported = time.monotonic()
+                self._report_failure()
+            self._worker.stop.wait(POLL_SECONDS)
+        return self._sync_and_check_stop()
+
+    def _may_retry(self) -> bool:
+        """Whether the last checkpoint failed and another attempt may succeed."""
+        if self._failed is None:
+            return False
+        waited = time.monotonic() - self._failed.time
+        better = self._worker.checkpointer.volume().better_than(self._failed.volume)
+        return waited >= (RETRY_SECONDS if better else BLIND_RETRY_SECONDS)
+
     def _save(self) -> None:
         """Start a checkpoint of the current version, unless there is one. A failure is counted, not raised."""
         worker = self._worker
@@ -366,7 +457,7 @@ class Leader:
             return
         begin = time.perf_counter()
         try:
-            snapshot_reply = self._coordinator.checkpoint_begin(worker.version)
+            snapshot_reply = self._coordinator.checkpoint_begin(worker.version, patient=not self._holding)
         except CoordinatorUnreachable as error:
             self._save_failed(str(error))
             return
@@ -402,6 +493,7 @@ class Leader:
             return
         worker.metrics.checkpoints.labels("ok").inc()
         worker.metrics.checkpoint_step.set(saved.step)
+        self._failed = None
         log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
         self._uncommitted = (saved.step, saved.kept_steps)
         self._commit()
@@ -434,6 +526,20 @@ class Leader:
         log.error(
             "the checkpoint of version %d failed, keeping the last one: %s", self._worker.version, reason
         )
+        self._failed = _FailedSave(
+            self._worker.version, reason, time.monotonic(), self._worker.checkpointer.volume()
+        )
+        self._report_failure()
+
+    def _report_failure(self) -> None:
+        """Report the failed checkpoint to the coordinator, which shows it; best effort."""
+        assert self._failed is not None
+        try:
+            self._coordinator.checkpoint_failed(
+                self._worker.version, self._failed.reason, holding=self._holding
+            )
+        except CoordinatorUnreachable as error:
+            log.warning("cannot report the failed checkpoint: %s", error)
 
 
 def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:

@@ -43,7 +43,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as problem:
         log.info("%s", problem)
         return 0
-    except Superseded as problem:
+    except (Superseded, CheckpointError) as problem:
         log.error("%s", problem)
         return 1
     except Exception:

@@ -67,6 +67,7 @@ from scalerl_api.wire.responses import (
 from scalerl_api.wire.trainer import (
     CheckpointBegin,
     CheckpointCommit,
+    CheckpointFailed,
     CheckpointSnapshot,
     GroupMeta,
     Next,
@@ -119,6 +120,7 @@ __all__ = [
     "Ack",
     "CheckpointBegin",
     "CheckpointCommit",
+    "CheckpointFailed",
     "CheckpointSnapshot",
     "Completion",
     "Counts",

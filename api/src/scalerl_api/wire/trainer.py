@@ -242,3 +242,15 @@ class CheckpointCommit(Struct, frozen=True, kw_only=True):
     step: int
     kept_steps: list[int]
     """Steps of the checkpoints on disk."""
+
+
+class CheckpointFailed(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/checkpoint/failed``: the last attempt to write a checkpoint failed. The coordinator shows it in its
+    status until a checkpoint is committed, and answers also while it cannot write its own files."""
+
+    incarnation: str
+    step: int
+    """Version that no checkpoint has."""
+    reason: str
+    holding: bool
+    """Training has ended, and the trainer keeps the weights in memory until they are saved."""

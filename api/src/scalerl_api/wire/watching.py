@@ -234,6 +234,13 @@ class Status(Struct, frozen=True, kw_only=True):
     """Why the newest skipped step was skipped."""
     checkpoint_version: int = -1
     """Newest checkpoint from which the trainer can continue; -1: none."""
+    waiting_seconds: float = 0.0
+    """Time before the first lease, over all incarnations of the coordinator, without that of mid-training, in seconds."""
+    checkpoint_problem: str = ""
+    """Why the last attempt to write a checkpoint failed; empty after a success."""
+    unsaved_version: int = -1
+    """Last version of a run that has ended training and could not write its last checkpoint: the trainer keeps the weights in
+    memory and retries. -1 otherwise."""
     journal_error: str = ""
     """Disk error while the journal cannot be written; empty otherwise."""
     exports: Exports | None = None

@@ -62,13 +62,15 @@ def waiting(snapshot: Snapshot) -> str:
     status = snapshot.status
     if snapshot.stopping and (status is None or not status.stop_reason):
         return f"stopping ({snapshot.stopping})"
+    failing = next((u.last_error for u in snapshot.units if u.last_error), "")
+    failing = f" ({failing})" if failing else ""
     if status is None:
         preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
-        return "preparing the model" if preparing else "waiting for the coordinator"
+        return ("preparing the model" if preparing else "waiting for the coordinator") + failing
     text = str(status.phase)
     if status.stop_reason:
         text += f" ({status.stop_reason})"
-    return f"{text}: waiting for {status.waiting_for}" if status.waiting_for else text
+    return f"{text}: waiting for {status.waiting_for}{failing}" if status.waiting_for else text
 
 
 def state(unit: UnitStatus) -> str:

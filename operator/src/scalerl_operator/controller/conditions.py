@@ -16,6 +16,7 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
+from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.volume import size_problem
@@ -164,7 +165,12 @@ def _progressing(context: RunContext) -> Value:
         return False, _coordinator_problem(context)
     if (journal_problem := _journal_problem(context)) is not None:
         return False, journal_problem
+    if (unsaved := _unsaved_problem(coordinator)) is not None:
+        return False, unsaved
     waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
+    failing = context.observed.problem(Role.GENERATOR)
+    if failing is not None and coordinator.phase is CoordinatorPhase.WAITING:
+        waiting += f"; {Role.GENERATOR}: {failing.message}"
     if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
     # Time without a trainer, as in a suspension, does not count.
@@ -184,11 +190,14 @@ def _forecast_ready(context: RunContext) -> Value:
 
 def _degraded(context: RunContext) -> Value:
     problem = context.volume or size_problem(context) or context.blocked
+    if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
+        problem = _unsaved_problem(context.coordinator)
     if problem is None and context.decision.phase in _TRAINING:
         problem = _journal_problem(context) or _role_problem(context)
     if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
         problem = (
             _teacher_problem(context.coordinator)
+            or _checkpoint_problem(context.coordinator)
             or _fault(context.before.trouble, context.unix_seconds)
             or _export_or_tracker_problem(context.coordinator)
         )
@@ -251,6 +260,7 @@ _NEEDS_A_PERSON: Final = frozenset(
         *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.REFERENCE_NOT_FOUND),
         *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
         *(Reason.CONTAINER_START_FAILED, Reason.COORDINATOR_REFUSED, Reason.VOLUME_NOT_WRITABLE),
+        Reason.UNSAVED_WEIGHTS,
     }
 )
 """Reasons that get a Warning with a condition of any type that is False."""
@@ -326,6 +336,19 @@ def _journal_problem(context: RunContext) -> Problem | None:
     error = "" if context.coordinator is None else context.coordinator.journal_error
     text = f"the run's volume cannot be written: {error}"
     return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
+
+
+def _unsaved_problem(coordinator: Status | None) -> Problem | None:
+    """Why the last version of a run that has ended training is in no checkpoint."""
+    if coordinator is None or coordinator.unsaved_version < 0:
+        return None
+    text = f"version {coordinator.unsaved_version} is in no checkpoint: {coordinator.checkpoint_problem}. {Reason.UNSAVED_WEIGHTS.text}"
+    return Problem(Reason.UNSAVED_WEIGHTS, text)
+
+
+def _checkpoint_problem(coordinator: Status | None) -> Problem | None:
+    problem = "" if coordinator is None else coordinator.checkpoint_problem
+    return Problem(Reason.CHECKPOINT_FAILED, problem) if problem else None
 
 
 def _role_problem(context: RunContext) -> Problem | None:

@@ -16,7 +16,7 @@ from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_L
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
-from scalerl_operator.policy.problems import Problem, creation_problem, placing_problem
+from scalerl_operator.policy.problems import Problem, creation_problem, last_log_line, placing_problem
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
@@ -310,13 +310,7 @@ def _last_end(container: Object) -> int | None:
 
 def _last_log_line(end: Object) -> str:
     """The last line of the log in a ``terminated`` state, without the time and the name of the logger; else its reason."""
-    lines = [line.strip() for line in str(end.get("message", "")).splitlines() if line.strip()]
-    if not lines:
-        return str(end.get("reason", ""))
-    parts = lines[-1].split(" ", 4)
-    # "2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: …", the log format of all roles
-    logged = len(parts) == 5 and parts[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
-    return (parts[4] if logged else lines[-1])[:1000]
+    return last_log_line(str(end.get("message", ""))) or str(end.get("reason", ""))
 
 
 # --- Jobs ---------------------------------------------------------------------------------------

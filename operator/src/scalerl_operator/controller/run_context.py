@@ -260,6 +260,7 @@ class RunContext:
             prepare=observed.prepare,
             trainer=observed.trainer,
             coordinator=observed.service(Role.COORDINATOR),
+            generators=observed.service(Role.GENERATOR),
             status=self.coordinator,
             stop="" if self.state.autoscaler is None else self.state.autoscaler.stop,
             generators_wanted=self.before.generators.replicas

@@ -41,7 +41,13 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.roles import SERVER_OPTIONS, SHORTEST_ABBREVIATION, free_option
+from scalerl_api.roles import (
+    SERVER_OPTIONS,
+    SHORTEST_ABBREVIATION,
+    UNSUPPORTED,
+    UNSUPPORTED_OPTIONS,
+    free_option,
+)
 from scalerl_api.source import JsonlSource, ModelSpec, parameter_value
 from scalerl_api.spec import RunSpec
 
@@ -267,7 +273,7 @@ _MOUNT: Final[dict[str, Any]] = {
 
 # --- functions of the models ---------------------------------------------------------------------
 
-_OPTION: Final = "self.split('=')[0].replace('_', '-')"
+_OPTION: Final = "self.split('=')[0].split('.')[0].replace('_', '-')"
 
 _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
@@ -275,6 +281,10 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             f"!{list(SERVER_OPTIONS)}.exists(option, option == {_OPTION} || (size({_OPTION}) >= {SHORTEST_ABBREVIATION} "
             f"&& option.startsWith({_OPTION}))) && !{_OPTION}.startsWith('--ssl-')",
             "this option is set from other fields, or by the operator itself; leave it out",
+        ),
+        Rule(
+            f"!{list(UNSUPPORTED_OPTIONS)}.exists(beginning, ({_OPTION} + '=').startsWith(beginning))",
+            f"this option {UNSUPPORTED}",
         ),
     ),
     unreserved: (

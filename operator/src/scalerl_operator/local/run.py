@@ -33,7 +33,10 @@ from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
 
 _WARNINGS: Final = {
-    "checkpoint_failures": (1, "a checkpoint could not be written ({count} so far); the last good one stays"),
+    "checkpoint_failures": (
+        1,
+        "a checkpoint could not be written ({count} so far{why}); the last good one stays",
+    ),
     "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
     "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
     "counts.given_up": (
@@ -109,6 +112,7 @@ class LocalRun:
         started: float | None = None,
     ) -> None:
         self._run = run
+        self._paths = directory.paths
         self._on_event = on_event
         self._on_snapshot = on_snapshot
         self._started = time.monotonic() if started is None else started
@@ -148,6 +152,10 @@ class LocalRun:
         self._last_tick = self._started
         self._peak_memory_bytes = 0
         self._reported = dict.fromkeys(_WARNINGS, 0)
+        self._checkpoint_problem = ""
+        """Why the last failed checkpoint failed."""
+        self._unsaved = False
+        """Whether the trainer keeps its last weights in memory because they cannot be saved."""
 
     async def run(self) -> RunResult:
         """Runs until the end. No process of the run is left afterwards."""
@@ -172,6 +180,8 @@ class LocalRun:
             if self._autoscaler is not None:
                 self._autoscaler.close()
             await self._client.aclose()
+        if self._unsaved and self._status is not None:
+            self._report_lost(self._status)
         self._report()
         self._note_ready()
         restarts = {s.name: s.restarts for s in self._runtime.statuses() if s.restarts}
@@ -193,7 +203,8 @@ class LocalRun:
         """The first call drains the run, the second kills it."""
         self._interrupts += 1
         if self._interrupts == 1:
-            self._drain_until = time.monotonic() + DRAIN_SECONDS
+            # A trainer that keeps unsaved weights has no more to do than to try once more.
+            self._drain_until = time.monotonic() + (0.0 if self._unsaved else DRAIN_SECONDS)
             self._wake.set()
         else:
             self._runtime.kill()
@@ -222,12 +233,30 @@ class LocalRun:
         return True
 
     def _report_warnings(self, status: Status) -> None:
+        self._checkpoint_problem = status.checkpoint_problem or self._checkpoint_problem
+        if (status.unsaved_version >= 0) is not self._unsaved:
+            self._unsaved = not self._unsaved
+            text = "the last version is saved"
+            if self._unsaved:
+                text = f"training has ended, but version {status.unsaved_version} cannot be saved: {status.checkpoint_problem}. "
+                text += "The trainer keeps the weights in memory and retries: free space, or interrupt this command to give them up"
+            self._on_event(Event("trainer", text, is_problem=self._unsaved))
         for name, (growth, text) in _WARNINGS.items():
             count = attrgetter(name)(status)
             if count > growth * self._reported[name]:
-                text = text.format(count=count, reason=status.last_skip_reason)
+                why = f", {self._checkpoint_problem}" if self._checkpoint_problem else ""
+                text = text.format(count=count, reason=status.last_skip_reason, why=why)
                 self._on_event(Event("run", text, is_problem=True))
                 self._reported[name] = count
+
+    def _report_lost(self, status: Status) -> None:
+        """Report the updates that the end of this command lost."""
+        version, saved = status.unsaved_version, status.checkpoint_version
+        if self._paths.checkpoint(version).is_dir():
+            return
+        lost = f"since version {saved} " if saved > 0 else ""
+        text = f"version {version} was not saved: all updates {lost}are lost ({status.checkpoint_problem})"
+        self._on_event(Event("trainer", text, is_problem=True))
 
     async def _apply(self) -> None:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
@@ -236,7 +265,7 @@ class LocalRun:
             if self._autoscaler is not None:
                 self._autoscaler.update(self._status)
             wanted, given = self._stop_reason(self._status), self._status.stop_reason
-            if must_send_stop(wanted, given, self._revocable):
+            if not self._unsaved and must_send_stop(wanted, given, self._revocable):
                 # Without an answer, the next tick sends the request again.
                 with contextlib.suppress(CoordinatorUnreachable):
                     await self._client.stop(wanted)

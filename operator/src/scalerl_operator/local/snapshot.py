@@ -10,6 +10,7 @@ from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.local.unit import UnitStatus
+from scalerl_operator.policy.budget import elapsed_seconds
 
 _WINDOW_SECONDS = 30.0
 
@@ -83,7 +84,7 @@ def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | Non
             return None  # this limit may be the first
         times.append((budget.max_steps - status.step) * rates.seconds_per_step)
     if budget.max_seconds is not None:
-        times.append(budget.max_seconds - status.wall_seconds)
+        times.append(budget.max_seconds - elapsed_seconds(status))
     if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
         devices = status.device_seconds / status.wall_seconds
         times.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)

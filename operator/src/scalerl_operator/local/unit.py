@@ -11,15 +11,21 @@ import enum
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from scalerl_api import process as api
 from scalerl_operator.local import prober
 from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.policy import restarts
+from scalerl_operator.policy.problems import last_log_line
 from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 
 _SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
+
+
+_LAST_BYTES = 4096
+"""Part of a log that is read for its last line."""
 
 
 class UnitState(enum.StrEnum):
@@ -76,6 +82,8 @@ class UnitStatus:
     restarts: int = 0
     since: float = field(default_factory=time.monotonic)
     first_ready: float | None = None
+    last_error: str = ""
+    """How the last start failed, with the last line of its log; empty once the unit is ready."""
 
 
 class Unit:
@@ -124,15 +132,17 @@ class Unit:
                 await self._end_all()
             if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
                 break
+            log = culprit.command(start).log
+            line = _last_line(log)
+            self.status.last_error = f"{culprit.name} {end.describe()}" + (f": {line}" if line else "")
             outcome = restarts.decide(self._policy, self._record, end)
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
-                log = str(culprit.command(start).log)
-                return self._fail(reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=log)
+                return self._fail(reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=str(log))
             self._record = outcome.record
             self.status.restarts += 1
             self._to(UnitState.BACK_OFF)
-            text = f"{culprit.name} {end.describe()}; restarting in {outcome.delay_seconds:g} s"
+            text = f"{self.status.last_error}; restarting in {outcome.delay_seconds:g} s"
             self._on_event(Event(self.name, text, is_problem=True))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), outcome.delay_seconds)
@@ -209,6 +219,7 @@ class Unit:
         self._ready[member.name] = time.monotonic()
         if len(self._ready) == len(self._members) and self.status.state is UnitState.STARTING:
             self._to(UnitState.READY)
+            self.status.last_error = ""
             if self.status.first_ready is None:
                 self.status.first_ready = self.status.since
 
@@ -237,6 +248,15 @@ class Unit:
 
 def _significance(end: restarts.ProcessEnd) -> tuple[bool, bool]:
     return end.exit_code not in _SIGNIFICANT, end.exit_code == 0
+
+
+def _last_line(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            return last_log_line(file.read().decode(errors="replace"))
+    except OSError:
+        return ""
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

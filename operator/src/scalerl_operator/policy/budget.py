@@ -19,11 +19,17 @@ REVOCABLE: Final = (INTERRUPTED, MAX_SECONDS, MAX_DEVICE_HOURS)
 
 def limit_reached(budget: BudgetSpec, status: Status) -> str:
     """The field of a limit that the run has reached; empty if it has reached none."""
-    if budget.max_seconds is not None and status.wall_seconds >= budget.max_seconds:
+    # A run whose first weights never reach a generator ends, too.
+    if budget.max_seconds is not None and elapsed_seconds(status) >= budget.max_seconds:
         return MAX_SECONDS
     if budget.max_device_hours is not None and status.device_seconds >= float(budget.max_device_hours) * 3600:
         return MAX_DEVICE_HOURS
     return ""
+
+
+def elapsed_seconds(status: Status) -> float:
+    """The time that ``maxSeconds`` limits."""
+    return status.waiting_seconds + status.wall_seconds
 
 
 def must_send_stop(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:

@@ -84,7 +84,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         return _prepare(spec, observed, memory)
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
-    failure = _coordinator_failure(spec, observed.coordinator)
+    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(observed)
     if failure is not None:
         return _end(observed, memory, failure)
     return _run(spec, observed, memory)
@@ -135,6 +135,8 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
     # A trainer that no queue has admitted has nothing to save, so nothing is created for its drain.
     serving = observed.serving or not observed.queued or trainer.state is JobState.ACTIVE
     note = "the trainer to finish its step and to write a checkpoint"
+    if observed.status is not None and observed.status.unsaved_version >= 0:
+        note = f"space on the volume for the last checkpoint, up to {DRAIN_SECONDS / 60:g} minutes: {observed.status.checkpoint_problem}"
     if abandoned:
         note = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
     return LifecycleDecision(
@@ -188,7 +190,7 @@ def _prepare(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Lifecyc
 
 
 def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
-    """The outcome of a coordinator that cannot continue. Failed generators only degrade the run."""
+    """The outcome of a coordinator that cannot continue."""
     if coordinator.bad_input is not None:
         message = coordinator.bad_input.message or "its input is wrong"
         return Outcome(End.FAILED, Reason.BAD_INPUT, f"coordinator: {message}")
@@ -196,6 +198,14 @@ def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
         message = f"{coordinator.restarted or 'coordinator'} was restarted {coordinator.restarts} times"
         return Outcome(End.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, message)
     return None
+
+
+def _generator_failure(observed: LifecycleInput) -> Outcome | None:
+    """The outcome of a run whose generators reject their input before any of them has held weights. Later, the others go on."""
+    end, status = observed.generators.bad_input, observed.status
+    if end is None or observed.generators.ready or (status is not None and status.published_version >= 0):
+        return None
+    return Outcome(End.FAILED, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
 
 
 def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
@@ -276,7 +286,8 @@ def _stop_reason(spec: RunSpec, observed: LifecycleInput, *, resumed: bool) -> s
 
 def _stop_request(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
     """The stop request to send to the coordinator; None if it has it already, or does not answer."""
-    if status is None:
+    # A trainer that keeps weights in memory has ended training; only the end of its Job ends it.
+    if status is None or status.unsaved_version >= 0:
         return None
     revocable = (*budget.REVOCABLE, FORECAST, BROKEN) if resumed else budget.REVOCABLE
     return wanted if budget.must_send_stop(wanted, status.stop_reason, revocable) else None

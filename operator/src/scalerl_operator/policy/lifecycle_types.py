@@ -86,6 +86,7 @@ class LifecycleInput:
     prepare: Job = Job()
     trainer: Job = Job()
     coordinator: Service = Service()
+    generators: Service = Service()
     status: Status | None = None
     stop: str = ""
     generators_wanted: int = 1

@@ -75,3 +75,17 @@ def placing_problem(message: str) -> Reason:
     if any(word in text for word in _VOLUME_TERMS) and not any(word in text for word in _CAPACITY_TERMS):
         return Reason.VOLUME_NOT_READY
     return Reason.UNSCHEDULABLE
+
+
+def last_log_line(text: str) -> str:
+    """The last line of a role's log, without the time and the name of the logger; empty without one.
+
+    >>> last_log_line("...\\n2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: not found\\n")
+    'model.path: not found'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    parts = lines[-1].split(" ", 4)
+    logged = len(parts) == 5 and parts[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
+    return (parts[4] if logged else lines[-1])[:1000]
