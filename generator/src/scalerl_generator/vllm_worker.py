@@ -44,6 +44,7 @@ from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_byt
 from scalerl_api.wire import TensorSpec
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
+from scalerl_generator.sampling_seed import seed_generators
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
@@ -388,6 +389,10 @@ class WorkerExtension:
     def scalerl_join_error(self) -> str:
         """Why the worker did not join the last requested group; empty if it did."""
         return self.weight_transfer_engine.join_error
+
+    def scalerl_seed(self, seed: str) -> None:
+        """Seed this worker's random numbers for this start; ``seed`` is in hex. Equal for all tensor-parallel workers."""
+        seed_generators(bytes.fromhex(seed))
 
     def scalerl_attach_proposer(self) -> None:
         """Give the proposer of drafts the model runner, which knows the ids of requests."""

@@ -178,7 +178,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         *("--dtype", spec.model.dtype),
         *("--max-model-len", str(spec.model.context_tokens)),
         *("--max-num-seqs", str(generator.max_concurrent_sequences)),
-        *("--memory-fraction", generator.memory_fraction),
+        *("--memory-fraction", generator.memory_fraction, "--seed", str(spec.seed)),
         *("--tensor-parallel", str(max(1, generator.devices))),
         "--fp32-head" if spec.recipe.fp32_logits in ("Both", "Generator") else "--no-fp32-head",
     ]
