@@ -222,3 +222,34 @@ def test_threshold_reaches_the_best_speed(rows: int, cost: tuple[float, float, f
             spent += seconds
             sampled += rows + drafting * ACCEPTED[:longest].sum()
     assert sampled / spent > 0.97 * best
+
+
+def test_drafter_keeps_the_history_of_running_prompts() -> None:
+    """Responses of the last epoch are older than the text of the completions that draft from them."""
+    drafter = Drafter(4, 60 * PAGE, 16)
+    prompt_t, response_t = tokens(1, 50), tokens(2, 20 * PAGE)
+    drafter.remember(0, prompt_t, response_t)
+    running = Running(drafter, 0, prompt_t)
+    for other in range(1, 20):
+        drafter.remember(other, tokens(100 + other, 50), tokens(200 + other, 10 * PAGE))
+    idle, of_running = drafter.evicted_tokens
+    assert idle > 100 * PAGE
+    assert of_running == 0
+    assert running.follow(response_t) < len(response_t) / 12
+
+    drafter.end(running.slot)
+    for other in range(20, 40):
+        drafter.remember(other, tokens(100 + other, 50), tokens(200 + other, 10 * PAGE))
+    again = Running(drafter, 0, prompt_t)
+    assert again.follow(response_t) > len(response_t) / 2, "what no completion drafts from is not kept"
+
+
+def test_drafter_overwrites_running_prompts_if_nothing_else_is_left() -> None:
+    drafter = Drafter(4, 30 * PAGE, 16)
+    prompt_t = tokens(1, 50)
+    for i in range(4):
+        drafter.remember(0, prompt_t, tokens(10 + i, 10 * PAGE))
+        Running(drafter, 0, prompt_t).follow(tokens(20 + i, 10 * PAGE)[:4000])
+    idle, of_running = drafter.evicted_tokens
+    assert idle == 0 or of_running > idle
+    assert of_running > 30 * PAGE

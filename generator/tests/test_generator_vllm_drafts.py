@@ -17,11 +17,11 @@ CONTEXT, SEQUENCES, STEP_TOKENS, STOP = 128, 4, 40, 1
 class Runner:
     """vLLM's model runner, as far as a proposer sees it."""
 
-    def __init__(self, rank: int = 0, max_draft: int = 8) -> None:
+    def __init__(self, rank: int = 0, max_draft: int = 8, vocabulary: int = 100) -> None:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS),
             speculative_config=SimpleNamespace(num_speculative_tokens=max_draft),
-            model_config=SimpleNamespace(max_model_len=CONTEXT),
+            model_config=SimpleNamespace(max_model_len=CONTEXT, get_vocab_size=lambda: vocabulary),
             additional_config={MEMORY_TOKENS: 10_000},
         )
         self.rows: dict[str, list[int]] = {}
