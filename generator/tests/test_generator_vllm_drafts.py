@@ -7,6 +7,7 @@ import pytest
 
 from scalerl_generator.draft_protocol import MEMORY_TOKENS, PastResponses, request_id
 from scalerl_generator.vllm_drafts import HistoryProposer
+from scalerl_generator.vllm_rejection_sampler import LOGITS_BYTES
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 
@@ -74,6 +75,12 @@ def test_proposer_drafts_what_was_remembered_and_counts_it() -> None:
     assert runner.proposer.take_tally(KEY) == ([0] * 8, [0] * 8)
     report = runner.proposer.report
     assert (report.drafted_tokens, report.accepted_tokens, report.remembered_responses) == (16, 2, 1)
+
+
+def test_proposer_drafts_what_the_memory_of_a_step_can_verify() -> None:
+    runner = remembering(vocabulary=LOGITS_BYTES // (4 * 3 * 6))
+    assert runner.step(a=[10], b=[10]) == {"a": RESPONSE[1:4], "b": RESPONSE[1:4]}
+    assert runner.step(a=[11]) == {"a": RESPONSE[2:8]}
 
 
 def test_proposer_drafts_nothing_for_requests_that_name_no_prompt() -> None:

@@ -146,6 +146,9 @@ class HistoryProposer:
         report.drafted_tokens += verified
         report.accepted_tokens += accepted
         report.threshold = threshold
+        report.gain = self._threshold.control.gain
+        report.paused_steps = self._threshold.control.paused_steps
+        report.evicted_tokens, report.evicted_running_tokens = self._drafter.evicted_tokens
         self._ended_at = time.perf_counter()
         report.draft_seconds += self._ended_at - started
         return drafts
