@@ -222,7 +222,7 @@ def test_threshold_reaches_the_best_speed(rows: int, cost: tuple[float, float, f
         if step > 500:
             spent += seconds
             sampled += rows + drafting * ACCEPTED[:longest].sum()
-    assert sampled / spent > 0.97 * best
+    assert sampled / spent > 0.96 * best  # a control takes up to .016
 
 
 def simulated_gain(

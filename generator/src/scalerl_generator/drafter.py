@@ -73,7 +73,7 @@ class Memory(NamedTuple):
     chains: Int32s
     """Previous position in the chain of each position, shape [2 scopes, o, m]."""
     cursor: Int32s
-    """Next page to overwrite, shape [1]."""
+    """Next page to overwrite, and 1 while all pages are pinned, shape [2]."""
 
 
 class Sequences(NamedTuple):
@@ -181,12 +181,13 @@ def _new_page(memory: Memory, previous: int, prompt: int) -> int:
     """
     pages = len(memory.next_p)
     page = int(memory.cursor[0])
-    unseen = pages
-    while memory.held_p[page] or (
-        unseen > 0 and memory.pinned_p[page]
-    ):  # there are more pages than sequences
+    unseen = 0 if memory.cursor[1] else pages
+    # There are more pages than sequences, each of which holds one.
+    while memory.held_p[page] or (unseen > 0 and memory.pinned_p[page]):
         page = (page + 1) % pages
         unseen -= 1
+        if unseen == 0:
+            memory.cursor[1] = 1  # until a prompt's pages are released
     memory.cursor[0] = (page + 1) % pages
     if memory.tokens_m[page * PAGE] != _FREE:
         _unlink_page(memory, page)
@@ -448,7 +449,7 @@ class Drafter:
             evicted=np.zeros(2, np.int64),
             heads=np.full((2, len(ORDERS), hashes), -1, np.int32),
             chains=np.full((2, len(ORDERS), size), -1, np.int32),
-            cursor=np.zeros(1, np.int32),
+            cursor=np.zeros(2, np.int32),
         )
         by_sequence = {name: np.zeros(sequences, np.int32) for name in Sequences._fields[:4]}
         by_token = {
@@ -527,6 +528,7 @@ class Drafter:
         if not self._running[prompt]:
             del self._running[prompt]
             self._memory.pinned_p[self._memory.prompt_p == prompt] = False
+            self._memory.cursor[1] = 0
         self._free.append(slot)
 
     def propose(
