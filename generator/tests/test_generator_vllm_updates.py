@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -127,6 +128,13 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client._call("POST", "/shutdown_weight_transfer_engine", {}, 30)
+
+
+def test_vllm_start_has_a_seed_of_its_own(server: Server) -> None:
+    """The log names what the seed follows from; that the workers are given it is part of a start."""
+    assert re.search(
+        r"^sampling seed: run 0, member '', start [0-9a-f]{32}$", server.log.read_text(), re.MULTILINE
+    )
 
 
 async def test_vllm_generates_while_a_member_is_slow_to_join(server: Server) -> None:
