@@ -14,6 +14,6 @@ def timeout_reason(error: TimeoutError, limits: aiohttp.ClientTimeout) -> str:
     """
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection in {limits.sock_connect:g} s"
-    if isinstance(error, aiohttp.SocketTimeoutError):
+    if isinstance(error, aiohttp.SocketTimeoutError) or limits.total is None:
         return f"no data for {limits.sock_read:g} s"
     return f"no answer in {limits.total:g} s"
