@@ -179,7 +179,8 @@ class _ProcessGroup:
         if not self._on_gpu:
             yield
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+        cuda: Any = torch.cuda  # its streams are untyped
+        with cuda.device(self._device), cuda.stream(cuda.Stream()):
             yield
 
     def _construct(self, init: GroupInit, rank: int) -> Any:
