@@ -22,7 +22,7 @@ from scalerl_generator.draft_protocol import (
 )
 from scalerl_generator.draft_threshold import DraftThreshold
 from scalerl_generator.drafter import Drafter
-from scalerl_generator.vllm_rejection_sampler import max_drafted
+from scalerl_generator.vllm_rejection_sampler import max_drafted, patch_rejection_sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,8 @@ class HistoryProposer:
         self.report = DraftReport()
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
-        """vLLM calls this. There is no model to load."""
+        """vLLM calls this in the worker, before it measures memory. There is no model to load."""
+        patch_rejection_sampler()
 
     def attach(self, runner: Any, rank: int) -> None:
         """Start drafting for the requests in this model runner's batch, on rank 0 of the tensor-parallel group.

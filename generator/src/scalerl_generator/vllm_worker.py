@@ -49,7 +49,6 @@ from scalerl_generator.draft_protocol import DraftTally, PastResponses
 from scalerl_generator.sampling_seed import seed_generators
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
-from scalerl_generator.vllm_rejection_sampler import patch_rejection_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +66,6 @@ def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
     mend_cpu_sampler()
-    patch_rejection_sampler()
     # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:
