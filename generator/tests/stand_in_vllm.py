@@ -65,7 +65,8 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.report: dict[str, Any] = {"state": "whole"}
         self.group: dict[str, Any] | None = None
-        self.join_error = ""
+        self.join_problems: list[str | None] = []
+        """The next answers of a join: it opens for a while."""
         self.breaks: list[tuple[int, str]] = []
         """For the next streamed requests: after how many tokens each fails, and how (``close`` or ``error``)."""
 
@@ -174,7 +175,9 @@ class Server:
 
     async def init(self, request: web.Request) -> web.Response:
         self.group = (await request.json())["init_info"]
-        self.join_error = "the group did not form" if self.failure.pop("join", None) else ""
+        opening = self.failure.pop("opening", 1)
+        problem = "the group did not form" if self.failure.pop("join", None) else ""
+        self.join_problems = [*[None] * opening, problem]
         return web.json_response({})
 
     async def update(self, _: web.Request) -> web.Response:
@@ -192,8 +195,12 @@ class Server:
         return web.json_response({})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
-        if (await request.json())["method"] == "scalerl_join_error":
-            return web.json_response({"results": [self.join_error]})
+        call = await request.json()
+        if call["method"] == "scalerl_join_problem":
+            assert self.group is not None
+            if call["args"] != [str(self.group["epoch"])]:
+                return web.json_response({"results": ["left the group"]})
+            return web.json_response({"results": [self.join_problems.pop(0)]})
         zeros = dict.fromkeys(("transfer_seconds", "verify_seconds", "load_seconds", "finish_seconds"), 0.0)
         report = {"version": None, "tensors": 1, "buckets": 1, "bytes": 8, **zeros, **self.report}
         return web.json_response({"results": [report]})

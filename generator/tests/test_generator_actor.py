@@ -523,6 +523,21 @@ async def test_one_update_at_a_time(scene: Scene) -> None:
     assert waited.version == 1
 
 
+async def test_join_ends_an_unfinished_join(scene: Scene) -> None:
+    """A trainer that restarted during a join does not wait for the end of that one."""
+    await scene.member()
+    await scene.server(opening=10_000)
+    first = asyncio.create_task(scene.trainer.join(1))
+    await asyncio.sleep(0.3)
+    assert not first.done()
+    started = time.monotonic()
+    assert await scene.trainer.join(2) == Ack()
+    assert time.monotonic() - started < 4.0, "the first one has five seconds"
+    problem = await first
+    assert (problem.error, "another join" in problem.message) == ("join-failed", True)
+    assert isinstance(await scene.trainer.receive(2, 0), WeightReceived)
+
+
 async def test_weight_control_refuses_wrong_token(scene: Scene) -> None:
     await scene.member()
     stranger = TrainerSide(scene.session, scene.generator.control_url, token="wrong")

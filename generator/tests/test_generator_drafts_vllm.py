@@ -24,7 +24,7 @@ from vllm_with_updates import (
 from scalerl_api.wire import prompt_digest
 from scalerl_generator.draft_protocol import PastResponses
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import Sampled
+from scalerl_generator.vllm_replies import Sampled, read_completions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -157,6 +157,17 @@ async def test_vllm_drafts_until_the_end_of_the_context(server: Server) -> None:
             (sampled,) = await client.generate(prompt, n=1, max_tokens=most, temperature=0.0, prompt_key=key)
             assert len(sampled.token_ids) == most
         assert sum((await client.take_draft_tally(key))[1]) > 0
+
+
+async def test_vllm_samples_top_k_without_a_draft(server: Server) -> None:
+    """A request without a key has no draft. vLLM's own verification of no drafted token ends the engine."""
+    async with VllmClient(server.url, TOKEN) as client:
+        params = {"max_tokens": 20, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
+        body = {"token_ids": PROMPT, "sampling_params": params}
+        content = await client._call("POST", "/inference/v1/generate", body, 120.0)
+        (sampled,) = read_completions(content, 1)
+        (greedy,) = await client.generate(PROMPT, n=1, max_tokens=20, temperature=0.0)
+    assert sampled.token_ids.tolist() == greedy.token_ids.tolist()
 
 
 async def test_vllm_tells_how_full_its_cache_is(server: Server) -> None:

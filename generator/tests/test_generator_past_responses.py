@@ -82,8 +82,8 @@ class World:
             memory_tokens,
         )
 
-    def count(self, name: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"scalerl_actor_{name}")
+    def count(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"scalerl_actor_{name}", labels)
 
 
 def response(*tokens: int) -> PastResponse:
@@ -194,7 +194,17 @@ async def test_feed_reports_drafts_of_a_server_that_restarted(
     """A new server has drafted less, or more in fewer steps: counters only grow."""
     monkeypatch.setattr(past_responses, "_REPORT_SECONDS", 0.01)
     reports: Sequence[DraftReport] = [
-        DraftReport(steps=50, drafted_tokens=100, accepted_tokens=60, draft_seconds=1.0, threshold=0.3),
+        DraftReport(
+            steps=50,
+            drafted_tokens=100,
+            accepted_tokens=60,
+            draft_seconds=1.0,
+            threshold=0.3,
+            evicted_tokens=640,
+            evicted_running_tokens=64,
+            gain=0.9,
+            paused_steps=7,
+        ),
         DraftReport(steps=60, drafted_tokens=20, accepted_tokens=10, draft_seconds=0.1, threshold=0.4),
     ]
     task = asyncio.create_task(world.feed.report())
@@ -209,3 +219,6 @@ async def test_feed_reports_drafts_of_a_server_that_restarted(
     assert not task.done()
     task.cancel()
     assert world.count("accepted_draft_tokens_total") == 70
+    assert world.count("draft_paused_steps_total") == 7
+    assert world.count("draft_evicted_tokens_total", running="true") == 64
+    assert world.count("draft_evicted_tokens_total", running="false") == 640

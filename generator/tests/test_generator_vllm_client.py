@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from free_port import full_port
 
 from scalerl_api.wire import TensorSpec, WeightReceive
+from scalerl_generator import vllm_client
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import (
     UNVERSIONED,
@@ -138,12 +140,34 @@ async def test_client_errors_are_typed(serve: Serve) -> None:
         await client.generate([1], n=1, max_tokens=1)
     assert refused.value.status == 400
     assert not await client.health(timeout_seconds=0.05)
-    with pytest.raises(ServerDown, match="no answer in"):
+    with pytest.raises(ServerDown, match=r"no answer in 0\.05 s"):
         await client._call("POST", "/resume", {}, 0.05)
     nobody = VllmClient("http://127.0.0.1:9", "secret")
     with pytest.raises(ServerDown):
         await nobody.pause()
     await nobody.close()
+
+
+async def test_client_names_the_limit_that_passed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that accepts no connection is not one that has not answered for the limit of the answer."""
+    monkeypatch.setattr(vllm_client, "_CONNECT_SECONDS", 0.2)
+    with full_port() as port:
+        unreachable = VllmClient(f"http://127.0.0.1:{port}", "secret")
+        with pytest.raises(ServerDown, match=r"generate: no connection in 0\.2 s$"):
+            await unreachable.generate([1], n=1, max_tokens=1)
+        with pytest.raises(ServerDown, match=r"generate: no connection in 0\.2 s$"):
+            await unreachable.stream([1], n=1, max_tokens=1, on_part=lambda *_: None)
+        await unreachable.close()
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(5)
+        return response
+
+    client = await serve({"/inference/v1/generate": silent})
+    with pytest.raises(ServerDown, match=r"generate: no data for 0\.3 s$"):
+        await client.stream([1], n=1, max_tokens=1, on_part=lambda *_: None, timeout_seconds=0.3)
 
 
 async def test_client_refuses_malformed_answers(serve: Serve) -> None:

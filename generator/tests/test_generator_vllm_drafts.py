@@ -7,6 +7,7 @@ import pytest
 
 from scalerl_generator.draft_protocol import MEMORY_TOKENS, PastResponses, request_id
 from scalerl_generator.vllm_drafts import HistoryProposer
+from scalerl_generator.vllm_rejection_sampler import LOGITS_BYTES
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 
@@ -17,11 +18,11 @@ CONTEXT, SEQUENCES, STEP_TOKENS, STOP = 128, 4, 40, 1
 class Runner:
     """vLLM's model runner, as far as a proposer sees it."""
 
-    def __init__(self, rank: int = 0, max_draft: int = 8) -> None:
+    def __init__(self, rank: int = 0, max_draft: int = 8, vocabulary: int = 100) -> None:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS),
             speculative_config=SimpleNamespace(num_speculative_tokens=max_draft),
-            model_config=SimpleNamespace(max_model_len=CONTEXT),
+            model_config=SimpleNamespace(max_model_len=CONTEXT, get_vocab_size=lambda: vocabulary),
             additional_config={MEMORY_TOKENS: 10_000},
         )
         self.rows: dict[str, list[int]] = {}
@@ -74,6 +75,12 @@ def test_proposer_drafts_what_was_remembered_and_counts_it() -> None:
     assert runner.proposer.take_tally(KEY) == ([0] * 8, [0] * 8)
     report = runner.proposer.report
     assert (report.drafted_tokens, report.accepted_tokens, report.remembered_responses) == (16, 2, 1)
+
+
+def test_proposer_drafts_what_the_memory_of_a_step_can_verify() -> None:
+    runner = remembering(vocabulary=LOGITS_BYTES // (4 * 3 * 6))
+    assert runner.step(a=[10], b=[10]) == {"a": RESPONSE[1:4], "b": RESPONSE[1:4]}
+    assert runner.step(a=[11]) == {"a": RESPONSE[2:8]}
 
 
 def test_proposer_drafts_nothing_for_requests_that_name_no_prompt() -> None:

@@ -53,6 +53,12 @@ def test_vllm_arguments_set_training_requirements() -> None:
         assert "--enable-scale-out" in argv
 
 
+def test_vllm_arguments_have_the_seed_of_the_start() -> None:
+    assert parse(["--model", "/m", "--port", "1", "--seed", "3"]).seed == 3
+    for on_cpu in (True, False):
+        assert value(vllm_arguments(OPTIONS, on_cpu, 2**32 - 1), "--seed") == str(2**32 - 1)
+
+
 def test_vllm_arguments_use_one_process_on_cpus() -> None:
     assert value(vllm_arguments(OPTIONS, True), "--distributed-executor-backend") == "uni"
     assert "--enforce-eager" in vllm_arguments(OPTIONS, True)

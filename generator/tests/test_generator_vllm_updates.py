@@ -1,8 +1,10 @@
 """Weight updates of a real vLLM server during generation."""
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -126,6 +128,49 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client._call("POST", "/shutdown_weight_transfer_engine", {}, 30)
+
+
+def test_vllm_start_has_a_seed_of_its_own(server: Server) -> None:
+    """The log names what the seed follows from; that the workers are given it is part of a start."""
+    assert re.search(
+        r"^sampling seed: run 0, member '', start [0-9a-f]{32}$", server.log.read_text(), re.MULTILINE
+    )
+
+
+async def test_vllm_generates_while_a_member_is_slow_to_join(server: Server) -> None:
+    """A change of membership waits for its slowest member; the others go on generating until all are there."""
+    join_seconds, parts = 3.0, 0
+
+    def count(_: int, part: Part) -> None:
+        nonlocal parts
+        parts += 1
+
+    async with VllmClient(server.url, TOKEN) as client:
+        ask: dict[str, Any] = {"n": 1, "max_tokens": SPAN_LIMIT, "cache_salt": "join", "on_part": count}
+
+        async def generate() -> None:
+            while True:
+                await client.stream([5, 6, 7], **ask)
+
+        generating = [asyncio.create_task(generate()) for _ in range(4)]
+        try:
+            sender = Sender(20)
+            joining = asyncio.create_task(client.init_group(sender.join()))
+            await asyncio.sleep(0.5)  # the request has arrived
+            before = parts
+            await asyncio.sleep(join_seconds)
+            during = parts - before
+            print(f"{during} parts in {join_seconds:g} s of a join")
+            assert not joining.done()
+            assert during >= 8, f"{during} parts in {join_seconds:g} s"
+            await asyncio.gather(joining, asyncio.to_thread(sender.open))
+            policy = new_weights(server.model, 20)
+            await publish(client, sender, policy, 20)
+            assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
+        finally:
+            for task in generating:
+                task.cancel()
+            await asyncio.gather(*generating, return_exceptions=True)
 
 
 async def test_vllm_stream_equals_whole_answer(server: Server) -> None:
@@ -459,10 +504,13 @@ def test_vllm_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
     from scalerl_generator.vllm_worker import GroupInit, _ProcessGroup
 
+    monkeypatch.setattr(_ProcessGroup, "_device_of_thread", lambda _: contextlib.nullcontext())
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=5.0)
-    with pytest.raises(RuntimeError, match="no GPUs found"):
-        _ProcessGroup(init, 1, torch.device("cpu"))
+    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=120.0)
+    group = _ProcessGroup(init, 1, torch.device("cpu"))
+    while (problem := group.problem()) is None:
+        time.sleep(0.01)
+    assert "no GPUs found" in problem
     assert found == ["2"]  # CleanUpOnly
 
 

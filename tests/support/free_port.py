@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from typing import Final
 
 _HELD: Final[list[socket.socket]] = []
@@ -19,3 +21,18 @@ def free_port() -> int:
     holder.bind(("127.0.0.1", 0))
     _HELD.append(holder)
     return int(holder.getsockname()[1])
+
+
+@contextlib.contextmanager
+def full_port() -> Iterator[int]:
+    """A port whose queue of connections is full, so that the kernel answers no further one."""
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for _ in range(4):
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(listening.getsockname())
+        yield listening.getsockname()[1]

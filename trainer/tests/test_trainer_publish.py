@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from free_port import full_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from scalerl_api.weight_layout import (
     tensor_bytes,
     vector_payload,
 )
+from scalerl_trainer.publish import actor_control
 from scalerl_trainer.publish import publisher as publisher_module
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
@@ -278,6 +280,18 @@ def test_publish_unreachable_member_fails_alone(actors: FakeActors, make_publish
     )
     outcome = make_publisher().publish(0, as_weights(sample_weights()), [gone, alive])
     assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-9"])
+
+
+def test_request_that_gets_no_connection_names_that_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_control, "CONNECT_SECONDS", 0.2)
+    control = ActorControl("secret")
+    with full_port() as port:
+        member = wire.Member(
+            member_id="m", name="generator-0", control_url=f"http://127.0.0.1:{port}", weight_version=-1
+        )
+        answers = control.start([member], "/v1/weights/join", {"m": wire.Ack()}, 120.0).wait()
+    assert answers["m"].error.endswith("/v1/weights/join: no connection in 0.2 s")
+    control.close()
 
 
 def test_publish_dead_actor_fails_at_once(actors: FakeActors, make_publisher: Any) -> None:

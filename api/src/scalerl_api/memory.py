@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, Self
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
 
 Dtype = Literal["bfloat16", "float32"]
 BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
@@ -160,7 +161,7 @@ def server_memory(size: ModelSize, spec: RunSpec) -> int:
     if generator.devices:
         return math.ceil(weights / generator.devices)
     cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
-    return weights + cache + (generator.speculation.memory_bytes if generator.speculation else 0)
+    return weights + cache + MEMORY_BYTES_PER_TOKEN * spec.draft_memory_tokens
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:

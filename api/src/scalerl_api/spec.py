@@ -262,6 +262,15 @@ class RunSpec(Model):
         return self.trainer.micro_batch_tokens or max(DEFAULT_MICRO_BATCH_TOKENS, self.model.context_tokens)
 
     @property
+    def draft_memory_tokens(self) -> int:
+        """Tokens of past and running responses that each generator remembers for drafts."""
+        generator = self.generator
+        if generator.speculation is None:
+            return 0
+        running = generator.max_concurrent_sequences * self.recipe.max_completion_tokens
+        return generator.speculation.memory_tokens(running)
+
+    @property
     def weight_backend(self) -> Literal["gloo", "nccl"]:
         """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices."""
         if self.weight_sync.backend == "Auto":

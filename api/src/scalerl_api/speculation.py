@@ -16,6 +16,8 @@ SPECULATION_OPTIONS: Final = (
 )
 """vLLM's options for speculative decoding, and the general option with which the history method is configured."""
 
+MIN_DEFAULT_MEMORY_TOKENS: Final = 4_000_000
+MAX_MEMORY_TOKENS: Final = 2_000_000_000
 MEMORY_BYTES_PER_TOKEN: Final = 56
 """Memory per token of a past response in a generator: the token, and the index of earlier occurrences of the same text."""
 
@@ -26,8 +28,9 @@ class HistorySpec(Model):
 
     max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 16
     """Maximum length of a draft, which one forward pass verifies."""
-    memory_tokens: Annotated[int, Field(ge=65_536, le=2_000_000_000)] = 4_000_000
-    """Tokens of past responses that each generator keeps in memory, 56 bytes each."""
+    memory_tokens: Annotated[int, Field(ge=65_536, le=MAX_MEMORY_TOKENS)] | None = None
+    """Tokens of past and running responses that each generator keeps in memory, 56 bytes each; default: twice
+    maxConcurrentSequences times maxCompletionTokens, at least 4,000,000."""
     store_size: HistoryQuantity = "8Gi"
     """Disk on the run's volume for past responses, at 4 bytes a token; the oldest are deleted first."""
 
@@ -40,10 +43,17 @@ class SpeculationSpec(Model):
 
     rules = (exactly_one("history"),)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory for past responses in each generator, in bytes."""
-        return 0 if self.history is None else MEMORY_BYTES_PER_TOKEN * self.history.memory_tokens
+    def memory_tokens(self, running_tokens: int) -> int:
+        """Tokens of responses that each generator remembers: by default those that run, as many of the epoch before for the same
+        prompts, and no fewer than :data:`MIN_DEFAULT_MEMORY_TOKENS`.
+
+        Args:
+            running_tokens: maximum number of tokens of the completions that run.
+        """
+        if self.history is None:
+            return 0
+        default = min(max(2 * running_tokens, MIN_DEFAULT_MEMORY_TOKENS), MAX_MEMORY_TOKENS)
+        return self.history.memory_tokens or default
 
 
 def is_speculation_option(argument: str) -> bool:

@@ -198,9 +198,7 @@ async def run_actor(
         speculation = spec.generator.speculation
         past_responses = None
         if speculation is not None and speculation.history is not None:
-            past_responses = PastResponseFeed(
-                coordinator, server, state, metrics, speculation.history.memory_tokens
-            )
+            past_responses = PastResponseFeed(coordinator, server, state, metrics, spec.draft_memory_tokens)
         rollouts = RolloutGenerator(
             server,
             monitor,

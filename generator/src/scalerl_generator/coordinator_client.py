@@ -43,6 +43,7 @@ from scalerl_api.wire import (
     ResponsesRequest,
     Struct,
 )
+from scalerl_generator.timeouts import timeout_reason
 
 _CALL_SECONDS = 15.0
 _POLL_MARGIN_SECONDS = 15.0
@@ -147,15 +148,18 @@ class CoordinatorClient:
         return (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).responses
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
             async with self._session.post(
                 self._url + path,
                 data=self._encoder.encode(message),
                 headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_seconds),
+                timeout=timeout,
             ) as response:
                 status, body = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError as error:
+            raise CoordinatorDown(f"{self._url}{path}: {timeout_reason(error, timeout)}") from error
+        except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise CoordinatorDown(f"{self._url}{path}: {reason}") from error
         if status == 200:

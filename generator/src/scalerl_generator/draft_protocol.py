@@ -59,3 +59,11 @@ class DraftReport:
     threshold: float = 1.0
     """Threshold of the last step (:class:`~.draft_threshold.DraftThreshold`)."""
     remembered_responses: int = 0
+    evicted_tokens: int = 0
+    """Overwritten tokens of prompts without running completions."""
+    evicted_running_tokens: int = 0
+    """Overwritten tokens of prompts with running completions: the memory is too small."""
+    gain: float = 1.0
+    """Tokens per second of steps with drafts, in multiples of steps without (:class:`~.draft_threshold.Control`)."""
+    paused_steps: int = 0
+    """Steps without drafts because drafts did not pay."""

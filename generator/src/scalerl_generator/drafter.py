@@ -8,8 +8,11 @@ for the token at it; its vote has more weight the longer the shared context is a
 probability that all its tokens are accepted is at least a given threshold; the estimate is calibrated on the acceptance
 of earlier drafts.
 
-A full memory overwrites its oldest pages, so the responses of old weight versions are evicted first. Chains may then lead
-to unrelated text, so every match is compared token by token.
+A full memory overwrites its oldest pages, so the responses of old weight versions are evicted first. Pages of a prompt with
+running completions are overwritten only if there are no others: they are what those completions draft from, and the
+responses of the last epoch are older than the completions themselves. An overwritten position leaves its chains, which would
+otherwise end there and hide the older pages that are kept. Where a context is so common that this is too slow, a chain may lead to
+unrelated text, so every match is compared token by token.
 
 Shapes: ``r`` rows of a step, ``t`` tokens, ``s`` sequences, ``d`` tokens of a draft, ``m`` tokens of memory, ``p`` pages,
 ``o`` context orders, ``b`` buckets of calibration.
@@ -17,6 +20,7 @@ Shapes: ``r`` rows of a step, ``t`` tokens, ``s`` sequences, ``d`` tokens of a d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -60,12 +64,16 @@ class Memory(NamedTuple):
     prompt_p: Int32s
     held_p: NDArray[np.bool_]
     """Pages that running completions write to."""
+    pinned_p: NDArray[np.bool_]
+    """Pages of prompts that have running completions."""
+    evicted: NDArray[np.int64]
+    """Overwritten pages, shape [2]: not pinned, and pinned."""
     heads: Int32s
     """Latest position of each context hash, shape [2 scopes, o, hashes]."""
     chains: Int32s
     """Previous position in the chain of each position, shape [2 scopes, o, m]."""
     cursor: Int32s
-    """Next page to overwrite, shape [1]."""
+    """Next page to overwrite, and 1 while all pages are pinned, shape [2]."""
 
 
 class Sequences(NamedTuple):
@@ -109,13 +117,84 @@ def _before(memory: Memory, position: int) -> int:
 
 
 @_compiled
+def _bucket_of_hash(value: np.uint64, hashes: int) -> int:
+    return int((value * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) % hashes
+
+
+@_compiled
+def _unlink(memory: Memory, kind: int, order: int, bucket: int, position: int) -> None:
+    """Remove a position from a chain if it is among the first, which are those that are read."""
+    earlier = memory.chains[kind, order, position]
+    at = memory.heads[kind, order, bucket]
+    if at == position:
+        memory.heads[kind, order, bucket] = earlier
+        return
+    for _ in range(CHAIN):
+        if at < 0:
+            return
+        following = memory.chains[kind, order, at]
+        if following == position:
+            memory.chains[kind, order, at] = earlier
+            return
+        at = following
+
+
+@_compiled
+def _unlink_page(memory: Memory, page: int) -> None:
+    """Remove a page's positions from their chains, and those of the following page whose context begins in this one."""
+    hashes = memory.heads.shape[2]
+    scope = np.uint64(memory.prompt_p[page] + 1) * np.uint64(0xD6E8FEB86659FD93)
+    longest = ORDERS[-1]
+    text_t = np.full(longest + PAGE, _FREE, np.int32)
+    text_t[longest:] = memory.tokens_m[page * PAGE : (page + 1) * PAGE]
+    before = page * PAGE
+    for back in range(1, longest + 1):
+        before = _before(memory, before)
+        if before < 0:
+            break
+        text_t[longest - back] = memory.tokens_m[before]
+    following = memory.next_p[page]
+    for i in range(PAGE + longest if following >= 0 else PAGE):
+        position = page * PAGE + i if i < PAGE else following * PAGE + i - PAGE
+        if memory.tokens_m[position] == _FREE:
+            break
+        value = np.uint64(0)
+        order = 0
+        for back in range(1, longest + 1):
+            # Beyond the page: its last tokens, and the first of the following one.
+            at = longest + i - back
+            token = text_t[at] if at < len(text_t) else memory.tokens_m[following * PAGE + at - len(text_t)]
+            if token == _FREE:
+                break
+            value = value * np.uint64(1099511628211) + np.uint64(token + 1)
+            if back == ORDERS[order]:
+                _unlink(memory, 0, order, _bucket_of_hash(value, hashes), position)
+                _unlink(memory, 1, order, _bucket_of_hash(value ^ scope, hashes), position)
+                order += 1
+
+
+@_compiled
 def _new_page(memory: Memory, previous: int, prompt: int) -> int:
-    """Clear the oldest page that is not held, chain it after page ``previous``, and return its number."""
+    """Clear the oldest page that is not pinned, chain it after page ``previous``, and return its number.
+
+    If all are pinned, it is the oldest that is not held.
+    """
     pages = len(memory.next_p)
     page = int(memory.cursor[0])
-    while memory.held_p[page]:  # there are more pages than sequences
+    unseen = 0 if memory.cursor[1] else pages
+    # There are more pages than sequences, each of which holds one.
+    while memory.held_p[page] or (unseen > 0 and memory.pinned_p[page]):
         page = (page + 1) % pages
+        unseen -= 1
+        if unseen == 0:
+            memory.cursor[1] = 1  # until a prompt's pages are released
     memory.cursor[0] = (page + 1) % pages
+    if memory.tokens_m[page * PAGE] != _FREE:
+        _unlink_page(memory, page)
+    if memory.prompt_p[page] >= 0:
+        memory.evicted[int(memory.pinned_p[page])] += 1
+    # Pages of a prompt are pinned together, and its running completions have one.
+    memory.pinned_p[page] = previous >= 0 and memory.pinned_p[previous]
     if memory.previous_p[page] >= 0:
         memory.next_p[memory.previous_p[page]] = -1
     if memory.next_p[page] >= 0:
@@ -127,11 +206,6 @@ def _new_page(memory: Memory, previous: int, prompt: int) -> int:
     if previous >= 0:
         memory.next_p[previous] = page
     return page
-
-
-@_compiled
-def _bucket_of_hash(value: np.uint64, hashes: int) -> int:
-    return int((value * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) % hashes
 
 
 @_compiled
@@ -371,9 +445,11 @@ class Drafter:
             previous_p=np.full(pages, -1, np.int32),
             prompt_p=np.full(pages, -1, np.int32),
             held_p=np.zeros(pages, np.bool_),
+            pinned_p=np.zeros(pages, np.bool_),
+            evicted=np.zeros(2, np.int64),
             heads=np.full((2, len(ORDERS), hashes), -1, np.int32),
             chains=np.full((2, len(ORDERS), size), -1, np.int32),
-            cursor=np.zeros(1, np.int32),
+            cursor=np.zeros(2, np.int32),
         )
         by_sequence = {name: np.zeros(sequences, np.int32) for name in Sequences._fields[:4]}
         by_token = {
@@ -386,6 +462,8 @@ class Drafter:
         self._calibration = Calibration(np.full(BUCKETS, 4.0), 4.0 * prior_b)
         self._free = list(range(sequences))
         self._prompt_pages: dict[int, int] = {}
+        self._running: Counter[int] = Counter()
+        """Running sequences by prompt."""
         self._compile()
 
     def _compile(self) -> None:
@@ -410,6 +488,9 @@ class Drafter:
         """
         slot = self._free.pop()
         page = self._begin(prompt, prompt_t)
+        self._running[prompt] += 1
+        if self._running[prompt] == 1:
+            self._memory.pinned_p[self._memory.prompt_p == prompt] = True
         self._memory.held_p[page] = True
         self._sequences.position_s[slot] = page * PAGE + len(prompt_t[-MAX_CONTEXT:])
         self._sequences.prompt_s[slot] = prompt
@@ -423,8 +504,10 @@ class Drafter:
         memory = self._memory
         if memory.prompt_p[self._prompt_pages.get(prompt, 0)] != prompt:
             page = self._prompt_pages[prompt] = _new_page(memory, -1, prompt)
+            memory.pinned_p[page] = prompt in self._running
             _write(memory, page * PAGE, prompt_t, 0, len(prompt_t), prompt, True, False)
         page = _new_page(memory, -1, prompt)
+        memory.pinned_p[page] = prompt in self._running
         _write(
             memory,
             page * PAGE,
@@ -440,6 +523,12 @@ class Drafter:
     def end(self, slot: int) -> None:
         """Release the slot of a finished sequence; its tokens stay in memory."""
         self._memory.held_p[self._sequences.position_s[slot] // PAGE] = False
+        prompt = int(self._sequences.prompt_s[slot])
+        self._running[prompt] -= 1
+        if not self._running[prompt]:
+            del self._running[prompt]
+            self._memory.pinned_p[self._memory.prompt_p == prompt] = False
+            self._memory.cursor[1] = 0
         self._free.append(slot)
 
     def propose(
@@ -478,6 +567,12 @@ class Drafter:
             threshold,
         )
         return self._sequences.draft_sd, self._sequences.drafted_s, accepted, verified
+
+    @property
+    def evicted_tokens(self) -> tuple[int, int]:
+        """Capacity of the pages overwritten so far, in tokens: of prompts without and with running sequences."""
+        idle, running = (PAGE * self._memory.evicted).tolist()
+        return idle, running
 
     def take_tally(self, slot: int) -> NDArray[np.int64]:
         """Drafted and accepted tokens of a sequence by draft position, int64 ``[2, d]``; resets both."""

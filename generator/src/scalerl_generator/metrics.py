@@ -122,6 +122,22 @@ class ActorMetrics:
         self.draft_seconds = Counter(
             "scalerl_actor_draft_seconds", "Seconds that the server spent on drafting", registry=r
         )
+        self.draft_gain = Gauge(
+            "scalerl_actor_draft_gain",
+            "Tokens per second of steps with drafts, in multiples of steps without; 1 while unknown",
+            registry=r,
+        )
+        self.draft_paused_steps = Counter(
+            "scalerl_actor_draft_paused_steps",
+            "Steps of the server without drafts, because steps with drafts were slower",
+            registry=r,
+        )
+        self.draft_evicted_tokens = Counter(
+            "scalerl_actor_draft_evicted_tokens",
+            "Tokens that the server's memory for drafts has overwritten, of prompts that run or that do not",
+            ["running"],
+            registry=r,
+        )
         self.draft_threshold = Gauge(
             "scalerl_actor_draft_threshold",
             "Least probability of acceptance at which the server drafts a token; 1: none pays",

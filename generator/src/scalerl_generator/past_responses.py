@@ -50,7 +50,8 @@ class PastResponseFeed:
         memory_tokens: int,
     ) -> None:
         self._coordinator, self._server, self._state, self._metrics = coordinator, server, state, metrics
-        self._memory_tokens = memory_tokens
+        # Pages of running prompts are kept, at most half of the default memory, so the others are overwritten earlier.
+        self._memory_tokens = memory_tokens // 2
         self._server_start = 0
         self._remembered: OrderedDict[bytes, int] = OrderedDict()
         """Responses that the server remembers, by :func:`_identity`, with the value of ``_tokens`` after each."""
@@ -122,6 +123,13 @@ class PastResponseFeed:
         metrics.accepted_tokens.inc(max(report.accepted_tokens - before.accepted_tokens, 0))
         metrics.draft_seconds.inc(max(report.draft_seconds - before.draft_seconds, 0.0))
         metrics.draft_threshold.set(report.threshold)
+        metrics.draft_gain.set(report.gain)
+        metrics.draft_paused_steps.inc(max(report.paused_steps - before.paused_steps, 0))
+        for running, tokens, earlier in (
+            ("false", report.evicted_tokens, before.evicted_tokens),
+            ("true", report.evicted_running_tokens, before.evicted_running_tokens),
+        ):
+            metrics.draft_evicted_tokens.labels(running).inc(max(tokens - earlier, 0))
 
     def _follow_restart(self) -> None:
         if self._server_start != self._state.start_count:

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from scalerl_api.recipe import TeacherSpec
 from scalerl_generator.coordinator_client import Backoff
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.timeouts import timeout_reason
 from scalerl_generator.vllm_client import gather_all
 from scalerl_generator.vllm_replies import (
     BadReply,
@@ -342,10 +343,11 @@ class Teacher:
             ) as response:
                 content = await response.read()
                 status = response.status
-        except aiohttp.ClientError as error:  # includes a connection timeout
-            raise ServerDown(f"{url}: {error}") from error
         except TimeoutError as error:
-            raise _NoAnswer(f"{url}: no answer in {timeout_seconds:.0f} s") from error
+            kind = ServerDown if isinstance(error, aiohttp.ConnectionTimeoutError) else _NoAnswer
+            raise kind(f"{url}: {timeout_reason(error, timeout)}") from error
+        except aiohttp.ClientError as error:
+            raise ServerDown(f"{url}: {error}") from error
         if status != 200:
             raise ServerRefused(path, status, read_error(content))
         return content

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
+from scalerl_generator.timeouts import timeout_reason
 from scalerl_generator.vllm_replies import (
     CachePressure,
     Part,
@@ -35,15 +36,20 @@ from scalerl_generator.vllm_replies import (
     read_draft_report,
     read_draft_tally,
     read_error,
-    read_join_error,
+    read_join_problem,
     read_prompt_logprobs,
     read_report,
     read_weight_version,
 )
 
+_CONNECT_SECONDS = 5.0
 _CONTROL_SECONDS = 30.0
 _MARGIN_SECONDS = 15.0
 """The client's timeout is this much longer than the worker's, so that the worker's error arrives."""
+
+_FIRST_JOIN_POLL_SECONDS = 0.02
+_LAST_JOIN_POLL_SECONDS = 0.25
+"""Each poll takes a part of a step of the server."""
 
 _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
@@ -190,7 +196,9 @@ class VllmClient:
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
         params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key) | {"stream": True}
-        timeout = aiohttp.ClientTimeout(sock_connect=min(5.0, timeout_seconds), sock_read=timeout_seconds)
+        timeout = aiohttp.ClientTimeout(
+            sock_connect=min(_CONNECT_SECONDS, timeout_seconds), sock_read=timeout_seconds
+        )
         answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
         problem = "the response is incomplete"
@@ -205,7 +213,7 @@ class VllmClient:
                     for index, part in answer.feed(content):
                         on_part(index, part)
         except TimeoutError as error:
-            problem, cause = f"no data for {timeout_seconds:g} s", error
+            problem, cause = timeout_reason(error, timeout), error
         except aiohttp.ClientError as error:
             problem, cause = str(error), error
         if answer.unfinished:  # if all completions have arrived, an error of the connection does not matter
@@ -273,18 +281,26 @@ class VllmClient:
         return read_draft_report(body)
 
     async def init_group(self, join: GroupJoin) -> None:
-        """Join a process group, after leaving the current one.
+        """Join a process group, after leaving the current one. The server generates meanwhile.
 
         Raises:
             ServerRefused: the group did not form within ``join.timeout_seconds``.
         """
         path, body = "/init_weight_transfer_engine", {"init_info": msgspec.to_builtins(join)}
-        await self._call("POST", path, body, join.timeout_seconds + _MARGIN_SECONDS)
-        answer = await self._call(
-            "POST", "/collective_rpc", {"method": "scalerl_join_error"}, _CONTROL_SECONDS
-        )
-        if error := read_join_error(answer):
-            raise ServerRefused(path, 500, error)
+        deadline = time.monotonic() + join.timeout_seconds + _MARGIN_SECONDS
+        await self._call("POST", path, body, _CONTROL_SECONDS)
+        poll = {"method": "scalerl_join_problem", "args": [str(join.epoch)]}
+        interval = _FIRST_JOIN_POLL_SECONDS
+        while True:
+            await asyncio.sleep(interval)  # a group opens in milliseconds if all members are there
+            interval = min(2 * interval, _LAST_JOIN_POLL_SECONDS)
+            problem = read_join_problem(await self._call("POST", "/collective_rpc", poll, _CONTROL_SECONDS))
+            if problem is None and time.monotonic() > deadline:
+                problem = f"the group of epoch {join.epoch} is still opening"
+            if problem:
+                raise ServerRefused(path, 500, problem)
+            if problem is not None:
+                return
 
     async def update_weights(self, receive: WeightReceive) -> PublishReport:
         """Receive one version over the group. Call between :meth:`pause` and :meth:`resume`.
@@ -363,14 +379,16 @@ class VllmClient:
         self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float
     ) -> bytes:
         session = self._session_for(path)
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(5.0, timeout_seconds))
+        timeout = aiohttp.ClientTimeout(
+            total=timeout_seconds, sock_connect=min(_CONNECT_SECONDS, timeout_seconds)
+        )
         data = None if body is None else _ENCODE(body)
         try:
             async with session.request(method, self._base + path, data=data, timeout=timeout) as response:
                 content = await response.read()
                 status = response.status
         except TimeoutError as error:
-            raise ServerDown(f"{self._base}{path}: no answer in {timeout_seconds:g} s") from error
+            raise ServerDown(f"{self._base}{path}: {timeout_reason(error, timeout)}") from error
         except aiohttp.ClientError as error:
             raise ServerDown(f"{self._base}{path}: {error}") from error
         if status != 200:

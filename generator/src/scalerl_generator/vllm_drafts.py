@@ -22,6 +22,7 @@ from scalerl_generator.draft_protocol import (
 )
 from scalerl_generator.draft_threshold import DraftThreshold
 from scalerl_generator.drafter import Drafter
+from scalerl_generator.vllm_rejection_sampler import max_drafted, patch_rejection_sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,8 @@ class HistoryProposer:
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._memory_tokens = int(vllm_config.additional_config[MEMORY_TOKENS])
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
+        vocabulary = vllm_config.model_config.get_vocab_size()
+        self._max_drafted = max_drafted(self._sequences, self._max_draft, vocabulary)
         self._max_model_len = vllm_config.model_config.max_model_len
         self._runner: Any = None
         self._drafter: Drafter | None = None
@@ -51,7 +54,8 @@ class HistoryProposer:
         self.report = DraftReport()
 
     def load_model(self, *_args: Any, **_kwargs: Any) -> None:
-        """vLLM calls this. There is no model to load."""
+        """vLLM calls this in the worker, before it measures memory. There is no model to load."""
+        patch_rejection_sampler()
 
     def attach(self, runner: Any, rank: int) -> None:
         """Start drafting for the requests in this model runner's batch, on rank 0 of the tensor-parallel group.
@@ -121,7 +125,8 @@ class HistoryProposer:
         length_r = np.array(lengths, np.int32)
         end_r = np.array(ends, np.int32)
         # A sequence for which the next step has no room would leave the batch, and be added to memory again when it returns.
-        room = max(self._step_tokens // max(len(sampled_token_ids), 1) - 1, 0)
+        sequences = max(len(sampled_token_ids), 1)
+        room = min(max(self._step_tokens // sequences - 1, 0), self._max_drafted // sequences)
         limit_r = np.clip(end_r - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
         threshold = self._threshold.value(len(rows)) if rows else 1.0
         if self._threshold.is_probe:
@@ -142,6 +147,9 @@ class HistoryProposer:
         report.drafted_tokens += verified
         report.accepted_tokens += accepted
         report.threshold = threshold
+        report.gain = self._threshold.control.gain
+        report.paused_steps = self._threshold.control.paused_steps
+        report.evicted_tokens, report.evicted_running_tokens = self._drafter.evicted_tokens
         self._ended_at = time.perf_counter()
         report.draft_seconds += self._ended_at - started
         return drafts

@@ -163,7 +163,7 @@ class _RpcReply(msgspec.Struct):
 
 
 class _JoinReply(msgspec.Struct):
-    results: list[str]
+    results: list[str | None]
 
 
 class _DraftReply(msgspec.Struct):
@@ -330,13 +330,14 @@ def read_report(content: bytes) -> PublishReport:
     )
 
 
-def read_join_error(content: bytes) -> str:
-    """Error of the first worker that did not join its weight group; empty if all did.
+def read_join_problem(content: bytes) -> str | None:
+    """Why the first worker that did not join its weight group failed; empty if all joined, None while some still wait.
 
     Raises:
         BadReply
     """
-    return next((error for error in _decoded(_JOIN, content).results if error), "")
+    problems = _decoded(_JOIN, content).results
+    return next(filter(None, problems), None if None in problems else "")
 
 
 def read_cache_pressure(content: bytes) -> CachePressure:

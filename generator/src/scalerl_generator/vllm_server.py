@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIR, NAME, TOKEN_FILE
 from scalerl_generator import vllm_failures
 from scalerl_generator.draft_protocol import MEMORY_TOKENS
+from scalerl_generator.sampling_seed import start_seed, vllm_seed
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
@@ -83,6 +84,8 @@ class ServerOptions:
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
     prefix_caching: bool = True
+    seed: int = 0
+    """The run's seed, from which each start derives another one (:mod:`.sampling_seed`)."""
     max_draft_tokens: int = 0
     """Maximum draft length of speculative decoding from past responses (:mod:`.drafter`); 0 turns it off."""
     draft_memory_tokens: int = 4_000_000
@@ -113,6 +116,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
     p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
@@ -122,8 +126,8 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     return ServerOptions(**values | {"extra": tuple(values["extra"])})
 
 
-def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
-    """The command line for vLLM's own parser.
+def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[str]:
+    """The command line for vLLM's own parser. ``seed`` is that of this start, not the run's.
 
     Log-probabilities are those of the sampling distribution (``processed_logprobs``: after temperature and
     truncation). Sampling defaults are vLLM's, not those of the model's files.
@@ -132,7 +136,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool) -> list[str]:
         *("--model", options.model, "--host", options.host, "--port", str(options.port)),
         *("--dtype", options.dtype, "--max-model-len", str(options.max_model_len)),
         *("--max-num-seqs", str(options.max_num_seqs)),
-        *("--tensor-parallel-size", str(options.tensor_parallel)),
+        *("--tensor-parallel-size", str(options.tensor_parallel), "--seed", str(seed)),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", json.dumps({"backend": _PLUGIN})),
         *("--worker-extension-cls", "scalerl_generator.vllm_worker.WorkerExtension"),
@@ -316,7 +320,11 @@ def _register_model_class(model: str) -> None:
 
 
 async def _serve(
-    arguments: argparse.Namespace, fork_engine: bool, drafts: bool, last_failure: vllm_failures.LastFailure
+    arguments: argparse.Namespace,
+    seed: bytes,
+    fork_engine: bool,
+    drafts: bool,
+    last_failure: vllm_failures.LastFailure,
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve
@@ -339,6 +347,7 @@ async def _serve(
             usage_context=UsageContext.OPENAI_API_SERVER,
             disable_log_stats=arguments.disable_log_stats,
         )
+        await engine.collective_rpc("scalerl_seed", args=(seed.hex(),))
         if drafts:
             await engine.collective_rpc("scalerl_attach_proposer")
     except Exception as error:
@@ -364,7 +373,12 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(options, on_cpu))
+    member, start = os.environ.get(NAME, ""), secrets.token_hex(16)
+    seed = start_seed(options.seed, member, start)
+    argv = vllm_arguments(options, on_cpu, vllm_seed(seed))
+    # For accounts of a run: the seed follows from these three.
+    print(f"sampling seed: run {options.seed}, member {member!r}, start {start}", file=sys.stderr, flush=True)
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     vllm_failures.watch()
     one_cpu_worker = on_cpu and options.tensor_parallel == 1
     try:
@@ -377,6 +391,7 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     uvloop.run(
         _serve(
             arguments,
+            seed,
             fork_engine=one_cpu_worker,
             drafts=options.max_draft_tokens > 0,
             last_failure=last_failure(options),

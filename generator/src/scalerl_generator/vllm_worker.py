@@ -4,7 +4,8 @@ vLLM loads this module in every process of the server through its ``vllm.general
 (:func:`register`). :mod:`.vllm_client` makes all requests of the protocol:
 
 1. ``init``: the worker joins a process group with a separate store, not the default group, so that a new group can replace
-   it when the membership changes. The sender is rank 0.
+   it when the membership changes. The sender is rank 0. The group opens in a thread, because it waits for its slowest member,
+   and the worker generates meanwhile; the client asks for the outcome.
 2. ``start``, ``update``, ``finish``: generation is paused meanwhile. Buckets have the layout of
    :mod:`scalerl_api.weight_layout`; each is verified before any byte of it reaches the model.
 3. If a receive fails (timeout, lost peer, damaged bucket), the worker leaves the group and reports the error. The model
@@ -18,6 +19,7 @@ only the first worker's response, and takes the other responses for those to its
 from __future__ import annotations
 
 import base64
+import contextlib
 import ipaddress
 import logging
 import os
@@ -45,6 +47,7 @@ from scalerl_api.wire import TensorSpec
 from scalerl_generator import vllm_failures
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
+from scalerl_generator.sampling_seed import seed_generators
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
@@ -130,10 +133,10 @@ class PublishReport:
 
 
 class _ProcessGroup:
-    """A process group whose creation and operations have a timeout, and whose close does not block.
+    """A process group that opens in a thread, while the engine generates.
 
-    Raises:
-        RuntimeError: not all ranks completed the first operation in time.
+    Its operations have a timeout. Neither the constructor nor :meth:`close` blocks: an open waits for the slowest member, and
+    NCCL's abort and gloo's destructor wait for operations in progress.
     """
 
     def __init__(self, init: GroupInit, rank: int, device: torch.device) -> None:
@@ -141,59 +144,80 @@ class _ProcessGroup:
         self._on_gpu = init.backend == "nccl"
         self._device = device
         self._pg: Any = None
-        failed: list[Exception] = []
+        self._closed = False
+        self._timeout_seconds = init.timeout_seconds
+        self._deadline = time.monotonic() + init.timeout_seconds
+        self._problem: str | None = None
+        threading.Thread(
+            target=self._open, args=(init, rank), name=f"open-group-{init.epoch}", daemon=True
+        ).start()
 
-        def open_group() -> None:
-            try:
-                self._construct(init, rank)
-                self._sync(init)
-            except Exception as error:
-                failed.append(error)
+    def problem(self) -> str | None:
+        """Why the group was not opened; empty if it is open, None while it opens."""
+        if self._problem is None and time.monotonic() > self._deadline:
+            self.close()  # NCCL creates its communicator in the first operation, which has no timeout of its own
+        if self._closed:
+            return f"the process group of epoch {self.epoch} was not opened in {self._timeout_seconds:g} s"
+        return self._problem
 
-        # NCCL creates its communicator in the first operation, which has no timeout of its own.
-        opening = threading.Thread(target=open_group, name=f"open-group-{init.epoch}", daemon=True)
-        opening.start()
-        opening.join(init.timeout_seconds)
-        if opening.is_alive() or failed:
-            threading.Thread(target=self.close, name="close-group", daemon=True).start()
-            raise RuntimeError(
-                f"the process group of epoch {init.epoch} was not opened in {init.timeout_seconds:g} s"
-                if not failed
-                else f"the process group of epoch {init.epoch} was not opened: {failed[0]}"
-            )
+    def _open(self, init: GroupInit, rank: int) -> None:
+        try:
+            with self._device_of_thread():
+                self._pg = self._construct(init, rank)
+                self._sync(self._pg, init)
+        except Exception as error:
+            self._problem = f"the process group of epoch {self.epoch} was not opened: {error}"
+        else:
+            self._problem = ""
+        if self._closed or self._problem:
+            self._release()
 
-    def _construct(self, init: GroupInit, rank: int) -> None:
+    @contextlib.contextmanager
+    def _device_of_thread(self) -> Iterator[None]:
+        """Run on the worker's device: a new thread's is the first one, where NCCL would create its communicator. The stream is
+        the thread's own, so that it does not wait for the model's."""
+        if not self._on_gpu:
+            yield
+            return
+        cuda: Any = torch.cuda  # its streams are untyped
+        with cuda.device(self._device), cuda.stream(cuda.Stream()):
+            yield
+
+    def _construct(self, init: GroupInit, rank: int) -> Any:
         timeout = timedelta(seconds=init.timeout_seconds)
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
+        client = dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
             init.store_host, init.store_port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        self._store: Any = dist.PrefixStore(f"scalerl-{init.epoch}", store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"scalerl-{init.epoch}", client)  # type: ignore[attr-defined]
         if init.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
             gloo._timeout = timeout
             address = _local_address_for(init.store_host, init.store_port)
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._pg = dist.ProcessGroupGloo(self._store, rank, init.world_size, gloo)
-        else:
-            # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
-            # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-            nccl = dist.ProcessGroupNCCL.Options()
-            # Only a fallback: the timeout of `_wait` is shorter.
-            nccl._timeout = 4 * timeout + timedelta(minutes=1)
-            self._pg = dist.ProcessGroupNCCL(self._store, rank, init.world_size, nccl)
+            return dist.ProcessGroupGloo(store, rank, init.world_size, gloo)
+        # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
+        # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        nccl = dist.ProcessGroupNCCL.Options()
+        # Only a fallback: the timeout of `_wait` is shorter.
+        nccl._timeout = 4 * timeout + timedelta(minutes=1)
+        return dist.ProcessGroupNCCL(store, rank, init.world_size, nccl)
 
-    def _sync(self, init: GroupInit) -> None:
+    def _sync(self, pg: Any, init: GroupInit) -> None:
         """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
         ones = torch.ones(1, device=self._device)
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=init.timeout_seconds)
-        self._wait(self._pg.allreduce([ones], options), init.timeout_seconds)
+        self._wait(pg.allreduce([ones], options), init.timeout_seconds)
         if int(ones) != init.world_size:
             raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
-        """Receive rank 0's buffer into ``buffer``. Raises ``RuntimeError`` if a peer is lost or the timeout passes."""
+        """Receive rank 0's buffer into ``buffer``, once the group is open.
+
+        Raises:
+            RuntimeError: a peer is lost, or the timeout has passed.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -212,10 +236,15 @@ class _ProcessGroup:
         work.wait()
 
     def close(self) -> None:
-        if self._on_gpu and self._pg is not None:
-            self._pg.abort()
-        self._pg = None
-        self._store = None
+        """Leave the group, also while it opens."""
+        self._closed = True
+        threading.Thread(target=self._release, name=f"close-group-{self.epoch}", daemon=True).start()
+
+    def _release(self) -> None:
+        pg, self._pg = self._pg, None
+        if self._on_gpu and pg is not None:
+            with self._device_of_thread():
+                pg.abort()
 
 
 def _local_address_for(host: str, port: int) -> str:
@@ -245,17 +274,17 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._parameter_names = frozenset(name for name, _ in model.named_parameters())
         self._tied = _tied_layers(model)
         self.report = PublishReport()
-        self.join_error = ""
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Join a group, after leaving the current one. ``join_error`` is the reason of a failure, else empty."""
+        """Start to join a group, after leaving the current one, which may still be opening; does not wait for it."""
         self.shutdown()
-        self.join_error = ""
-        rank = init_info.rank + self.parallel_config.rank
-        try:
-            self._group = _ProcessGroup(init_info, rank, self.device)
-        except RuntimeError as error:
-            self.join_error = str(error)
+        self._group = _ProcessGroup(init_info, init_info.rank + self.parallel_config.rank, self.device)
+
+    def join_problem(self, epoch: int) -> str | None:
+        """Why the worker is not in the group of ``epoch``; empty if it is, None while the group opens."""
+        if self._group is None or self._group.epoch != epoch:
+            return f"left the group of epoch {epoch}, for another one or after a failed update"
+        return self._group.problem()
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -289,6 +318,10 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             raise RuntimeError(
                 f"in the group of epoch {self._group.epoch}: join the group of the update first"
             )
+        if problem := self._group.problem():
+            raise RuntimeError(problem)
+        if problem is None:
+            raise RuntimeError(f"the group of epoch {info.epoch} is still opening")
         buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
         loaded: set[str] = set()
         deadline = time.monotonic() + info.timeout_seconds
@@ -387,9 +420,13 @@ class WorkerExtension:
         report.active = self._weight_update_active
         return asdict(report)
 
-    def scalerl_join_error(self) -> str:
-        """Why the worker did not join the last requested group; empty if it did."""
-        return self.weight_transfer_engine.join_error
+    def scalerl_join_problem(self, epoch: str) -> str | None:
+        """Why the worker is not in the group of ``epoch``; empty if it is, None while the group opens."""
+        return self.weight_transfer_engine.join_problem(int(epoch))
+
+    def scalerl_seed(self, seed: str) -> None:
+        """Seed this worker's random numbers for this start; ``seed`` is in hex. Equal for all tensor-parallel workers."""
+        seed_generators(bytes.fromhex(seed))
 
     def scalerl_attach_proposer(self) -> None:
         """Give the proposer of drafts the model runner, which knows the ids of requests."""

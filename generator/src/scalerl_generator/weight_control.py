@@ -3,6 +3,7 @@
 Only the actor calls the vLLM server's development endpoints, on loopback; the trainer calls the actor, with the run's
 token. There is one update at a time: a request during another update waits for it, up to its own timeout, and then fails
 as ``busy``. That happens when the trainer restarts during a publish: the server is busy until the old broadcast times out.
+Only a join does not wait for an unfinished join, which it ends.
 """
 
 from __future__ import annotations
@@ -44,24 +45,44 @@ class WeightControl:
     ) -> None:
         self._server, self._state, self._busy, self._metrics = server, state, busy, metrics
         self._lock = asyncio.Lock()
+        self._joins = 0
+        """Number of requests to join so far."""
+        self._joining: asyncio.Future[None] | None = None
+        """The server's join in progress."""
         self._epoch: int | None = None
 
     async def join(self, request: GroupJoin) -> Ack:
-        """Make the server join a new process group.
+        """Make the server join a new process group, which ends an unfinished join of another one.
 
         Raises:
             ControlProblem: ``not-ready``, ``busy`` or ``join-failed``.
         """
         started = time.monotonic()
+        self._joins += 1
+        join = self._joins
+        if self._joining is not None:
+            self._joining.cancel()
         async with self._exclusive(request.timeout_seconds):
             self._epoch = None
             left = max(1.0, request.timeout_seconds - (time.monotonic() - started))
+            self._joining = asyncio.ensure_future(
+                self._server.init_group(msgspec.structs.replace(request, timeout_seconds=left))
+            )
+            if join != self._joins:
+                self._joining.cancel()
             try:
-                await self._server.init_group(msgspec.structs.replace(request, timeout_seconds=left))
+                await self._joining
+            except asyncio.CancelledError:
+                if join == self._joins:  # the request itself is cancelled
+                    raise
+                message = f"group of epoch {request.epoch}: the request of another join has ended this one"
+                raise ControlProblem(409, "join-failed", message) from None
             except VllmError as error:
                 raise ControlProblem(
                     502, "join-failed", f"group of epoch {request.epoch}: {error}"
                 ) from error
+            finally:
+                self._joining = None
             self._epoch = request.epoch
             logger.info("joined group %d as rank %d of %d", request.epoch, request.rank, request.world_size)
         return Ack()

@@ -99,14 +99,17 @@ class CoordinatorClient:
 
         self._session = self._session or aiohttp.ClientSession(headers=self._headers)
         data = None if body is None else msgspec.msgpack.encode(body)
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
+        seconds = timeout_seconds or self._timeout_seconds
+        timeout = aiohttp.ClientTimeout(total=seconds)
         for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):
             try:
                 async with self._session.request(
                     method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}, timeout=timeout
                 ) as response:
                     content, code = await response.read(), response.status
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            except TimeoutError as error:
+                raise CoordinatorUnreachable(f"{method} {path}: no answer in {seconds:g} s") from error
+            except (aiohttp.ClientError, OSError) as error:
                 raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
             if code != UPGRADE_REQUIRED:
                 self._version = version

@@ -10,6 +10,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
+from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
@@ -133,7 +134,7 @@ def _coordinator(spec: RunSpec) -> Workload:
 def _generator(spec: RunSpec) -> Workload:
     generator = spec.generator
     cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
-    drafts = generator.speculation.memory_bytes if generator.speculation else 0
+    drafts = MEMORY_BYTES_PER_TOKEN * spec.draft_memory_tokens
     server = Container(
         name="server",
         # Loopback, not $(SCALERL_BIND): only the actor of the same replica may call vLLM's development endpoints.
@@ -178,7 +179,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         *("--dtype", spec.model.dtype),
         *("--max-model-len", str(spec.model.context_tokens)),
         *("--max-num-seqs", str(generator.max_concurrent_sequences)),
-        *("--memory-fraction", generator.memory_fraction),
+        *("--memory-fraction", generator.memory_fraction, "--seed", str(spec.seed)),
         *("--tensor-parallel", str(max(1, generator.devices))),
         "--fp32-head" if spec.recipe.fp32_logits in ("Both", "Generator") else "--no-fp32-head",
     ]
@@ -188,7 +189,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         options += ["--stats", "--watermark", _WATERMARK]
     if generator.speculation and (history := generator.speculation.history):
         options += ["--max-draft-tokens", str(history.max_draft_tokens)]
-        options += ["--draft-memory-tokens", str(history.memory_tokens)]
+        options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

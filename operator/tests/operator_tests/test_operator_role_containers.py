@@ -29,7 +29,7 @@ def test_roles_accept_the_command_lines() -> None:
         "prepare": "python -m scalerl_trainer.prepare",
         "coordinator": "python -m scalerl_coordinator.main --listen 0.0.0.0:1",
         "server": "python -m scalerl_generator.vllm_server --host 127.0.0.1 --port 2 --model /run/model "
-        "--dtype bfloat16 --max-model-len 16384 --max-num-seqs 256 --memory-fraction 0.9 --tensor-parallel 1 "
+        "--dtype bfloat16 --max-model-len 16384 --max-num-seqs 256 --memory-fraction 0.9 --seed 0 --tensor-parallel 1 "
         "--fp32-head",
         "actor": "python -m scalerl_generator.actor --server http://127.0.0.1:2 --listen 0.0.0.0:3 "
         "--advertise http://pod-0.svc:3",

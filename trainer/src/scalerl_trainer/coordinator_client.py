@@ -176,13 +176,16 @@ class Coordinator:
         Raises:
             CoordinatorUnreachable: no response, or an invalid one.
         """
+        timeout = httpx.Timeout(ANSWER_SECONDS)
         try:
-            response = self._http.get(endpoints.STATUS, timeout=ANSWER_SECONDS).raise_for_status()
+            response = self._http.get(endpoints.STATUS, timeout=timeout).raise_for_status()
             return msgspec.msgpack.decode(response.content, type=wire.Status).points
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except httpx.HTTPError as error:
             raise CoordinatorUnreachable(
-                f"GET {endpoints.STATUS}: {type(error).__name__}: {error}"
+                f"GET {endpoints.STATUS}: {failure_reason(error, timeout)}"
             ) from error
+        except msgspec.DecodeError as error:
+            raise CoordinatorUnreachable(f"GET {endpoints.STATUS}: not a Status: {error}") from error
 
     def _call(self, path: str, message: wire.Struct, answer: type[T], *, alone: bool = True) -> T:
         """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
@@ -206,14 +209,11 @@ class Coordinator:
             pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(self, path: str, message: wire.Struct, answer: type[T], wait_seconds: float) -> T:
+        timeout = httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0)
         try:
-            response = self._http.post(
-                path,
-                content=msgspec.msgpack.encode(message),
-                timeout=httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0),
-            )
+            response = self._http.post(path, content=msgspec.msgpack.encode(message), timeout=timeout)
         except httpx.HTTPError as error:
-            raise CoordinatorUnreachable(f"POST {path}: {type(error).__name__}: {error}") from error
+            raise CoordinatorUnreachable(f"POST {path}: {failure_reason(error, timeout)}") from error
         if response.status_code == httpx.codes.OK:
             try:
                 return msgspec.msgpack.decode(response.content, type=answer)
@@ -237,6 +237,24 @@ def wire_headers(token: str) -> dict[str, str]:
         "content-type": wire.CONTENT_TYPE,
         wire.WIRE_HEADER: str(wire.WIRE_VERSION),
     }
+
+
+def failure_reason(error: Exception, limits: httpx.Timeout) -> str:
+    """Why a request failed; if a limit passed, which one, with its own seconds.
+
+    >>> failure_reason(httpx.ConnectTimeout("timed out"), httpx.Timeout(600, connect=5))
+    'no connection in 5 s'
+    """
+    match error:
+        case httpx.ConnectTimeout():
+            return f"no connection in {limits.connect:g} s"
+        case httpx.PoolTimeout():
+            return f"no free connection in {limits.pool:g} s"
+        case httpx.WriteTimeout():
+            return f"nothing could be sent for {limits.write:g} s"
+        case httpx.ReadTimeout():
+            return f"no answer in {limits.read:g} s"
+    return f"{type(error).__name__}: {error}"
 
 
 def decode_problem(response: httpx.Response) -> wire.Problem:

@@ -74,7 +74,9 @@ class Sidecar:
                         await asyncio.sleep(pause * random.uniform(0.5, 1.5))
                     try:
                         return await _attempt(session, url, body)
-                    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                    except TimeoutError:
+                        failure = f"no answer in {self._timeout_seconds:g} s"
+                    except (aiohttp.ClientError, ValueError) as error:
                         failure = str(error) or type(error).__name__
         except TimeoutError:
             raise SidecarError(f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s") from None

@@ -126,7 +126,7 @@ class Transport:
         began = time.monotonic()
         code = 0
         try:
-            with translated(call, f"no response within {self.timeout:.0f} s"):
+            with translated(call, f"no response within {limits.total or limits.sock_read:.0f} s"):
                 await self._client.update_params_for_auth(headers, [], ["BearerToken"], url, method, None)
                 answer = await self._client.call_api(
                     method, url, headers, body=call.body, _request_timeout=limits
@@ -151,6 +151,8 @@ def translated(call: Call, timeout_message: str) -> Iterator[None]:
         yield
     except msgspec.DecodeError as error:
         raise errors.Unreachable(f"the response cannot be read: {error}", what=call.what) from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise errors.Unreachable("no connection in time", what=call.what) from error
     except TimeoutError as error:
         raise errors.Unreachable(timeout_message, what=call.what) from error
     except (aiohttp.ClientError, OSError) as error:

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from scalerl_api import wire
-from scalerl_trainer.coordinator_client import decode_problem, wire_headers
+from scalerl_trainer.coordinator_client import decode_problem, failure_reason, wire_headers
 
 CONNECT_SECONDS = 5.0
 LATE_ANSWER_SECONDS = 30.0
@@ -108,13 +108,13 @@ class ActorControl:
         self, calls: Calls, member: wire.Member, path: str, body: bytes, timeout_seconds: float
     ) -> None:
         url = member.control_url.rstrip("/") + path
+        timeout = httpx.Timeout(
+            timeout_seconds + LATE_ANSWER_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
+        )
         try:
-            timeout = httpx.Timeout(
-                timeout_seconds + LATE_ANSWER_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
-            )
             response = self._http.post(url, content=body, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed under us
-            answer = Answer(error=f"POST {url}: {type(error).__name__}: {error}")
+            answer = Answer(error=f"POST {url}: {failure_reason(error, timeout)}")
         else:
             if response.is_success:
                 answer = Answer(body=response.content)

@@ -6,6 +6,7 @@ closing the server ends the wait of all joining members immediately.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -137,10 +138,11 @@ def open_group(
 
     def construct() -> None:
         try:
-            process_groups.append(
-                _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
-            )
-            _first_allreduce(process_groups[0], world_size, device, timeout_seconds)
+            with _device_of_thread(device):
+                process_groups.append(
+                    _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
+                )
+                _first_allreduce(process_groups[0], world_size, device, timeout_seconds)
         except Exception as error:
             failed.append(error)
 
@@ -160,6 +162,11 @@ def open_group(
         _release_in_thread(process_groups, backend == "nccl")
         raise
     return SenderGroup(epoch, backend, world_size, store, process_groups)
+
+
+def _device_of_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` the current one of a new thread, which is otherwise the first: NCCL would create its communicator there."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
