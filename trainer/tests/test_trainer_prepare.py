@@ -383,7 +383,7 @@ def test_mid_training_file_without_solution_raises(tmp_path: Path) -> None:
         '{"prompt": "1+1 =", "answer": "2", "solution": "2"}\n\n{"prompt": "1+2 =", "answer": "3"}\n'
     )
     paths, spec = make(tmp_path / "run", warmStart={"steps": 1, "jsonl": {"path": str(own)}})
-    with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*own.jsonl, line 3 has no solution"):
+    with pytest.raises(PrepareError, match=r"warmStart.jsonl.path: .*own.jsonl, line 3 has no solution"):
         prepare(paths, spec, one_machine=True)
 
 
@@ -399,11 +399,14 @@ def test_check_prompts_long_solution_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"verifier": {"name": "number"}}, r"task.verifier: prompt .* has no number"),
+        (
+            {"verifier": {"name": "number"}},
+            r"task.verifier.name: .*task.jsonl, line 81, field .answer.: .* has no number",
+        ),
         (
             {"reasoningGym": {"name": "countdown", "size": 50}, "jsonl": None}
             | {"verifier": {"name": "reasoning-gym"}},
-            "task.verifier: .*countdown.* evaluates answers as Python code",
+            "task.verifier.name: .*countdown.* evaluates answers as Python code",
         ),
     ],
 )
@@ -419,7 +422,12 @@ def test_check_grading_raises(tmp_path: Path, task: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("prompt", "answer", "vocabulary", "message"),
     [
-        ("77+1=", "none", 300, r"evaluation.sets.1.task.verifier: prompt .* has no number"),
+        (
+            "77+1=",
+            "none",
+            300,
+            r"evaluation.sets.1.task.verifier.name: .*line 1, field .answer.: .* has no number",
+        ),
         ("3+1=", "4", 300, "evaluation.sets.1.task: 1 training prompts of task.jsonl.path"),
         ("1+1=" * 30, "4", 300, "evaluation.sets.1.task: 1 of 1 prompts have more than the 56 tokens"),
         ("é+1=", "4", 64, "evaluation.sets.1.task: prompt .* the model's tokenizer has no tokens for"),
@@ -469,7 +477,7 @@ def test_prepare_grader_failure_exits_with_1(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise GradingError("no process could be forked")
 
-    monkeypatch.setattr("scalerl_trainer.prepare.check_grading", refuse)
+    monkeypatch.setattr("scalerl_trainer.prepare.check_tasks", refuse)
     assert main() == 1
 
 

@@ -1,7 +1,7 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
 The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. Exit code: 0 on success; 2 for bad input,
-with one line that names the field; 1 if no grader could be started.
+with a line for each problem that names the field; 1 if no grader could be started.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
     PrepareError,
-    check_grading,
     check_length,
     check_memory,
     check_mid_training_file,
     check_model,
     check_prompts,
     check_set_prompts,
-    check_sets,
+    check_tasks,
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
@@ -60,7 +59,11 @@ def main() -> int:
     except GradingError as problem:
         log.error("%s", problem)
         return 1
-    except (EnvironmentProblem, SpecError, PrepareError, TaskError) as problem:
+    except PrepareError as problem:
+        for line in problem.args:
+            log.error("%s", line)
+        return 2
+    except (EnvironmentProblem, SpecError, TaskError) as problem:
         log.error("%s", problem)
         return 2
     except OSError as problem:
@@ -79,15 +82,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         TaskError: the task or the model's tokenizer cannot be used.
         OSError: the folder cannot be written.
     """
+    check_tasks(spec)
     tasks = open_tasks(spec)
-    check_grading(spec)
-    check_sets(spec, tasks)
-    for given, task in zip(tasks.sections, tasks.tasks, strict=True):
-        if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
-            raise PrepareError(
-                f"recipe.curriculum.sec: the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, "
-                "or use edgeOfCompetence, which measures it"
-            )
     if spec.model.scratch is not None:
         prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
         prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]

@@ -11,8 +11,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from scalerl_tasks.errors import TaskError
 from scalerl_tasks.grading import audit_guard, protocol
-from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, Limits, Request
+from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, CheckRequest, Limits, Request
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
@@ -38,9 +39,13 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
             return
         if request is None:
             return
-        _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
-        for completion in request.completions:
-            answer, reusable = _grade(verifier, part_names, request.prompt, completion, limits)
+        items = request.prompts if isinstance(request, CheckRequest) else request.completions
+        _limit_cpu_seconds(len(items) * limits.timeout_seconds)
+        for item in items:
+            if isinstance(request, CheckRequest):
+                answer, reusable = _check(verifier, item, limits)
+            else:
+                answer, reusable = _grade(verifier, part_names, request.prompt, item, limits)
             connection.sendall(answer)
             if not reusable:
                 connection.sendall(protocol.record(RETIRED))
@@ -69,6 +74,20 @@ def _grade(
     except (ArithmeticError, TypeError, ValueError) as error:
         return _failed(str(error)), True
     return protocol.record(SCORED, verdict.score, list(verdict.parts.values())), True
+
+
+def _check(verifier: Verifier, prompt: Prompt, limits: Limits) -> tuple[bytes, bool]:
+    """The record of one checked prompt, and whether this process may check another."""
+    try:
+        with audit_guard.guarded(prompt):
+            verifier.check(prompt)
+    except MemoryError:
+        return _out_of_memory(limits), False
+    except (TaskError, audit_guard.RefusedError) as error:
+        return _failed(str(error)), True
+    except BaseException as error:  # SystemExit included: no answer can make a grader exit
+        return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
+    return protocol.record(SCORED), True
 
 
 def _failed(error: str) -> bytes:
@@ -121,7 +140,7 @@ def _address_space_bytes() -> int:
         return int(file.read().split()[0]) * _PAGE_BYTES
 
 
-def _receive(connection: socket.socket) -> Request | None:
+def _receive(connection: socket.socket) -> Request | CheckRequest | None:
     head = _exactly(connection, LENGTH.size)
     if head is None:
         return None
@@ -129,7 +148,7 @@ def _receive(connection: socket.socket) -> Request | None:
     if body is None:
         return None
     request: Any = pickle.loads(body)  # noqa: S301 - pickled by the pool; hostile text in it is a str
-    assert isinstance(request, Request)
+    assert isinstance(request, Request | CheckRequest)
     return request
 
 
