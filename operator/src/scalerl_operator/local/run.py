@@ -148,6 +148,8 @@ class LocalRun:
         self._last_tick = self._started
         self._peak_memory_bytes = 0
         self._reported = dict.fromkeys(_WARNINGS, 0)
+        self._learning_problems = ("", "")
+        """Those of the last status; each is reported when it begins."""
 
     async def run(self) -> RunResult:
         """Runs until the end. No process of the run is left afterwards."""
@@ -222,6 +224,11 @@ class LocalRun:
         return True
 
     def _report_warnings(self, status: Status) -> None:
+        problems = (status.learning_problem, status.logprob_problem)
+        for problem, before in zip(problems, self._learning_problems, strict=True):
+            if problem and not before:
+                self._on_event(Event("run", problem, is_problem=True))
+        self._learning_problems = problems
         for name, (growth, text) in _WARNINGS.items():
             count = attrgetter(name)(status)
             if count > growth * self._reported[name]:
