@@ -185,11 +185,11 @@ class _Scan:
             if _row_id(later_row) != _row_id(earlier_row):
                 continue  # two different ids with the same hash
             at = self.lines[earlier]
-            problem, field = f"{later_row.id!r} is already the id of line {at}; ids must be unique", "id"
-            if later_row.id is None:
-                problem, field = (
-                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id",
-                    None,
+            field = None if later_row.id is None else "id"
+            problem = f"{later_row.id!r} is already the id of line {at}; ids must be unique"
+            if field is None:
+                problem = (
+                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id"
                 )
             self.problems.add_error(
                 JsonlError(self.path, problem, line=self.lines[row], field=field, kind="repeated")
