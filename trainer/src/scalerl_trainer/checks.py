@@ -54,14 +54,16 @@ class PrepareError(TrainerError):
 # --- the task --------------------------------------------------------------------------------------------
 
 
-def check_tasks(spec: RunSpec) -> None:
+def check_tasks(spec: RunSpec, *, answers: bool = True) -> None:
     """Check the tasks, the evaluation sets and the file of the warm start, as ``scalerl validate`` does: every row of a file.
+
+    ``answers``: also the reference answers, which may take minutes.
 
     Raises:
         PrepareError: lists the problems.
         GradingError: no grader could be started.
     """
-    if problems := task_problems(spec, progress=log.info):
+    if problems := task_problems(spec, answers=answers, progress=log.info):
         raise PrepareError(*map(str, problems))
 
 

@@ -82,7 +82,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         TaskError: the task or the model's tokenizer cannot be used.
         OSError: the folder cannot be written.
     """
-    check_tasks(spec)
+    target = paths.base_model
+    check_tasks(spec, answers=not _answers_are_checked(target, spec))
     tasks = open_tasks(spec)
     if spec.model.scratch is not None:
         prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
@@ -95,7 +96,6 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         # Checked before the weights are written, which already needs this memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, tasks)
-    target = paths.base_model
     if target.exists():
         _check_prepared(target, identity)
         _check(target, spec, tasks, one_machine)
@@ -107,7 +107,10 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     try:
         _write_model(staged, spec, tasks)
         _check(staged, spec, tasks, one_machine)
-        (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
+        (staged / MARKER_FILE).write_text(
+            json.dumps({"identity": identity, "answers": _answers_identity(spec, tasks)}) + "\n",
+            encoding="utf-8",
+        )
         for file in [*staged.iterdir(), staged]:
             flush(file)
         staged.rename(target)
@@ -140,6 +143,22 @@ def _identity(spec: RunSpec, tasks: RunTasks) -> str:
                 "initializer_range"
             ]  # models of releases without the field keep their identity
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
+
+
+def _answers_identity(spec: RunSpec, tasks: RunTasks) -> str:
+    """SHA-256 of all that decides whether the reference answers can be graded."""
+    parts = [(task.train.digest, task.held_out.digest) for task in tasks.tasks]
+    verifiers = [task.verifier.model_dump_json() for task in spec.tasks]
+    return hashlib.sha256(repr((parts, [one.digest for one in tasks.sets], verifiers)).encode()).hexdigest()
+
+
+def _answers_are_checked(target: Path, spec: RunSpec) -> bool:
+    """Whether an earlier preparation of the run has checked the same answers with the same verifiers."""
+    try:
+        checked = json.loads((target / MARKER_FILE).read_text(encoding="utf-8"))["answers"]
+        return bool(checked == _answers_identity(spec, open_tasks(spec)))
+    except (OSError, ValueError, KeyError, TypeError, TaskError):
+        return False
 
 
 def _check_prepared(target: Path, identity: str) -> None:

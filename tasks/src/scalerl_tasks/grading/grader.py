@@ -8,7 +8,7 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scalerl_tasks.errors import TaskError
@@ -39,21 +39,26 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
             return
         if request is None:
             return
-        items = request.prompts if isinstance(request, CheckRequest) else request.completions
-        _limit_cpu_seconds(len(items) * limits.timeout_seconds)
-        for item in items:
-            if isinstance(request, CheckRequest):
-                answer, reusable = _check(verifier, item, limits)
-            else:
-                answer, reusable = _grade(verifier, part_names, request.prompt, item, limits)
+        for answer, reusable in _answers(request, verifier, part_names, limits):
             connection.sendall(answer)
-            if not reusable:
+            # Caches grow; they must not make the next item exceed the memory limit.
+            if not reusable or _address_space_bytes() > retire_above:
                 connection.sendall(protocol.record(RETIRED))
                 return
-        if _address_space_bytes() > retire_above:
-            # Caches have grown; they must not make the next completion exceed the memory limit.
-            connection.sendall(protocol.record(RETIRED))
-            return
+
+
+def _answers(
+    request: Request | CheckRequest, verifier: Verifier, part_names: Sequence[str], limits: Limits
+) -> Iterator[tuple[bytes, bool]]:
+    """The records of a request, each with whether this process may make another."""
+    if isinstance(request, CheckRequest):
+        _limit_cpu_seconds(len(request.prompts) * limits.timeout_seconds)
+        for prompt in request.prompts:
+            yield _check(verifier, prompt, limits)
+        return
+    _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
+    for completion in request.completions:
+        yield _grade(verifier, part_names, request.prompt, completion, limits)
 
 
 def _grade(
