@@ -181,7 +181,6 @@ def test_generators_without_finite_logprobs_diverge_at_once(new_run: Any) -> Non
         r"BROKEN: the generators' log-probabilities of (\d+) of the \1 tokens of step 0 are not finite", log
     )
     assert run.step() == 0
-    assert run.checkpoints() == []
 
 
 def test_trainer_without_finite_logprobs_diverges_at_once(new_run: Any) -> None:
