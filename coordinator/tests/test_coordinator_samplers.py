@@ -136,6 +136,38 @@ def test_solved_prompts_leave() -> None:
     assert all(sorted(found[i : i + 4]) == [0, 1, 4, 5] for i in range(0, 40, 4)), "epochs of those that stay"
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_partial_scores_are_no_passes_for_any_sampler(folded: bool) -> None:
+    """Prompt 0 scores .95 each time and is never solved; prompt 1 passes always; prompt 2 passes in half of the cases."""
+    made = PromptHistory()
+    scores = {0: [0.95] * 8, 1: [1.0] * 8, 2: [1.0, 0.9] * 4}
+    groups = [
+        Tried(prompt, prompt, 8, sum(given), 8, 1, passed=sum(score >= 1 for score in given))
+        for prompt, given in scores.items()
+    ]
+    made.add_step(0, groups)
+    if folded:
+        made.fold(1)
+    known = made.as_of(1)
+    assert [known.pass_rate(prompt) for prompt in scores] == [0.0, 1.0, 0.5]
+    solved = NoPositiveResampling(0.9)
+    assert [solved.passes_over(prompt, 0, known) for prompt in scores] == [False, True, False]
+    edge = EdgeOfCompetence(3, 0, 0.9, 0.1)._find(known)
+    assert edge.prompts == [2]
+    band = PassRateBand(0.25, 0.9)
+    assert [band.passes_over(prompt, 0, known) for prompt in scores] == [True, True, False]
+
+
+def test_history_of_an_earlier_release_keeps_its_scores() -> None:
+    """There the column had the sum of the scores under this name, and newest groups no number of passes."""
+    made = PromptHistory()
+    made.add_step(0, [Tried(0, 0, 4, 3.0, 8, 1)])
+    made.fold(1)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(made))
+    assert "score_sum" in stored
+    assert made.as_of(1).pass_rate(0) == 0.75
+
+
 def test_with_all_prompts_solved_all_are_drawn() -> None:
     found = drawn(RuleSampler(4, 0, NoPositiveResampling(0.9)), history(1.0, 1.0, 1.0, 1.0), 8)
     assert sorted(found[:4]) == [0, 1, 2, 3]

@@ -620,6 +620,7 @@ async def test_failed_group_does_not_stop_others(scene: Scene) -> None:
         if stand_in_vllm.CLAMPED in decoded(group.prompt_token_ids)
     ]
     assert clamped == [[(0, 0), (MASKED, 1), (0, 2)]]
+    assert sum(group.unusable_tokens for group in scene.coordinator.groups.values()) == 4
     text = (await scene.get(endpoints.METRICS))[1]
     assert "scalerl_actor_failed_groups_total 1.0" in text
     assert "scalerl_actor_masked_tokens_total 4.0" in text

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from actor_stand_ins import CHARACTERS, END, TOKEN, CoordinatorStandIn, until, write_tokenizer
@@ -19,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.spec import PromptSpec
-from scalerl_api.wire import MASKED, Group, PromptRef, Split, Verdicts
-from scalerl_generator import leasing, server_state
+from scalerl_api.wire import MASKED, Group, PromptRef, Sample, Split, Verdicts
+from scalerl_generator import leasing, rollouts, server_state
 from scalerl_generator.actor import raise_open_files_limit
 from scalerl_generator.actor_api import actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
@@ -29,7 +30,7 @@ from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import group_verdicts, version_spans
+from scalerl_generator.rollouts import group_verdicts, sample_of, version_spans
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import Graded, Verdict
@@ -37,7 +38,7 @@ from scalerl_tasks.prompts import Prompt
 
 
 def test_docstrings() -> None:
-    for module in (server_state, leasing):
+    for module in (server_state, leasing, rollouts):
         assert doctest.testmod(module).failed == 0
 
 
@@ -121,6 +122,29 @@ def test_group_verdicts_are_columns() -> None:
     )
     assert verdicts.ungraded == [1]
     assert group_verdicts([Graded(Verdict(1.0))], ()) == Verdicts(scores=[1.0])
+
+
+def test_sample_explains_a_group_of_equal_scores() -> None:
+    prompt = Prompt("p", "?", "5")
+    wrong, right, failed = Graded(Verdict(0.0)), Graded(Verdict(1.0)), Graded(None, "too slow")
+    texts = ["It is <answer> 5. </answer>", "b", "c"]
+    assert sample_of(prompt, texts, [wrong, right, wrong]) is None
+    assert sample_of(prompt, texts, [failed] * 3) is None
+    found = sample_of(prompt, texts, [wrong, failed, wrong])
+    assert found == Sample(prompt_id="p", reply=texts[0], answer="5.", reference="5", score=0.0)
+    second = sample_of(prompt, texts, [failed, right, right])
+    assert second is not None
+    assert (second.reply, second.score) == ("b", 1.0)
+
+
+@given(st.text(st.characters(), max_size=900))
+def test_sample_of_any_text_is_bounded_and_can_be_sent(text: str) -> None:
+    """Lone surrogates, megabytes, control characters: the push must not fail because of a reply."""
+    found = sample_of(Prompt("i" * 5000, "?", text * 9), [text * 50], [Graded(Verdict(0.0))])
+    assert found is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Sample) == found
+    assert len(found.reply) <= 400
+    assert max(map(len, (found.prompt_id, found.answer, found.reference))) <= 200
 
 
 def test_version_spans_separate_masked_tokens() -> None:

@@ -1,7 +1,8 @@
 """A fake generator without a model: receives weights like an actor, and answers leases with seeded random tokens.
 
 ``GENERATOR``: ``{"actor": {...} as ACTOR in actor_process.py, "name", "coordinator", "run_file",
-"vocabulary", "seconds_per_group", "logprob", "bad_slots"}``: slots whose log-probabilities are of no policy.
+"vocabulary", "seconds_per_group", "logprob", "bad_slots", "unusable"}``: slots whose log-probabilities are of no policy, and
+whether no token has a finite log-probability, as from a server whose weights are not numbers.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def completion(lease: wire.Lease, sample: int, held: int) -> wire.Completion:
     logprob = -60.0 if lease.split is wire.Split.TRAIN and lease.slot in given["bad_slots"] else usual
     return wire.Completion(
         token_ids=random.integers(3, given["vocabulary"], tokens).astype("<i4").tobytes(),
-        logprobs=np.full(tokens, logprob, "<f4").tobytes(),
-        versions=[wire.VersionSpan(held, 0)],
+        logprobs=np.full(tokens, 0.0 if given["unusable"] else logprob, "<f4").tobytes(),
+        versions=[wire.VersionSpan(wire.MASKED if given["unusable"] else held, 0)],
         finish_reason="stop",
     )
 
@@ -97,13 +98,15 @@ def work(me: wire.Registered) -> None:
         if given["skip_held_out"] and lease.split is wire.Split.HELD_OUT:
             continue
         time.sleep(given["seconds_per_group"])
+        completions = [completion(lease, s, held) for s in range(lease.completions)]
         group = wire.Group(
             lease_id=lease.lease_id,
             prompt=lease.prompt,
             slot=lease.slot,
             prompt_id=lease.prompt_id,
             prompt_token_ids=np.array([4, 5, 6], "<i4").tobytes(),
-            completions=[completion(lease, s, held) for s in range(lease.completions)],
+            completions=completions,
+            unusable_tokens=sum(c.tokens for c in completions) if given["unusable"] else 0,
             verdicts=wire.Verdicts(scores=[float((s + lease.slot) % 2) for s in range(lease.completions)]),
             generation_seconds=0.01,
         )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
-from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
+from scalerl_trainer.errors import BadBatchError, DivergedError
 
 STEP = 7
 
@@ -70,6 +70,23 @@ def test_rank_batches_sum_to_whole_step(seed: int, groups: int, samples: int, wo
         lengths = torch.tensor([len(s.token_ids) // 4 for s in sequences])
         assert float((whole.batch.weights_s * lengths).sum()) == pytest.approx(1.0)
         assert float(whole.batch.advantages_s.square().mean()) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize(("unusable", "ends"), [(0, False), (10, False), (11, True), (20, True)])
+def test_check_logprobs_ends_training_above_half(unusable: int, ends: bool) -> None:
+    """Of the tokens of all groups, filtered ones included: a policy without numbers solves nothing."""
+    lengths = {"completion_tokens": [4, 6], "scores": [0.0, 0.0], "rewards": [0.0, 0.0]}
+    metas = [
+        wire.GroupMeta(slot=0, filtered=True, unusable_tokens=min(unusable, 10), **lengths),
+        wire.GroupMeta(slot=1, filtered=False, unusable_tokens=max(0, unusable - 10), **lengths),
+    ]
+    shard = wire.Shard(step=STEP, groups=metas, sequences=[])
+    if ends:
+        with pytest.raises(DivergedError, match=rf"{unusable} of the 20 tokens of step 7 are not finite"):
+            check_logprobs(shard)
+    else:
+        check_logprobs(shard)
+    check_logprobs(wire.Shard(step=STEP, groups=[], sequences=[]))
 
 
 def test_rank_batch_aligns_tokens_logprobs_and_freshness() -> None:

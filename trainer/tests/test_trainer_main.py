@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_run import http, model_state, until
 
 from scalerl_api import endpoints, wire
@@ -169,6 +169,36 @@ def test_three_consecutive_skipped_steps_diverge(new_run: Any) -> None:
     status = run.status()
     assert status is not None
     assert (status.counts.trained, status.counts.skipped) == (0, 3 * 4 * 3)
+
+
+def test_generators_without_finite_logprobs_diverge_at_once(new_run: Any) -> None:
+    """All tokens are masked, so every step would be empty and the run would end as a success without an update."""
+    run = new_run(budget__maxSteps=2)
+    run.start(unusable=True)
+    assert run.wait_trainer() == [3, 3]
+    log = run.log("trainer-0")
+    assert re.search(
+        r"BROKEN: the generators' log-probabilities of (\d+) of the \1 tokens of step 0 are not finite", log
+    )
+    assert run.step() == 0
+
+
+def test_trainer_without_finite_logprobs_diverges_at_once(new_run: Any) -> None:
+    """A weight of the trainer is not a number; the generator's log-probabilities are."""
+    run = new_run(budget__maxSteps=2)
+    file = run.paths.base_model / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name] = torch.full_like(tensors[name], torch.nan)
+    file.unlink()  # another link to it may exist
+    save_file(tensors, file, {"format": "pt"})
+    run.start()
+    assert run.wait_trainer() == [3, 3]
+    assert "BROKEN: step 0 was skipped because the loss is nan" in run.log("trainer-0")
+    assert "the trainer's log-probabilities of 100% of its tokens are not numbers" in run.log("trainer-0")
+    status = run.status()
+    assert status is not None
+    assert (status.step, status.skipped_steps) == (1, 1)
 
 
 def test_bad_input_exits_with_2(new_run: Any) -> None:

@@ -98,7 +98,7 @@ def test_prepare_accepts_model_without_initializer_range(tmp_path: Path) -> None
     model = {"hub": None, "path": None, "scratch": scratch, "dtype": "float32", "context_tokens": 64}
     earlier = json.dumps(model | {"task": task.train.digest, "seed": 0}, sort_keys=True)
     mark = json.loads((paths.base_model / "prepared.json").read_text())
-    assert mark == {"identity": hashlib.sha256(earlier.encode()).hexdigest()}
+    assert mark["identity"] == hashlib.sha256(earlier.encode()).hexdigest()
     _, other = make(tmp_path, {"scratch": SCRATCH | {"initializerRange": "0.1"}})
     with pytest.raises(PrepareError, match="another run directory"):
         prepare(paths, other, one_machine=True)
@@ -350,6 +350,27 @@ def test_prepare_checks_prompts_again_on_resume(tmp_path: Path) -> None:
         prepare(paths, spec.model_copy(update={"recipe": recipe}), one_machine=True)
 
 
+def test_prepare_checks_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may take minutes: a resumed run checks them again only with other data or another verifier."""
+    paths, spec = make(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    asked: list[bool] = []
+
+    def note(spec: RunSpec, *, answers: bool) -> None:
+        asked.append(answers)
+
+    monkeypatch.setattr("scalerl_trainer.prepare.check_tasks", note)
+    prepare(paths, spec, one_machine=True)
+    number = spec.task.model_copy(
+        update={"verifier": spec.task.verifier.model_copy(update={"name": "number"})}
+    )
+    prepare(paths, spec.model_copy(update={"task": number}), one_machine=True)
+    jsonl(paths.root, {"prompt": "7+1 =", "answer": "8"})
+    with pytest.raises(PrepareError, match="was made from another model, task or seed"):
+        prepare(paths, spec, one_machine=True)
+    assert asked == [False, True, True]
+
+
 @pytest.mark.parametrize("source", ["scratch", "path"])
 def test_check_prompts_warm_start_without_solutions_raises(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
@@ -383,7 +404,7 @@ def test_mid_training_file_without_solution_raises(tmp_path: Path) -> None:
         '{"prompt": "1+1 =", "answer": "2", "solution": "2"}\n\n{"prompt": "1+2 =", "answer": "3"}\n'
     )
     paths, spec = make(tmp_path / "run", warmStart={"steps": 1, "jsonl": {"path": str(own)}})
-    with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*own.jsonl, line 3 has no solution"):
+    with pytest.raises(PrepareError, match=r"warmStart.jsonl.path: .*own.jsonl, line 3 has no solution"):
         prepare(paths, spec, one_machine=True)
 
 
@@ -399,11 +420,14 @@ def test_check_prompts_long_solution_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"verifier": {"name": "number"}}, r"task.verifier: prompt .* has no number"),
+        (
+            {"verifier": {"name": "number"}},
+            r"task.verifier.name: .*task.jsonl, line 81, field .answer.: .* has no number",
+        ),
         (
             {"reasoningGym": {"name": "countdown", "size": 50}, "jsonl": None}
             | {"verifier": {"name": "reasoning-gym"}},
-            "task.verifier: .*countdown.* evaluates answers as Python code",
+            "task.verifier.name: .*countdown.* evaluates answers as Python code",
         ),
     ],
 )
@@ -419,7 +443,12 @@ def test_check_grading_raises(tmp_path: Path, task: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("prompt", "answer", "vocabulary", "message"),
     [
-        ("77+1=", "none", 300, r"evaluation.sets.1.task.verifier: prompt .* has no number"),
+        (
+            "77+1=",
+            "none",
+            300,
+            r"evaluation.sets.1.task.verifier.name: .*line 1, field .answer.: .* has no number",
+        ),
         ("3+1=", "4", 300, "evaluation.sets.1.task: 1 training prompts of task.jsonl.path"),
         ("1+1=" * 30, "4", 300, "evaluation.sets.1.task: 1 of 1 prompts have more than the 56 tokens"),
         ("é+1=", "4", 64, "evaluation.sets.1.task: prompt .* the model's tokenizer has no tokens for"),
@@ -466,10 +495,10 @@ def test_prepare_grader_failure_exits_with_1(tmp_path: Path, monkeypatch: pytest
     }.items():
         monkeypatch.setenv(name, value)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise GradingError("no process could be forked")
 
-    monkeypatch.setattr("scalerl_trainer.prepare.check_grading", refuse)
+    monkeypatch.setattr("scalerl_trainer.prepare.check_tasks", refuse)
     assert main() == 1
 
 

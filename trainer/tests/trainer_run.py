@@ -172,6 +172,7 @@ class Run:
         logprob: float | None = None,
         bad_slots: tuple[int, ...] = (),
         skip_held_out: bool = False,
+        unusable: bool = False,
     ) -> Path:
         name = f"generator-{len(self.generators)}"
         directory = self.paths.root.with_name(f"{self.paths.root.name}-{name}")
@@ -190,6 +191,7 @@ class Run:
                     "logprob": logprob,
                     "bad_slots": bad_slots,
                     "skip_held_out": skip_held_out,
+                    "unusable": unusable,
                 },
             )
         )

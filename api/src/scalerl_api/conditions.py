@@ -346,6 +346,18 @@ class Reason(_Explained):
         "The verifier failed on completions, which have no verdict: check the actor logs. Clears after ten minutes "
         "without another failure.",
     )
+    NOT_LEARNING = (
+        "NotLearning",
+        "For three steps or more, no completion scored above 0, or all groups were filtered: the policy does not change. The "
+        "message has a reply, the answer extracted from it and the reference: compare them, then correct the verifier, the "
+        "prompt or the data, or take prompts of another difficulty. Clears with a step that has a gradient.",
+    )
+    LOGPROBS_NOT_FINITE = (
+        "LogprobsNotFinite",
+        "More than 0.1 % of the latest tokens have no finite log-probability at their generator and are not trained on. Check "
+        "the weights of the model for values that are not numbers, and model.dtype. If most tokens have none, the trainer ends "
+        "the run as diverged.",
+    )
     SLOTS_GIVEN_UP = (
         "SlotsGivenUp",
         "Prompts are too long for model.contextTokens, or their groups failed repeatedly: their steps continue without "
@@ -381,7 +393,8 @@ class Reason(_Explained):
     )
     DIVERGED = (
         "Diverged",
-        "Three steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or check the data.",
+        "Three steps in a row were skipped, or most log-probabilities of a step were not numbers, twice from the same "
+        "checkpoint; the message says which: lower the learning rate, or check the model's weights and the data.",
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",

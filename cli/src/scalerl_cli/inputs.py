@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import SourcesSpec
-from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun, TaskSpec
+from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
 from scalerl_cli.machine import WEIGHTS, gpu_problem, memory_problem, vllm_problem
+from scalerl_cli.output import say
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
-
-if TYPE_CHECKING:
-    from scalerl_tasks import PromptSource
 
 Section = TypeVar("Section", bound=SourcesSpec)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -96,7 +94,7 @@ def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
     return [
         *_suspended(run.spec),
         *model_problems(run.spec.model, run.spec),
-        *_jsonl_problems(run.spec),
+        *_file_problems(run.spec),
         *machine_problems(run),
     ]
 
@@ -231,102 +229,20 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
             yield problem
 
 
-def _jsonl_problems(spec: RunSpec) -> Iterator[SpecProblem]:
-    if any(task.jsonl is not None for task in spec.tasks):
-        yield from task_problems(spec, answers=0)
-
-
-def task_problems(spec: RunSpec, *, answers: int) -> Iterator[SpecProblem]:
-    """Problems of the tasks: source, held-out set and template, and as many as ``answers`` reference answers of each set."""
-    import scalerl_tasks as tasks
-
-    try:
-        every = tasks.open_tasks(spec)
-    except tasks.EvaluationSetError as error:
-        yield SpecProblem(f"spec.{error.field}", str(error.problem))
-        return
-    except tasks.MixedTaskError as error:
-        at = int(error.field.rpartition(".")[2])
-        yield _source_problem(f"spec.{error.field}", spec.task.tasks[at].section, error.problem)
-        return
-    except tasks.TaskError as error:
-        yield _source_problem("spec.task", spec.task.tasks[0].section, error)
-        return
-    for given, opened in zip(every.sections, every.tasks, strict=True):
-        if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
-            yield SpecProblem(
-                "spec.recipe.curriculum.sec",
-                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, or use "
-                "edgeOfCompetence, which measures it",
-            )
-        try:
-            tasks.open_grading_pool(given.section)
-            if answers:
-                verifier = tasks.open_verifier(tasks.verifier_config(given.section))
-                tasks.check_answers(opened.held_out, verifier, answers)
-                tasks.check_answers(opened.train, verifier, answers)
-        except tasks.TaskError as error:
-            yield _source_problem(f"spec.{given.field}", given.section, error)
-    # warmStart.jsonl is one file for all tasks, so it is checked once.
+def _file_problems(spec: RunSpec) -> Iterator[SpecProblem]:
     own = spec.warm_start is not None and spec.warm_start.jsonl is not None
-    for opened in every.tasks[: 1 if own else None]:
-        yield from _mid_training_problems(spec, opened.train)
-    for one in every.sets:
-        if problem := every.overlap(one):
-            yield SpecProblem(f"spec.{one.field}.task", problem)
-        try:
-            tasks.open_grading_pool(one.spec)
-            if answers:
-                verifier = tasks.open_verifier(tasks.verifier_config(one.spec))
-                tasks.check_answers(one.prompts, verifier, answers)
-        except tasks.VerifierError as error:
-            yield SpecProblem(f"spec.{one.field}.task.verifier.name", str(error))
+    if own or any(task.jsonl is not None for task in spec.tasks):
+        yield from task_problems(spec, answers=False)
 
 
-def _source_problem(where: str, task: TaskSpec, error: Exception) -> SpecProblem:
-    """The problem of the task at ``where``, with the field that has to be corrected."""
+def task_problems(spec: RunSpec, *, answers: bool) -> Iterator[SpecProblem]:
+    """Problems of the tasks, as the preparation of the run finds them; ``answers``: check the reference answers too."""
     import scalerl_tasks as tasks
 
-    field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
-    match error:
-        case tasks.UnknownTaskError():
-            field = ".reasoningGym.name"
-        case tasks.ParameterError():
-            section = "reasoningGym.parameters" if task.reasoning_gym is not None else "opGraph"
-            field = f".{section}" + (f".{error.parameter}" if error.parameter else "")
-        case tasks.SplitError():
-            field = ".heldOut.size"
-        case tasks.TemplateError():
-            field = ".prompt.template"
-        case tasks.VerifierError():
-            field = ".verifier.name"
-        case tasks.SourceError() if task.jsonl is None:
-            field = ""
-    return SpecProblem(where + field, str(error))
-
-
-def _mid_training_problems(spec: RunSpec, train: PromptSource) -> Iterator[SpecProblem]:
-    """The first mid-training prompt that has no solution."""
-    import scalerl_tasks as tasks
-
-    if spec.warm_start is None:
-        return
-    own = spec.warm_start.jsonl
-    if own is None:
-        try:
-            train[0].worked_solution  # noqa: B018
-        except ValueError as error:
-            yield SpecProblem("spec.warmStart", str(error), "leave it out, or take a task with solutions")
-        return
     try:
-        source = tasks.JsonlSource(Path(own.path))
-        missing = next((p for i in range(len(source)) if not (p := source[i]).solution), None)
-    except tasks.TaskError as error:
-        yield SpecProblem("spec.warmStart.jsonl.path", str(error))
+        found = tasks.task_problems(spec, answers=answers, progress=lambda text: say(text, error=True))
+    except tasks.GradingError as error:
+        yield SpecProblem("spec.task.verifier", str(error))
         return
-    if missing is not None:
-        yield SpecProblem(
-            "spec.warmStart.jsonl.path",
-            f"{own.path}: prompt {missing.id!r} has no solution",
-            "give each line a solution, or leave jsonl out to train on the task's own",
-        )
+    for problem in found:
+        yield SpecProblem(f"spec.{problem.field}", problem.text)

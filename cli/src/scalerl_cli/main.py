@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -84,9 +87,28 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _use_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode if the locale's encoding is another, as with ``LC_ALL=C``.
+
+    Run files are UTF-8 and so are the paths in them; elsewhere they could be neither opened nor printed, here and in the child
+    processes, which inherit the mode.
+    """
+    if sys.flags.utf8_mode or codecs.lookup(sys.getfilesystemencoding()).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    # The option, since an interpreter with -E or -I does not read the variable.
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606
+
+
 def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], Plan] = plan) -> int:
     """Run the command; returns its exit code. ``planner`` makes the plan of processes for a spec."""
     started = time.monotonic()
+    if argv is None:
+        _use_utf8()
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # as stderr: a file's name may have bytes that are no text
+            sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     try:
         if arguments.command == "run":

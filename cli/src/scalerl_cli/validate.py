@@ -15,9 +15,6 @@ from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
 from scalerl_cli.output import say
 
-_ANSWERS = 200
-"""Reference answers that are tested with the verifier, spread over the source; a mathematical answer takes milliseconds."""
-
 
 def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = False) -> int:
     """Print each problem on a line, or ``ok`` for a file without any; returns the exit code.
@@ -69,6 +66,6 @@ def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
     return [
         *(() if late is None else [late]),
         *model_problems(run.spec.model, run.spec),
-        *task_problems(run.spec, answers=_ANSWERS),
+        *task_problems(run.spec, answers=True),
         *(() if any_machine else machine_problems(run)),
     ]

@@ -31,7 +31,7 @@ COUNT_KEYS = [
 ]
 
 
-def command(argv: list[str]) -> int:
+def command() -> int:
     from scalerl_api.spec import ScaleRLRun
     from scalerl_cli import inputs
     from scalerl_cli.main import main
@@ -55,7 +55,7 @@ def command(argv: list[str]) -> int:
 
     # There is no vLLM among these roles, so it does not matter which build is installed.
     inputs.vllm_problem = lambda spec: None  # type: ignore[assignment]
-    return main(argv, planner=planner)
+    return main(planner=planner)
 
 
 def behaviour(role: str) -> str:
@@ -206,6 +206,7 @@ def coordinator(root: Path) -> None:
             checkpoint_failures=step() // 20 if behaviour("trainer") == "full-disk" else 0,
             supervised_steps=int((root / "mid-training").exists()),
             grading_errors=step() if behaviour("trainer") == "full-disk" else 0,
+            learning_problem="nothing is learned" * (step() % 40 >= 20) * (behaviour("trainer") == "flat"),
         )
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -250,7 +251,7 @@ def coordinator(root: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] in ("run", "compare"):
-        sys.exit(command(sys.argv[1:]))
+        sys.exit(command())
     roles = {
         "prepare": prepare,
         "coordinator": coordinator,

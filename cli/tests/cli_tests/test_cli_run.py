@@ -293,6 +293,50 @@ def test_non_fatal_problems_are_reported(tmp_path: Path) -> None:
     assert "checkpoints not written" in text
 
 
+def test_run_that_learns_nothing_says_so_when_that_begins(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 39}}, SMALL_TRAINER="flat") as run:
+        assert run.finish() == 0, run.text()
+    assert run.text().count("! run: nothing is learned\n") == 1
+
+
+UTF8_OFF = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_run_in_a_directory_with_any_name_in_any_locale(tmp_path: Path) -> None:
+    """The names of files are UTF-8 whatever the locale; the roles inherit that."""
+    folder = tmp_path / "läufe 試"
+    folder.mkdir()
+    (folder / "dätei.jsonl").write_text(
+        '{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?", "answer": "3"}\n'
+    )
+    task = {"jsonl": {"path": "dätei.jsonl"}, "verifier": {"name": "exact"}, "heldOut": {"size": 1}}
+    with shell(folder, spec={"task": task, "budget": {"maxSteps": 5}}, **UTF8_OFF) as run:
+        assert run.finish() == 0, run.text()
+    assert "Traceback" not in run.text()
+    assert run.summary()["steps"] == 5
+
+
+@pytest.mark.parametrize("locale", [UTF8_OFF, {"LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}])
+def test_paths_with_any_name_are_validated_in_any_locale(tmp_path: Path, locale: dict[str, str]) -> None:
+    folder = tmp_path / "dür"
+    folder.mkdir()
+    (folder / "dätei.jsonl").write_text(
+        '{"prompt": "1+1?", "answer": "2"}\n{"prompt": "1+2?", "answer": " "}\n'
+    )
+    task = {"jsonl": {"path": "dätei.jsonl"}, "verifier": {"name": "exact"}, "heldOut": {"size": 1}}
+    manifest = RUN | {"spec": RUN["spec"] | {"task": task}}
+    (folder / "rün.yaml").write_text(yaml.safe_dump(manifest, allow_unicode=True))
+    command = [sys.executable, "-m", "scalerl_cli.main", "validate", "--any-machine", "dür/rün.yaml"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    done = subprocess.run(command, cwd=tmp_path, env=environment | locale, capture_output=True, timeout=120)
+    text = done.stderr.decode()
+    assert done.returncode == 2
+    assert (
+        f"dür/rün.yaml: spec.task.jsonl.path: {folder}/dätei.jsonl, line 2, field 'answer': is empty" in text
+    )
+    assert "Traceback" not in text
+
+
 def test_budget_of_seconds_stops_the_run(tmp_path: Path) -> None:
     with shell(tmp_path, spec={"budget": {"maxSeconds": 1}}) as run:
         assert run.finish() == 0, run.text()

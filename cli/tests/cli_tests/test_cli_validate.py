@@ -17,9 +17,11 @@ from scalerl_api.load import load_run, to_yaml
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec
 from scalerl_cli import inputs, machine
+from scalerl_cli.inputs import load
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
 from scalerl_coordinator.tracking import supervisor
+from scalerl_trainer.checks import PrepareError, check_tasks
 
 ROOT = Path(__file__).parents[3]
 
@@ -252,6 +254,26 @@ def test_tasks(tmp_path: Path, check: Check, text: str, data: str | None, words:
     if data is not None:
         (tmp_path / "data.jsonl").write_text(data, errors="surrogateescape")
     check(file, words)
+
+
+def test_validate_and_prepare_find_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows of the file are read by both, by the same code, and those that cannot be used are listed with their line."""
+    lines = [{"prompt": f"{i}+1?", "answer": "none" if i in (250, 299) else str(i + 1)} for i in range(300)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{}\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(changed(**jsonl(verifier={"name": "number"})))
+    assert main(["validate", str(file)]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    data = tmp_path / "data.jsonl"
+    assert f"{file}: spec.task.jsonl.path: {data}, line 301, field 'prompt': is missing" in shown
+    for line in (251, 300):
+        assert any(
+            f"spec.task.verifier.name: {data}, line {line}, field 'answer': " in text for text in shown
+        )
+    assert any("2 of 301 rows cannot be used (2 answers that number cannot use)" in text for text in shown)
+    with pytest.raises(PrepareError) as caught:
+        check_tasks(load(file).spec)
+    assert [f"{file}: spec.{problem}" for problem in caught.value.args] == shown
 
 
 def model_folder(tmp: Path) -> Path:

@@ -6,6 +6,8 @@ and loses none, :class:`Lineage` is reset to its value at that version, :class:`
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
@@ -41,6 +43,7 @@ class Accepted(msgspec.Struct, array_like=True):
     journaled_rewards: list[float] = []
     """Empty if the group is from an old journal."""
     parts: dict[str, list[float]] = {}
+    unusable_tokens: int = 0
 
     @property
     def rollouts(self) -> int:
@@ -131,6 +134,17 @@ class Lineage(msgspec.Struct, array_like=True, frozen=True):
     consecutive_skipped_steps: int = 0
     reference_tokens: int = 0
     """The part of ``work_tokens`` that a reference policy scored."""
+    flat_steps: int = 0
+    """Consecutive last steps that taught nothing: no completion scored above 0, or all groups were filtered. Steps without a
+    score are passed over."""
+    flat_low: float = 1.0
+    """Lowest score of these steps."""
+    flat_high: float = 0.0
+    """Highest score of these steps."""
+    recent_tokens: float = 0.0
+    """Completion tokens of recent steps: the sum is halved before each step."""
+    recent_unusable_tokens: float = 0.0
+    """The part of ``recent_tokens`` without a finite log-probability."""
 
     @property
     def mean_staleness(self) -> float:
@@ -158,6 +172,12 @@ class StepSums(msgspec.Struct, array_like=True):
     masked_tokens: int = 0
     parts: dict[str, tuple[float, int]] = {}
     """For each part of the verdicts, by name: the sum, and the number of rollouts that have it."""
+    low: float = 1.0
+    """Lowest score."""
+    high: float = 0.0
+    """Highest score."""
+    unusable_tokens: int = 0
+    """Tokens without a finite log-probability."""
 
     @property
     def part_means(self) -> dict[str, float]:
@@ -190,6 +210,9 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.truncated += group.truncated
         sums.score_sum += sum(group.graded_scores)
         sums.graded += len(group.graded_scores)
+        sums.low = min([sums.low, *group.graded_scores])
+        sums.high = max([sums.high, *group.graded_scores])
+        sums.unusable_tokens += group.unusable_tokens
         for name, values in group.graded_parts.items():
             total, count = sums.parts.get(name, (0.0, 0))
             sums.parts[name] = total + sum(values), count + len(values)
@@ -213,12 +236,14 @@ def extend(
 ) -> Lineage:
     """The lineage extended by one step. A skipped step consumes its tokens and trains on none."""
     reference_tokens = lineage.reference_tokens + sums.work_tokens * reference
+    recent = _recent(lineage, sums)
     if skipped:
         return msgspec.structs.replace(
             lineage,
             work_tokens=lineage.work_tokens + sums.work_tokens,
             consecutive_skipped_steps=lineage.consecutive_skipped_steps + 1,
             reference_tokens=reference_tokens,
+            **recent,
         )
     return Lineage(
         work_tokens=lineage.work_tokens + sums.work_tokens,
@@ -227,7 +252,26 @@ def extend(
         staleness_sum=lineage.staleness_sum + max(0, sums.staleness_sum),
         staleness_max=max(lineage.staleness_max, sums.staleness_max),
         reference_tokens=reference_tokens,
+        **recent,
     )
+
+
+def _recent(lineage: Lineage, sums: StepSums) -> dict[str, Any]:
+    """The fields of the lineage about its last steps, after one more."""
+    recent: dict[str, Any] = {
+        "recent_tokens": lineage.recent_tokens / 2 + sums.work_tokens,
+        "recent_unusable_tokens": lineage.recent_unusable_tokens / 2 + sums.unusable_tokens,
+    }
+    if not sums.graded:
+        names = ("flat_steps", "flat_low", "flat_high")
+        return recent | {name: getattr(lineage, name) for name in names}
+    if sums.high > 0 and sums.filtered_groups < sums.groups:
+        return recent
+    return recent | {
+        "flat_steps": lineage.flat_steps + 1,
+        "flat_low": min(lineage.flat_low, sums.low),
+        "flat_high": max(lineage.flat_high, sums.high),
+    }
 
 
 class MismatchSums(msgspec.Struct, array_like=True):

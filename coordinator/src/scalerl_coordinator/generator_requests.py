@@ -16,6 +16,7 @@ from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
+from scalerl_coordinator.learning import bounded
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
@@ -60,6 +61,7 @@ class GeneratorRequests:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._grading_error_logged = False
+        self._unusable_logged = False
         self._partials = PartialStore()
         self._training = TrainingLeases(core)
 
@@ -344,6 +346,13 @@ class GeneratorRequests:
         member.proven = True
         self._partials.drop(partial_key(expected.prompt, expected.slot, expected.policy_version))
         self._log_grading_error(member, group, summary)
+        if group.unusable_tokens and not self._unusable_logged:
+            self._unusable_logged = True
+            log.warning(
+                "%s gave no finite log-probability for %d of the %d tokens of a group, which are not trained on; later ones are only "
+                "counted, in metrics.jsonl",
+                *(member.name, group.unusable_tokens, sum(summary.lengths)),
+            )
         if expected.split is Split.HELD_OUT:
             self._accept_evaluation(group, expected, summary, now)
             return PushResult.ACCEPTED, None
@@ -377,6 +386,8 @@ class GeneratorRequests:
                 rewards=group_rewards,
                 parts=verdicts.parts,
                 next_prompt=next_prompt,
+                unusable_tokens=max(0, min(group.unusable_tokens, sum(summary.lengths))),
+                sample=group.sample and bounded(group.sample),
             ),
             payload if next_prompt is None else b"",
         )

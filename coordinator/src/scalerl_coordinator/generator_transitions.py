@@ -77,7 +77,10 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         masked_tokens=record.masked_tokens,
         journaled_rewards=record.rewards,
         parts=record.parts,
+        unusable_tokens=record.unusable_tokens,
     )
+    if record.sample is not None:
+        state.samples.setdefault(state.step_of(record.slot), record.sample)
     counts = state.counts
     counts.acknowledged += group.rollouts
     counts.queued += group.rollouts

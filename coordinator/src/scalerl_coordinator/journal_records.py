@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-from scalerl_api.wire import PromptRef, Split, VersionSpan
+from scalerl_api.wire import PromptRef, Sample, Split, VersionSpan
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.settings import Identity
 
@@ -100,6 +100,10 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Parts of the verdicts, by name, for each completion."""
     next_prompt: PromptRef | None = None
     """If set, the slot is issued again with this prompt, because the group's rewards are equal; None if the slot is filled."""
+    unusable_tokens: int = 0
+    """Tokens whose log-probability is not finite, which are masked."""
+    sample: Sample | None = None
+    """A completion of a group whose scores are equal."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,10 @@ depends on the rewards alone, and a resumed run repeats it.
 Steps that are trained again after the trainer returned to a checkpoint have the same groups, and are not folded in again. If
 k changes during a run, the bound of the history continues from its current value.
 
+A completion passes with a score of 1, here, in pass@k and for every sampler. A partial score is no part of a pass: a prompt
+whose completions all score .9 was never solved, and one with a pass in ten is no better than at .1. Where scores are 0 or 1,
+as in ScaleRL (arXiv 2510.13786 [P]), the pass rate is the mean score.
+
 The columns have sums over all groups of each prompt. The groups of the last :data:`RECENT_STEPS` steps are also kept
 individually, because recent results describe the current policy best.
 """
@@ -47,6 +51,11 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
     passed: int = -1
     """Number of scored completions with score 1; -1 (unknown) in histories of earlier releases."""
 
+    @property
+    def passes(self) -> float:
+        """``passed`` or, where that is unknown, the sum of the scores."""
+        return self.passed if self.passed >= 0 else self.score_sum
+
 
 def tried(prompt: int, slot: int, group: Accepted) -> Tried:
     """The result of a group for its prompt."""
@@ -77,7 +86,7 @@ def absolute_advantage(scores: Sequence[float]) -> float:
 
 _COLUMNS = {
     "completions": "<u4",
-    "score_sum": "<f8",
+    "passes": "<f8",
     "tokens": "<u8",
     "longest": "<u4",
     "step": "<i4",
@@ -90,8 +99,8 @@ class PromptHistory(msgspec.Struct):
 
     completions: bytearray = msgspec.field(default_factory=bytearray)
     """Number of scored completions, uint32."""
-    score_sum: bytearray = msgspec.field(default_factory=bytearray)
-    """Sum of their scores, float64."""
+    passes: bytearray = msgspec.field(default_factory=bytearray, name="score_sum")
+    """Number of them that passed, float64: earlier releases added the scores."""
     tokens: bytearray = msgspec.field(default_factory=bytearray)
     """Tokens of all completions, uint64."""
     longest: bytearray = msgspec.field(default_factory=bytearray)
@@ -124,18 +133,18 @@ class PromptHistory(msgspec.Struct):
 
     def as_of(self, until: int) -> KnownHistory:
         """The history of the steps before ``until``."""
-        scores: dict[int, tuple[int, float]] = {}
+        later: dict[int, tuple[int, float]] = {}
         for step, groups in self.pending.items():
             for group in groups if step < until else ():
-                completions, score_sum = scores.get(group.prompt, (0, 0.0))
-                scores[group.prompt] = completions + group.completions, score_sum + group.score_sum
-        return KnownHistory(self, scores, max(until, self.folded))
+                completions, passes = later.get(group.prompt, (0, 0.0))
+                later[group.prompt] = completions + group.completions, passes + group.passes
+        return KnownHistory(self, later, max(until, self.folded))
 
-    def scores(self, prompt: int) -> tuple[int, float]:
-        """Number of scored completions of a prompt in the columns, and the sum of their scores."""
+    def passed(self, prompt: int) -> tuple[int, float]:
+        """Number of scored completions of a prompt in the columns, and of those that passed."""
         if prompt >= len(self.completions) // 4:
             return 0, 0.0
-        return int(self._column("completions")[prompt]), float(self._column("score_sum")[prompt])
+        return int(self._column("completions")[prompt]), float(self._column("passes")[prompt])
 
     def mean_tokens(self, prompt: int) -> float | None:
         """Mean tokens of a prompt's completions in the columns; None if there are none."""
@@ -158,7 +167,7 @@ class PromptHistory(msgspec.Struct):
     def _add(self, step: int, tried: Tried) -> None:
         self._grow(tried.prompt + 1)
         self._column("completions")[tried.prompt] += tried.completions
-        self._column("score_sum")[tried.prompt] += tried.score_sum
+        self._column("passes")[tried.prompt] += tried.passes
         self._column("tokens")[tried.prompt] += tried.tokens
         longest = self._column("longest")
         longest[tried.prompt] = max(int(longest[tried.prompt]), tried.longest)
@@ -184,7 +193,7 @@ class KnownHistory:
 
     history: PromptHistory
     later: dict[int, tuple[int, float]]
-    """Number of scored completions and sum of their scores, by prompt, that are not in the columns yet."""
+    """Number of scored completions and of those that passed, by prompt, that are not in the columns yet."""
     until: int = 0
     """Only results of steps before this one are included."""
 
@@ -195,9 +204,7 @@ class KnownHistory:
             yield step, [group for group in groups if group.completions]
 
     def pass_rate(self, prompt: int) -> float | None:
-        """Mean score of all scored completions of a prompt; None if it has none."""
-        (completions, score_sum), (more, more_sum) = (
-            self.history.scores(prompt),
-            self.later.get(prompt, (0, 0.0)),
-        )
-        return (score_sum + more_sum) / (completions + more) if completions + more else None
+        """Part of all scored completions of a prompt that passed; None if it has none."""
+        completions, passes = self.history.passed(prompt)
+        more, more_passes = self.later.get(prompt, (0, 0.0))
+        return (passes + more_passes) / (completions + more) if completions + more else None

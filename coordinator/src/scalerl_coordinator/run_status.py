@@ -8,6 +8,7 @@ from scalerl_api import wire
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
 from scalerl_api.wire import Phase
 from scalerl_coordinator.core import Core
+from scalerl_coordinator.learning import learning_problem, logprob_problem
 from scalerl_coordinator.leases import REPORTED_ATTEMPTS
 from scalerl_coordinator.state import CoordinatorState
 
@@ -78,6 +79,8 @@ def build_status(core: Core) -> wire.Status:
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
         compute_tokens=float(core.compute_tokens),
+        learning_problem=learning_problem(core),
+        logprob_problem=logprob_problem(core),
     )
 
 

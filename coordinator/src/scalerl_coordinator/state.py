@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from scalerl_api.wire import EvaluationPoint, PromptRef, Split
+from scalerl_api.wire import EvaluationPoint, PromptRef, Sample, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Try, Usage
@@ -126,6 +126,11 @@ class CoordinatorState(msgspec.Struct):
     points: list[EvaluationPoint] = []
     """Points of all evaluation sets, by version."""
 
+    samples: dict[int, Sample] = {}
+    """By step that is not trained yet: a completion of a group whose scores are equal."""
+    sample: Sample | None = None
+    """One of the last steps if they taught nothing (``lineage.flat_steps``)."""
+
     stop_reason: str = ""
     """Why a stop was requested; empty without a request."""
     finish_reason: str = ""
@@ -226,7 +231,7 @@ class CoordinatorState(msgspec.Struct):
         copy = CoordinatorState.decode(self.encode())
         start = slots.first_slot(self.version, self.batch_sizes)
         copy.leases, copy.expired_lease_of, copy.groups, copy.filled, copy.rows = {}, {}, {}, {}, {}
-        copy.skips, copy.tries = {}, {}
+        copy.skips, copy.tries, copy.samples = {}, {}, {}
         copy.prompts = {slot: prompt for slot, prompt in self.prompts.items() if slot >= start}
         copy.prompts |= {slot: tries[0].prompt for slot, tries in self.tries.items() if slot >= start}
         copy.open_slots = sorted(copy.prompts)

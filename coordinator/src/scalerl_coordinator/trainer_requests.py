@@ -307,6 +307,7 @@ class TrainerRequests:
                 filtered=g.filtered,
                 ungraded=g.ungraded,
                 masked_tokens=g.masked_tokens,
+                unusable_tokens=g.unusable_tokens,
             )
             for slot, g in zip(state.slots_of(request.step), groups, strict=True)
         ]

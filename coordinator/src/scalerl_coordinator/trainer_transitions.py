@@ -94,6 +94,9 @@ def _advance(
     state.progress_at[step] = state.lineage
     reference = state.known_identity.reference
     state.lineage = extend(state.lineage, sums, trained_tokens, skipped=skipped, reference=reference)
+    sample = state.samples.get(step)
+    state.samples = {t: other for t, other in state.samples.items() if t > step}
+    state.sample = (state.sample or sample) if state.lineage.flat_steps else None
     state.version = step + 1
     state.newest = max(state.newest, state.version)
     if skipped:
@@ -112,6 +115,7 @@ def _advance(
         "skipped": int(skipped),
         "refilled_groups": len(tries),
         "masked_tokens": sums.masked_tokens,
+        "unusable_tokens": sums.unusable_tokens,
         "staleness_mean": sums.staleness_sum / sums.staleness_tokens if sums.staleness_tokens else 0.0,
         "staleness_max": sums.staleness_max,
         "generated_tokens": state.usage.generated_tokens,

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Completion, Group, Lease, Split, Verdicts, VersionSpan
+from scalerl_api.wire import MASKED, Completion, Group, Lease, Sample, Split, Verdicts, VersionSpan
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.draft_protocol import DraftTally
 from scalerl_generator.kept_completions import KeptCompletions
@@ -30,8 +30,10 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
+from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.grading.grading_pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt, PromptSource
+from scalerl_tasks.text import THOUGHT
 
 logger = logging.getLogger("scalerl.actor.rollouts")
 
@@ -69,6 +71,40 @@ def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdi
             for name in part_names
         },
         errors={i: grade.error for i, grade in enumerate(graded) if grade.error is not None},
+    )
+
+
+_MAX_REPLY_CHARACTERS, _MAX_ANSWER_CHARACTERS = 400, 200
+
+
+def excerpt(text: str, characters: int) -> str:
+    """At most ``characters`` characters of a text: its start and, since answers are there, more of its end.
+
+    >>> excerpt("abcdefghijklmnop", 9)
+    'ab … mnop'
+    """
+    if len(text) <= characters:
+        return text
+    head = (characters - 3) // 3
+    return f"{text[:head]} … {text[len(text) - (characters - 3 - head) :]}"
+
+
+def sample_of(prompt: Prompt, texts: Sequence[str], graded: Sequence[Graded]) -> Sample | None:
+    """The first graded completion if all have the same score; else None, since the policy can learn from the group."""
+    scored = [at for at, grade in enumerate(graded) if grade.error is None]
+    if len({graded[at].score for at in scored}) != 1:
+        return None
+    text = texts[scored[0]]
+
+    def cut(text: str, characters: int) -> str:
+        return excerpt(text, characters).encode("utf-8", "replace").decode()
+
+    return Sample(
+        prompt_id=cut(prompt.id, _MAX_ANSWER_CHARACTERS),
+        reply=cut(text, _MAX_REPLY_CHARACTERS),
+        answer=cut(extract_answer(text), _MAX_ANSWER_CHARACTERS),
+        reference=cut(prompt.answer, _MAX_ANSWER_CHARACTERS),
+        score=graded[scored[0]].score,
     )
 
 
@@ -135,6 +171,7 @@ class RolloutGenerator:
         self._metrics, self._sections = metrics, sections
         self._thread = thread
         self._logged_grading_errors: set[str] = set()
+        self._logged_unusable = False
         self._max_sequences = max_sequences
         self._kept, self._partials, self._strategy = kept, partials, strategy
         self._teacher = teacher
@@ -219,7 +256,7 @@ class RolloutGenerator:
             self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer)
         )
         try:
-            verdicts, drafts = await asyncio.gather(
+            (verdicts, sample), drafts = await asyncio.gather(
                 self._verdicts(generated, on_graded), self._draft_tally(generated)
             )
             teacher_logprobs = await teacher_task
@@ -248,6 +285,8 @@ class RolloutGenerator:
             generation_seconds=generated.seconds,
             drafted_tokens=drafts and drafts[0],
             accepted_tokens=drafts and drafts[1],
+            unusable_tokens=sum(int(c.masked.sum()) for c in generated.completions),
+            sample=sample,
         )
 
     async def _draft_tally(self, generated: Generated) -> DraftTally | None:
@@ -264,7 +303,9 @@ class RolloutGenerator:
         on_answer()
         return [completion_logprobs.astype("<f4").tobytes() for completion_logprobs in logprobs]
 
-    async def _verdicts(self, generated: Generated, on_graded: Callable[[], None]) -> Verdicts:
+    async def _verdicts(
+        self, generated: Generated, on_graded: Callable[[], None]
+    ) -> tuple[Verdicts, Sample | None]:
         started = time.monotonic()
         section = generated.section
         texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
@@ -274,7 +315,11 @@ class RolloutGenerator:
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         verdicts = group_verdicts(graded, section.grader.part_names)
         self._log_grading_errors(generated.prompt, list(verdicts.errors.values()))
-        return verdicts
+        if generated.lease.split is not Split.TRAIN:
+            return verdicts, None
+        if generated.encoded.in_thought:
+            texts = [THOUGHT + text for text in texts]
+        return verdicts, sample_of(generated.prompt, texts, graded)
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
@@ -322,7 +367,15 @@ class RolloutGenerator:
         metrics.generation_seconds.observe(seconds)
         metrics.rollouts.labels(lease.split.value).inc(len(completions))
         metrics.tokens.labels(lease.split.value).inc(sum(len(c.token_ids) for c in completions))
-        metrics.masked_tokens.inc(sum(int(c.masked.sum()) for c in completions))
+        unusable = sum(int(c.masked.sum()) for c in completions)
+        metrics.masked_tokens.inc(unusable)
+        if unusable and not self._logged_unusable:
+            self._logged_unusable = True
+            logger.warning(
+                "%s: vLLM gave no finite log-probability for %d of %d tokens, which are not trained on: the model's weights may "
+                "have values that are not numbers (later ones are only counted)",
+                *(lease.lease_id, unusable, sum(len(c.token_ids) for c in completions)),
+            )
         metrics.truncated.inc(sum(c.finish_reason == "length" for c in completions))
         sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
         oldest = min(sampled, default=None)

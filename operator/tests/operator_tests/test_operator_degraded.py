@@ -13,7 +13,7 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker
-from scalerl_operator.controller.conditions import QUIET_SECONDS
+from scalerl_operator.controller.conditions import QUIET_SECONDS, event_type
 from scalerl_operator.controller.status import report, waits_for_progress_only
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
@@ -200,6 +200,21 @@ def test_failed_tracker_degrades_until_it_works(reconciles: Reconciles) -> None:
     assert "mlflow: connection refused" in (said.message or "")
     assert "tensorBoard" not in (said.message or "")
     assert reconciles.reconcile(5, trackers=[Tracker(name="mlflow", failures=1)]) == Reason.HEALTHY
+
+
+def test_run_that_learns_nothing_is_degraded_until_it_does(reconciles: Reconciles) -> None:
+    """Its message is the coordinator's, with a sample; while it stays, nothing is written and no Event is repeated."""
+    text = "no completion of the last 3 steps or more scored above 0. For example, prompt 'p': reply 'x'"
+    assert reconciles.reconcile(0) == Reason.HEALTHY
+    assert reconciles.reconcile(5, learning_problem=text) == Reason.NOT_LEARNING
+    said = reconciles.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert (said.status, said.message) == ("True", text)
+    assert event_type(said) == "Warning"
+    reconciles.reconcile(10)
+    assert reconciles.quiet
+    assert reconciles.reconcile(15, logprob_problem="no numbers") == Reason.LOGPROBS_NOT_FINITE
+    assert reconciles.reconcile(20, learning_problem="", logprob_problem="") == Reason.HEALTHY
 
 
 def test_unavailable_teacher_degrades_until_it_answers(reconciles: Reconciles) -> None:

@@ -53,7 +53,7 @@ EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
         (
             Record(1, diverged=True),
             ProcessEnd(Cause.EXIT, 3, 5.0),
-            "BROKEN: steps in a row were skipped again",
+            "BROKEN: training diverged again",
         ),
         (
             Record(1, diverged=True),

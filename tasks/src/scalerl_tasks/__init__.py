@@ -12,6 +12,8 @@ From a task's spec to prompts and grades::
     index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt
                    text.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
 
+    task_problems(), before the run ─▶ JsonlSource.problems, check_answers() ─▶ GradingPool.check()
+
     completions ─▶ GradingPool.score_group()        pool, in the caller's process
                      ForkServer.start(), .fork()    fork server, one process: open_verifier(), audit_guard.install()
                        └─▶ grader.run()             graders, forked, with limits on time and memory
@@ -26,9 +28,11 @@ source, a verifier or a tokenizer imports its dependencies.
 from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
+    AnswersError,
     EvaluationSetError,
     GradingError,
     JsonlError,
+    JsonlRowsError,
     MixedTaskError,
     ParameterError,
     PromptError,
@@ -50,7 +54,6 @@ from scalerl_tasks.sources import (
     EvaluationPrompts,
     RunTasks,
     Task,
-    check_answers,
     open_grading_pool,
     open_source,
     open_task,
@@ -58,6 +61,7 @@ from scalerl_tasks.sources import (
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
+from scalerl_tasks.task_checks import TaskProblem, check_answers, task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
@@ -66,6 +70,7 @@ __all__ = [
     "MAX_LINE_BYTES",
     "SCORE_RANGE",
     "VERIFIERS",
+    "AnswersError",
     "EvaluationPrompts",
     "EvaluationSetError",
     "Graded",
@@ -74,6 +79,7 @@ __all__ = [
     "GymTask",
     "HeldOut",
     "JsonlError",
+    "JsonlRowsError",
     "JsonlSource",
     "MixedTaskError",
     "Mixture",
@@ -90,6 +96,7 @@ __all__ = [
     "SplitError",
     "Task",
     "TaskError",
+    "TaskProblem",
     "TemplateError",
     "TokenizerError",
     "Train",
@@ -112,5 +119,6 @@ __all__ = [
     "render_prompt",
     "select_prompts",
     "split_held_out",
+    "task_problems",
     "verifier_config",
 ]

@@ -8,6 +8,7 @@
     │   ├── UnknownTaskError   no reasoning-gym task of that name
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is invalid (file, line, column, field)
+    │   │   └── JsonlRowsError several lines are; lists them
     │   └── SplitError         the held-out set cannot be taken from this source
     ├── SectionError           one of several sections of a run cannot be used
     │   ├── EvaluationSetError a set of evaluation.sets cannot be opened, or not beside the task
@@ -15,6 +16,7 @@
     ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
     ├── TokenizerError         the model's tokenizer does not fit the run
     ├── VerifierError          an unknown verifier, or one that cannot grade this task
+    │   └── AnswersError       rows of a file, or prompts, whose answers the verifier cannot use; lists them
     └── GradingError           the grading processes cannot be kept running (never caused by a completion)
 
 Every message names the problem, its location, and the action to take.
@@ -23,7 +25,7 @@ Every message names the problem, its location, and the action to take.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -63,6 +65,7 @@ class JsonlError(SourceError):
         line: 1-based line number, None for the whole file.
         column: 1-based column in characters (in bytes if the line is not UTF-8), if known.
         field: the invalid JSON field, if known.
+        kind: what is wrong, without the details of the line; several such lines are counted together.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class JsonlError(SourceError):
         line: int | None = None,
         column: int | None = None,
         field: str | None = None,
+        kind: str = "",
     ) -> None:
         where = str(path)
         if line is not None:
@@ -86,6 +90,21 @@ class JsonlError(SourceError):
         self.line = line
         self.column = column
         self.field = field
+        self.kind = kind or problem
+
+
+class JsonlRowsError(JsonlError):
+    """Several lines of a JSONL file are invalid; line, column, field and kind are those of the first.
+
+    Attributes:
+        texts: messages about the first of them, then a summary, which is also the message of the error.
+    """
+
+    def __init__(self, first: JsonlError, texts: Sequence[str]) -> None:
+        Exception.__init__(self, texts[-1])
+        self.path, self.line, self.column = first.path, first.line, first.column
+        self.field, self.kind = first.field, first.kind
+        self.texts = tuple(texts)
 
 
 class SplitError(SourceError):
@@ -123,6 +142,18 @@ class TokenizerError(TaskError):
 
 class VerifierError(TaskError):
     """An unknown verifier, or one that cannot grade this task."""
+
+
+class AnswersError(VerifierError):
+    """Answers that the verifier cannot use.
+
+    Attributes:
+        texts: messages about the first of them; if there are several, then a summary, which is also the message of the error.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__(texts[-1])
+        self.texts = tuple(texts)
 
 
 class GradingError(TaskError):

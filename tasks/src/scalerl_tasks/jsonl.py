@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: opening it checks every line, but keeps none in memory."""
+"""Prompts from a JSONL file: opening it checks every line, and lists those that are invalid, but keeps none in memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 
 from scalerl_tasks.errors import JsonlError, SourceError, did_you_mean
 from scalerl_tasks.prompts import Prompt, check_index
+from scalerl_tasks.row_problems import RowProblems
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum line length: 1 MiB. Longer lines nearly always mean that the file is not JSONL."""
@@ -42,7 +43,9 @@ class JsonlSource:
     ``digest`` is the SHA-256 of the file's bytes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep_valid: bool = False) -> None:
+        """keep_valid: do not raise for invalid lines. The source then has the valid ones, which may be none, and
+        :attr:`problems` lists the others."""
         self.path = path
         try:
             if not path.is_file() and path.exists():
@@ -50,11 +53,14 @@ class JsonlSource:
             with path.open("rb") as file:
                 scan = _Scan(path)
                 scan.run(file)
+                if not keep_valid:
+                    scan.problems.check()
                 self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise SourceError(
                 f"{path}: cannot be read: {error.strerror or error}; check task.jsonl.path"
             ) from error
+        self.problems = scan.problems
         self._offsets = scan.offsets
         self._lines = scan.lines
         self._digest = scan.hash.hexdigest()
@@ -87,6 +93,10 @@ class JsonlSource:
     def difficulty(self, index: int, /) -> float | None:
         return self[index].difficulty
 
+    def line(self, index: int) -> int:
+        """The line of the prompt at ``index``, from 1 on; empty lines count."""
+        return self._lines[index]
+
 
 def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
     """Open and check a JSONL file: one object per line with the strings ``prompt`` and ``answer``, and
@@ -97,18 +107,20 @@ def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
     ``id`` gets a hash of its prompt and answer.
 
     Raises:
-        JsonlError: the first invalid line: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty
-            prompt or answer, a line over 1 MiB, a repeated ``id``; or the file has no prompts.
+        JsonlError: invalid lines: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty prompt or
+            answer, a line over 1 MiB, a repeated ``id``; or the file has no prompts. It is a :class:`JsonlRowsError` if
+            there are several such lines.
         SourceError: the file cannot be read.
     """
     return JsonlSource(Path(path))
 
 
 class _Scan:
-    """One pass over the file: check each line, record its position, find repeated ids."""
+    """One pass over the file: check each line, record the positions of the valid ones, find repeated ids."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.problems = RowProblems(path)
         self.hash = hashlib.sha256()
         self.offsets = array("Q")  # start, end; start, end; …
         self.lines = array("Q")
@@ -122,28 +134,43 @@ class _Scan:
             line += 1
             self.hash.update(raw)
             if len(raw) > MAX_LINE_BYTES:
-                raise JsonlError(
-                    self.path,
-                    f"the line is longer than {MAX_LINE_BYTES:,} bytes; one JSON object a line is wanted "
-                    f"(is this a JSON array, or a file without line breaks?)",
-                    line=line,
+                self.problems.rows += 1
+                self.problems.add_error(
+                    JsonlError(
+                        self.path,
+                        f"the line is longer than {MAX_LINE_BYTES:,} bytes; one JSON object a line is wanted "
+                        f"(is this a JSON array, or a file without line breaks?)",
+                        line=line,
+                        kind="too long",
+                    )
                 )
+                offset += len(raw)
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(MAX_LINE_BYTES)
+                    self.hash.update(raw)
+                    offset += len(raw)
+                continue
             if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
-                raise JsonlError(
-                    self.path, "starts with a byte order mark; save as UTF-8 without one", line=1, column=1
-                )
-            if raw.strip():
-                row = _parse(self.path, line, raw)
-                number = len(self.lines)
-                self.offsets.extend((offset, offset + len(raw)))
-                self.lines.append(line)
-                key = int.from_bytes(hashlib.blake2b(_row_id(row).encode(), digest_size=8).digest())
-                self._id_hashes[key % _HASH_BUCKETS].append(key)
-                self._id_rows[key % _HASH_BUCKETS].append(number)
+                mark = "starts with a byte order mark; save as UTF-8 without one"
+                self.problems.add_error(JsonlError(self.path, mark, line=1, column=1, kind="byte order mark"))
+            elif raw.strip():
+                self.problems.rows += 1
+                try:
+                    self._add(_parse(self.path, line, raw), line, offset, offset + len(raw))
+                except JsonlError as error:
+                    self.problems.add_error(error)
             offset += len(raw)
-        if not self.lines:
+        if not (self.lines or self.problems.total):
             raise JsonlError(self.path, 'has no prompts; add lines like {"prompt": "2 + 2 =", "answer": "4"}')
         self._check_unique_ids(file)
+
+    def _add(self, row: _Row, line: int, start: int, end: int) -> None:
+        number = len(self.lines)
+        self.offsets.extend((start, end))
+        self.lines.append(line)
+        key = int.from_bytes(hashlib.blake2b(_row_id(row).encode(), digest_size=8).digest())
+        self._id_hashes[key % _HASH_BUCKETS].append(key)
+        self._id_rows[key % _HASH_BUCKETS].append(number)
 
     def _check_unique_ids(self, file: IO[bytes]) -> None:
         repeats: list[tuple[int, int]] = []
@@ -158,17 +185,14 @@ class _Scan:
             if _row_id(later_row) != _row_id(earlier_row):
                 continue  # two different ids with the same hash
             at = self.lines[earlier]
-            if later_row.id is None:
-                raise JsonlError(
-                    self.path,
-                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id",
-                    line=self.lines[row],
+            field = None if later_row.id is None else "id"
+            problem = f"{later_row.id!r} is already the id of line {at}; ids must be unique"
+            if field is None:
+                problem = (
+                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id"
                 )
-            raise JsonlError(
-                self.path,
-                f"{later_row.id!r} is already the id of line {at}; ids must be unique",
-                line=self.lines[row],
-                field="id",
+            self.problems.add_error(
+                JsonlError(self.path, problem, line=self.lines[row], field=field, kind="repeated")
             )
 
     def _read(self, file: IO[bytes], row: int) -> _Row:
@@ -185,10 +209,15 @@ def _parse(path: Path, line: int, raw: bytes) -> _Row:
         raise _bad_json(path, line, raw, error) from None
     for field in ("prompt", "answer"):
         if not getattr(row, field).strip():
-            raise JsonlError(path, "is empty; every line needs text here", line=line, field=field)
+            problem = "is empty; every line needs text here"
+            raise JsonlError(path, problem, line=line, field=field, kind=f"empty {field}")
     if row.id is not None and not row.id:
         raise JsonlError(
-            path, "is empty; leave it out to have one made from the content", line=line, field="id"
+            path,
+            "is empty; leave it out to have one made from the content",
+            line=line,
+            field="id",
+            kind="empty id",
         )
     return row
 
@@ -202,6 +231,7 @@ def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError
             f"byte 0x{raw[broken.start]:02x} is not UTF-8; convert the file, e.g. iconv -f LATIN1 -t UTF-8",
             line=line,
             column=broken.start + 1,
+            kind="not UTF-8",
         )
     # The standard library's parser reports the position best, but accepts more: NaN, half surrogates, deep nesting.
     try:
@@ -215,7 +245,11 @@ def _bad_json(path: Path, line: int, raw: bytes, error: Exception) -> JsonlError
         digits = position.rstrip(")")
         column = len(raw[: int(digits)].decode("utf-8", "ignore")) + 1 if digits.isdigit() else 1
     return JsonlError(
-        path, f"bad JSON: {problem}; each line must be one JSON object", line=line, column=column
+        path,
+        f"bad JSON: {problem}; each line must be one JSON object",
+        line=line,
+        column=column,
+        kind="bad JSON",
     )
 
 
@@ -230,11 +264,12 @@ def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
     ) as error:  # an invalid field, and invalid JSON after it
         return _bad_json(path, line, raw, error)
     if not isinstance(found, dict):
-        return JsonlError(path, f"is a JSON {_json_type(found)}, not an object with {_ALLOWED}", line=line)
+        problem = f"is a JSON {_json_type(found)}, not an object with {_ALLOWED}"
+        return JsonlError(path, problem, line=line, kind="no object")
     for name in ("prompt", "answer"):
         if name not in found:
             near = did_you_mean(name, [key for key in found if key not in _FIELDS])
-            return JsonlError(path, f"is missing{near}", line=line, field=name)
+            return JsonlError(path, f"is missing{near}", line=line, field=name, kind=f"without {name}")
     for name in found:
         if name not in _FIELDS:
             return JsonlError(
@@ -242,6 +277,7 @@ def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
                 f'is not known{did_you_mean(name, _FIELDS)} (known: {_ALLOWED}; others belong inside "metadata")',
                 line=line,
                 field=name,
+                kind=f"unknown field {name}" if len(name) <= 40 else "unknown field",
             )
     wanted = {"difficulty": "a number", "metadata": "an object"}
     for name, value in found.items():
@@ -250,7 +286,7 @@ def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
         except msgspec.ValidationError:
             hint = '; put it in quotes: "42"' if isinstance(value, int | float) else ""
             problem = f"must be {wanted.get(name, 'a string')}, is {_json_type(value)}{hint}"
-            return JsonlError(path, problem, line=line, field=name)
+            return JsonlError(path, problem, line=line, field=name, kind=f"type of {name}")
     return JsonlError(path, message, line=line)
 
 

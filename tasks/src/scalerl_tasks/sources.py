@@ -15,7 +15,7 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -25,7 +25,7 @@ from scalerl_tasks.split import (
     select_prompts,
     split_held_out,
 )
-from scalerl_tasks.verifiers import Verifier, VerifierConfig
+from scalerl_tasks.verifiers import VerifierConfig
 
 if TYPE_CHECKING:
     from scalerl_api.source import HeldOutSpec
@@ -71,8 +71,8 @@ def verifier_config(spec: ProblemSpec) -> VerifierConfig:
     return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
 
 
-def open_grading_pool(spec: ProblemSpec) -> GradingPool:
-    """The grading pool of a task section; not started yet.
+def open_grading_pool(spec: ProblemSpec, workers: int | None = None) -> GradingPool:
+    """The grading pool of a task section, with the section's number of graders or ``workers``; not started yet.
 
     Raises:
         VerifierError: ``verifier.memory`` is too small to grade anything.
@@ -84,7 +84,7 @@ def open_grading_pool(spec: ProblemSpec) -> GradingPool:
         raise VerifierError(f"task.verifier.memory is {spec.verifier.memory}; a grader needs at least 64Mi")
     return GradingPool(
         verifier_config(spec),
-        workers=spec.verifier.workers,
+        workers=workers or spec.verifier.workers,
         timeout_seconds=spec.verifier.timeout_seconds,
         memory_bytes=memory_bytes,
     )
@@ -237,19 +237,6 @@ def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPromp
     except TaskError as error:
         raise EvaluationSetError(given.name, field, error) from error
     return EvaluationPrompts(given.name, field, prompts, task, prompt)
-
-
-def check_answers(source: PromptSource, verifier: Verifier, limit: int | None = None) -> None:
-    """Check that the prompts' own answers can be graded: all of them, or ``limit`` spread evenly over the
-    source.
-
-    Raises:
-        VerifierError: the first answer that cannot be graded.
-    """
-    total = len(source)
-    count = total if limit is None else min(limit, total)
-    for rank in range(count):
-        verifier.check(source[rank * total // count])
 
 
 def _gym_task(spec: ProblemSpec) -> GymTask | None:

@@ -20,9 +20,12 @@ from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
-from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.publish.probe import ProbeSequence
+
+UNUSABLE_FRACTION = 0.5
+"""Part of a step's tokens without a finite log-probability above which the run ends. Fewer are left out of the step."""
 
 Int32 = np.dtype("<i4")
 Float32 = np.dtype("<f4")
@@ -121,6 +124,22 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         else torch.from_numpy(np.concatenate([*teacher, np.empty(0, Float32)])),
     )
     return RankBatch(batch, staleness, _step_stats(shard.groups))
+
+
+def check_logprobs(shard: wire.Shard) -> None:
+    """Check that the generators gave finite log-probabilities for most tokens of the step.
+
+    Raises:
+        DivergedError: on all ranks, since it depends on the whole step.
+    """
+    tokens = sum(sum(group.completion_tokens) for group in shard.groups)
+    unusable = sum(group.unusable_tokens for group in shard.groups)
+    if unusable > tokens * UNUSABLE_FRACTION:
+        raise DivergedError(
+            f"the generators' log-probabilities of {unusable} of the {tokens} tokens of step {shard.step} are not finite numbers, "
+            "so there is nothing to train on: the weights have values that are not numbers, or logits beyond the range of "
+            "model.dtype. Check the model (model.path, model.hub) and its dtype; the last checkpoint is good if one was written"
+        )
 
 
 def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import logging
@@ -20,21 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
-from scalerl_api.spec import ProblemSpec, RunSpec, TrainingTask
+from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
     EvaluationPrompts,
     JsonlSource,
     Prompt,
     PromptSource,
-    RunTasks,
     Task,
-    VerifierError,
-    check_answers,
-    open_grading_pool,
     open_source,
-    open_verifier,
     render_prompt,
-    verifier_config,
+    task_problems,
 )
 from scalerl_tasks.text import ModelTokenizer, check_interruption
 from scalerl_trainer.errors import TrainerError
@@ -46,59 +40,31 @@ TOO_LONG_FRACTION = 0.01
 """Largest allowed fraction of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
 GENERATED_PROMPTS = 2000
 """Number of evenly spaced prompts checked in a generated task; in a file all prompts are checked."""
-PARSED_ANSWERS = 200
-"""Number of answers checked with math-verify, which takes milliseconds to parse one."""
 _BATCH = 1024
 _GIB = 2.0**30
 
 
 class PrepareError(TrainerError):
-    """The run cannot be trained with this spec; the message names the field."""
+    """The run cannot be trained with this spec; each of ``args`` is a problem, which names the field."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 # --- the task --------------------------------------------------------------------------------------------
 
 
-def check_grading(spec: RunSpec) -> None:
-    """Start the graders of each task once, and grade the task's own answers.
+def check_tasks(spec: RunSpec, *, answers: bool = True) -> None:
+    """Check the tasks, the evaluation sets and the file of the warm start, as ``scalerl validate`` does: every row of a file.
+
+    ``answers``: also the reference answers, which may take minutes.
 
     Raises:
-        PrepareError: the verifier cannot grade a task.
+        PrepareError: lists the problems.
         GradingError: no grader could be started.
     """
-
-    for one in spec.task.tasks:
-        try:
-            _check_grading(one.section, open_source(one.section))
-        except VerifierError as error:
-            raise PrepareError(f"{one.field}.verifier: {error}") from error
-
-
-def check_sets(spec: RunSpec, tasks: RunTasks) -> None:
-    """Check the evaluation sets: their answers can be graded, and no training file has their prompts.
-
-    Raises:
-        PrepareError: names the set.
-        GradingError: no grader could be started.
-    """
-    for one in tasks.sets:
-        try:
-            _check_grading(one.spec, one.prompts)
-        except VerifierError as error:
-            raise PrepareError(f"{one.field}.task.verifier: {error}") from error
-        if problem := tasks.overlap(one):
-            raise PrepareError(f"{one.field}.task: {problem}")
-
-
-def _check_grading(spec: ProblemSpec, source: PromptSource) -> None:
-    async def start() -> None:
-        async with open_grading_pool(spec):
-            pass
-
-    asyncio.run(start())
-    parsed = spec.verifier.name == "math-verify"
-    limit = PARSED_ANSWERS if parsed else None if spec.jsonl else GENERATED_PROMPTS
-    check_answers(source, open_verifier(verifier_config(spec)), limit)
+    if problems := task_problems(spec, answers=answers, progress=log.info):
+        raise PrepareError(*map(str, problems))
 
 
 def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
@@ -202,7 +168,7 @@ def _check_examples(
 
 
 def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
-    """Check that every line of ``warmStart.jsonl`` has a solution and fits a micro-batch.
+    """Check that every line of ``warmStart.jsonl``, which has a solution, fits a micro-batch.
 
     Held-out lines are checked too; mid-training drops them.
 
@@ -223,11 +189,6 @@ def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task
             f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     for batch in _batches(source, None):
-        for index, prompt in batch:
-            if not prompt.solution:
-                raise PrepareError(
-                    f"{place(index)} has no solution: give each line a solution, or leave warmStart.jsonl out"
-                )
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         _check_examples(spec, place, batch, lengths, tokenizer)
 

@@ -34,7 +34,8 @@ class NonFiniteLogprobError(BadBatchError):
 
 
 class DivergedError(TrainerError):
-    """Training diverged: several steps in a row, or one of mid-training, could not be applied."""
+    """Training diverged: several steps in a row, or one of mid-training, could not be applied, or most log-probabilities of a
+    step are not numbers."""
 
 
 class ModelError(TrainerError):

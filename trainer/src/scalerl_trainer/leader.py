@@ -30,7 +30,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
-from scalerl_trainer.batch import Staleness
+from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError, VolumeState
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
@@ -268,7 +268,8 @@ class Leader:
         """Report a skipped step, with the reason and the slots that have ratio outliers. Returns as :meth:`_train`.
 
         Raises:
-            DivergedError: too many consecutive skipped steps; all ranks raise it.
+            DivergedError: too many consecutive skipped steps, or one in which most log-probabilities are not numbers; all ranks
+                raise it.
         """
         reason = trained.step_stats.skipped
         if trained.broken:
@@ -279,6 +280,16 @@ class Leader:
         publish = self._coordinator.report(step, finite, busy_seconds, 0, skipped=reason)
         self._worker.metrics.show(finite)
         self._consecutive_skipped_steps += 1
+        stats_of = trained.step_stats
+        if not math.isfinite(stats_of.loss) and stats_of.ratios is not None:
+            fraction = stats_of.ratios.beyond_fraction
+            if fraction > UNUSABLE_FRACTION:  # no later step can be better: the weights stay as they are
+                self._command(Command.DIVERGED)
+                raise DivergedError(
+                    f"step {step} was skipped because {reason}: the trainer's log-probabilities of {fraction:.0%} of its tokens are "
+                    "not numbers or far from the generators'. The last checkpoint is good if one was written. Check the model's "
+                    "weights and model.dtype"
+                )
         if self._consecutive_skipped_steps >= MAX_CONSECUTIVE_SKIPPED_STEPS:
             self._command(Command.DIVERGED)
             raise DivergedError(

@@ -11,8 +11,9 @@ Exit codes:
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
     another model, all checkpoints damaged, or all lost although the coordinator has a record of one.
 3
-    Training diverged: three consecutive skipped steps, or one of mid-training. No checkpoint is written. One restart
-    repeats the same batches from the last checkpoint; if training diverges again, the runtime gives up.
+    Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
+    generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
+    checkpoint; if training diverges again, the runtime gives up.
 
 A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 

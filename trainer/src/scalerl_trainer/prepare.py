@@ -1,7 +1,7 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
 The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. Exit code: 0 on success; 2 for bad input,
-with one line that names the field; 1 if no grader could be started.
+with a line for each problem that names the field; 1 if no grader could be started.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
     PrepareError,
-    check_grading,
     check_length,
     check_memory,
     check_mid_training_file,
     check_model,
     check_prompts,
     check_set_prompts,
-    check_sets,
+    check_tasks,
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
@@ -60,7 +59,11 @@ def main() -> int:
     except GradingError as problem:
         log.error("%s", problem)
         return 1
-    except (EnvironmentProblem, SpecError, PrepareError, TaskError) as problem:
+    except PrepareError as problem:
+        for line in problem.args:
+            log.error("%s", line)
+        return 2
+    except (EnvironmentProblem, SpecError, TaskError) as problem:
         log.error("%s", problem)
         return 2
     except OSError as problem:
@@ -79,15 +82,9 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         TaskError: the task or the model's tokenizer cannot be used.
         OSError: the folder cannot be written.
     """
+    target = paths.base_model
+    check_tasks(spec, answers=not _answers_are_checked(target, spec))
     tasks = open_tasks(spec)
-    check_grading(spec)
-    check_sets(spec, tasks)
-    for given, task in zip(tasks.sections, tasks.tasks, strict=True):
-        if spec.recipe.curriculum.sec is not None and task.train.difficulty(0) is None:
-            raise PrepareError(
-                f"recipe.curriculum.sec: the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, "
-                "or use edgeOfCompetence, which measures it"
-            )
     if spec.model.scratch is not None:
         prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
         prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]
@@ -99,7 +96,6 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         # Checked before the weights are written, which already needs this memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, tasks)
-    target = paths.base_model
     if target.exists():
         _check_prepared(target, identity)
         _check(target, spec, tasks, one_machine)
@@ -111,7 +107,10 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     try:
         _write_model(staged, spec, tasks)
         _check(staged, spec, tasks, one_machine)
-        (staged / MARKER_FILE).write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
+        (staged / MARKER_FILE).write_text(
+            json.dumps({"identity": identity, "answers": _answers_identity(spec, tasks)}) + "\n",
+            encoding="utf-8",
+        )
         for file in [*staged.iterdir(), staged]:
             flush(file)
         staged.rename(target)
@@ -144,6 +143,22 @@ def _identity(spec: RunSpec, tasks: RunTasks) -> str:
                 "initializer_range"
             ]  # models of releases without the field keep their identity
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
+
+
+def _answers_identity(spec: RunSpec, tasks: RunTasks) -> str:
+    """SHA-256 of all that decides whether the reference answers can be graded."""
+    parts = [(task.train.digest, task.held_out.digest) for task in tasks.tasks]
+    verifiers = [task.verifier.model_dump_json() for task in spec.tasks]
+    return hashlib.sha256(repr((parts, [one.digest for one in tasks.sets], verifiers)).encode()).hexdigest()
+
+
+def _answers_are_checked(target: Path, spec: RunSpec) -> bool:
+    """Whether an earlier preparation of the run has checked the same answers with the same verifiers."""
+    try:
+        checked = json.loads((target / MARKER_FILE).read_text(encoding="utf-8"))["answers"]
+        return bool(checked == _answers_identity(spec, open_tasks(spec)))
+    except (OSError, ValueError, KeyError, TypeError, TaskError):
+        return False
 
 
 def _check_prepared(target: Path, identity: str) -> None:

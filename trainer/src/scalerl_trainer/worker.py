@@ -11,7 +11,7 @@ command               what every rank does
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
-``DIVERGED``          raises ``DivergedError``: too many consecutive steps were skipped
+``DIVERGED``          raises ``DivergedError``: too many consecutive steps were skipped, or one of numbers that are none
 ===================== ===========================================================================
 """
 
@@ -26,7 +26,7 @@ from enum import Enum, auto
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.batch import Staleness, probe_sequences, rank_batch
+from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -110,7 +110,7 @@ class Worker:
                         "the coordinator refuses to resume from this checkpoint; see rank 0's log"
                     )
                 case Command.DIVERGED:
-                    raise DivergedError("too many consecutive steps were skipped; see rank 0's log")
+                    raise DivergedError("steps were skipped; see rank 0's log")
 
     def sync(self) -> tuple[bool, bool]:
         """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective."""
@@ -121,6 +121,7 @@ class Worker:
         """Train the next step. A collective."""
         begin = time.perf_counter()
         shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
+        check_logprobs(shard)
         shard_batch = rank_batch(shard, self.spec.recipe)
         fetched = time.perf_counter()
         updates = self.spec.recipe.proximal_updates

@@ -37,6 +37,7 @@ from scalerl_api.wire.actor import (
     Registered,
     Release,
     ReleaseCause,
+    Sample,
     VersionSpan,
 )
 from scalerl_api.wire.base import (
@@ -163,6 +164,7 @@ __all__ = [
     "ReleaseCause",
     "Responses",
     "ResponsesRequest",
+    "Sample",
     "Sequence",
     "Shard",
     "ShardRequest",

@@ -183,6 +183,19 @@ class Completion(Struct, frozen=True, kw_only=True):
         return len(self.token_ids) // 4
 
 
+class Sample(Struct, frozen=True, kw_only=True):
+    """A completion of a group whose scores are all equal, to explain why nothing is learned from it. Texts are excerpts."""
+
+    prompt_id: str
+    reply: str
+    """Decoded completion."""
+    answer: str
+    """The part of the reply that the verifier graded."""
+    reference: str
+    """The prompt's reference answer."""
+    score: float
+
+
 class Group(Struct, frozen=True, kw_only=True):
     """All completions of a lease, with their verdicts."""
 
@@ -201,6 +214,10 @@ class Group(Struct, frozen=True, kw_only=True):
     speculative decoding."""
     accepted_tokens: list[int] | None = None
     """Drafted tokens that the policy accepted, by position in their draft."""
+    unusable_tokens: int = 0
+    """Tokens whose log-probability at the server is not a number or minus infinity. They are masked."""
+    sample: Sample | None = None
+    """One of the completions, if they have the same score and are of a training prompt."""
 
     @property
     def split(self) -> Split:

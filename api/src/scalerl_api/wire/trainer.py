@@ -101,6 +101,8 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
     """Indices of the completions without a verdict: means exclude them, and their tokens are not trained on."""
     masked_tokens: list[int] = []
     """Number of masked tokens in each completion; empty if no completion has any."""
+    unusable_tokens: int = 0
+    """Tokens that are masked because the generator gave no finite log-probability."""
 
     @property
     def trained_tokens(self) -> list[int]:

@@ -255,6 +255,11 @@ class Status(Struct, frozen=True, kw_only=True):
     """Solution tokens of these steps."""
     compute_tokens: float = 0.0
     """Compute limited by ``budget.maxComputeTokens``, in tokens of supervised training: see :mod:`scalerl_api.compute`."""
+    learning_problem: str = ""
+    """Why the last steps taught the policy nothing, with a reply, its extracted answer and the reference; empty if they did.
+    It stays the same while the problem lasts."""
+    logprob_problem: str = ""
+    """That some of the latest tokens have no finite log-probability; empty if nearly all have."""
     set_points: dict[str, list[EvaluationPoint]] = {}
     """Curves of the other evaluation sets, by name of the set."""
 

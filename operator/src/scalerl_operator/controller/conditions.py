@@ -199,6 +199,7 @@ def _degraded(context: RunContext) -> Value:
             _teacher_problem(context.coordinator)
             or _checkpoint_problem(context.coordinator)
             or _fault(context.before.trouble, context.unix_seconds)
+            or _learning_problem(context.coordinator)
             or _export_or_tracker_problem(context.coordinator)
         )
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
@@ -368,6 +369,16 @@ def _role_problem(context: RunContext) -> Problem | None:
 def _teacher_problem(coordinator: Status | None) -> Problem | None:
     problem = "" if coordinator is None else coordinator.teacher_problem
     return Problem(Reason.TEACHER_UNAVAILABLE, problem) if problem else None
+
+
+def _learning_problem(coordinator: Status | None) -> Problem | None:
+    if coordinator is None:
+        return None
+    if coordinator.logprob_problem:
+        return Problem(Reason.LOGPROBS_NOT_FINITE, coordinator.logprob_problem)
+    if coordinator.learning_problem:
+        return Problem(Reason.NOT_LEARNING, coordinator.learning_problem)
+    return None
 
 
 def _export_or_tracker_problem(coordinator: Status | None) -> Problem | None:

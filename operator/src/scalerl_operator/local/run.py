@@ -156,6 +156,8 @@ class LocalRun:
         """Why the last failed checkpoint failed."""
         self._unsaved = False
         """Whether the trainer keeps its last weights in memory because they cannot be saved."""
+        self._learning_problems = ("", "")
+        """Those of the last status; each is reported when it begins."""
 
     async def run(self) -> RunResult:
         """Runs until the end. No process of the run is left afterwards."""
@@ -241,6 +243,11 @@ class LocalRun:
                 text = f"training has ended, but version {status.unsaved_version} cannot be saved: {status.checkpoint_problem}. "
                 text += "The trainer keeps the weights in memory and retries: free space, or interrupt this command to give them up"
             self._on_event(Event("trainer", text, is_problem=self._unsaved))
+        problems = (status.learning_problem, status.logprob_problem)
+        for problem, before in zip(problems, self._learning_problems, strict=True):
+            if problem and not before:
+                self._on_event(Event("run", problem, is_problem=True))
+        self._learning_problems = problems
         for name, (growth, text) in _WARNINGS.items():
             count = attrgetter(name)(status)
             if count > growth * self._reported[name]:

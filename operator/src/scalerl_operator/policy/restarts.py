@@ -114,8 +114,7 @@ def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | 
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
         # Training diverged again from the last checkpoint, so no fault of the machine caused it.
         return GiveUp(
-            "BROKEN: steps in a row were skipped again after the restart; the last checkpoint is good, see the log for "
-            "what to check"
+            "BROKEN: training diverged again after the restart; the last checkpoint is good, see the log for what to check"
         )
     record = replace(
         record,

@@ -15,7 +15,15 @@ import sys
 
 from scalerl_tasks.errors import GradingError, VerifierError
 from scalerl_tasks.grading import protocol
-from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, RECORD, Request, Setup
+from scalerl_tasks.grading.protocol import (
+    CONTROL,
+    LENGTH,
+    MAX_PACKET_BYTES,
+    RECORD,
+    CheckRequest,
+    Request,
+    Setup,
+)
 
 _REPLY_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
@@ -42,7 +50,7 @@ class Grader(asyncio.Protocol):
         self._changed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
 
-    def send(self, request: Request) -> None:
+    def send(self, request: Request | CheckRequest) -> None:
         assert self._transport is not None
         self.results = []
         body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)

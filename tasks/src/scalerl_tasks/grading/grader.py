@@ -8,11 +8,12 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from scalerl_tasks.errors import TaskError
 from scalerl_tasks.grading import audit_guard, protocol
-from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, Limits, Request
+from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, CheckRequest, Limits, Request
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
@@ -38,17 +39,26 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
             return
         if request is None:
             return
-        _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
-        for completion in request.completions:
-            answer, reusable = _grade(verifier, part_names, request.prompt, completion, limits)
+        for answer, reusable in _answers(request, verifier, part_names, limits):
             connection.sendall(answer)
-            if not reusable:
+            # Caches grow; they must not make the next item exceed the memory limit.
+            if not reusable or _address_space_bytes() > retire_above:
                 connection.sendall(protocol.record(RETIRED))
                 return
-        if _address_space_bytes() > retire_above:
-            # Caches have grown; they must not make the next completion exceed the memory limit.
-            connection.sendall(protocol.record(RETIRED))
-            return
+
+
+def _answers(
+    request: Request | CheckRequest, verifier: Verifier, part_names: Sequence[str], limits: Limits
+) -> Iterator[tuple[bytes, bool]]:
+    """The records of a request, each with whether this process may make another."""
+    if isinstance(request, CheckRequest):
+        _limit_cpu_seconds(len(request.prompts) * limits.timeout_seconds)
+        for prompt in request.prompts:
+            yield _check(verifier, prompt, limits)
+        return
+    _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
+    for completion in request.completions:
+        yield _grade(verifier, part_names, request.prompt, completion, limits)
 
 
 def _grade(
@@ -69,6 +79,20 @@ def _grade(
     except (ArithmeticError, TypeError, ValueError) as error:
         return _failed(str(error)), True
     return protocol.record(SCORED, verdict.score, list(verdict.parts.values())), True
+
+
+def _check(verifier: Verifier, prompt: Prompt, limits: Limits) -> tuple[bytes, bool]:
+    """The record of one checked prompt, and whether this process may check another."""
+    try:
+        with audit_guard.guarded(prompt):
+            verifier.check(prompt)
+    except MemoryError:
+        return _out_of_memory(limits), False
+    except (TaskError, audit_guard.RefusedError) as error:
+        return _failed(str(error)), True
+    except BaseException as error:  # SystemExit included: no answer can make a grader exit
+        return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
+    return protocol.record(SCORED), True
 
 
 def _failed(error: str) -> bytes:
@@ -121,7 +145,7 @@ def _address_space_bytes() -> int:
         return int(file.read().split()[0]) * _PAGE_BYTES
 
 
-def _receive(connection: socket.socket) -> Request | None:
+def _receive(connection: socket.socket) -> Request | CheckRequest | None:
     head = _exactly(connection, LENGTH.size)
     if head is None:
         return None
@@ -129,7 +153,7 @@ def _receive(connection: socket.socket) -> Request | None:
     if body is None:
         return None
     request: Any = pickle.loads(body)  # noqa: S301 - pickled by the pool; hostile text in it is a str
-    assert isinstance(request, Request)
+    assert isinstance(request, Request | CheckRequest)
     return request
 
 

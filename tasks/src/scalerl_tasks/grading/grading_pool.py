@@ -12,7 +12,7 @@ from typing import Self
 
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
-from scalerl_tasks.grading.protocol import Limits, Request, Setup
+from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.text import THOUGHT
 from scalerl_tasks.verdict import Verdict
@@ -58,13 +58,19 @@ class PoolCounts:
 
 @dataclass(slots=True)
 class _Job:
-    prompt: Prompt
-    completions: Sequence[str]
+    prompt: Prompt | None
+    """None: the prompts of ``items`` are checked."""
+    items: Sequence[str] | Sequence[Prompt]
+    """Completions of ``prompt``, or prompts."""
     done: asyncio.Future[list[Graded]]
     on_graded: Callable[[], None] | None
     results: list[Graded] = field(default_factory=list)
     deaths: int = 0
-    """Consecutive deaths of graders on the first completion without a result."""
+    """Consecutive deaths of graders on the first item without a result."""
+
+    @property
+    def missing(self) -> int:
+        return len(self.items) - len(self.results)
 
 
 class GradingPool:
@@ -174,6 +180,24 @@ class GradingPool:
         self._jobs.put_nowait(job)
         return await job.done
 
+    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
+        """Check prompts with the verifier. ``on_checked`` is called for each, in their order, with the reason why it cannot be
+        graded, or None; it must not raise.
+
+        One grader checks them all, each within the time of a completion. A prompt whose check exceeds the limits cannot be
+        graded.
+
+        Raises: as :meth:`score_group`.
+        """
+        if self._broken is not None:
+            raise self._broken
+        if not self._slots or self._closed:
+            raise GradingError("the grading pool is not running; use it inside `async with`")
+        job = _Job(None, list(prompts), asyncio.get_running_loop().create_future(), None)
+        job.on_graded = lambda: on_checked(job.results[-1].error)
+        self._jobs.put_nowait(job)
+        await job.done
+
     # --- one slot: the owner of one grader at a time --------------------------------------------
 
     async def _run_slot(self) -> None:
@@ -203,14 +227,14 @@ class GradingPool:
     async def _grade(self, job: _Job, grader: Grader | None) -> Grader | None:
         """Fill ``job.results``; returns a grader that can take the next job, if any."""
         try:
-            while len(job.results) < len(job.completions) and not job.done.done():
-                request = _next_request(job)
-                if not request.completions:
-                    self._record(job, _too_long(job.completions[len(job.results)]))
+            while job.missing and not job.done.done():
+                request, expected = _next_request(job)
+                if not expected:
+                    self._record(job, _too_long(job.items[len(job.results)]))
                     continue
                 if grader is None:
                     grader = await self._fork()
-                if not await self._grade_request(job, request, grader):
+                if not await self._grade_request(job, request, expected, grader):
                     self._kill(grader)
                     grader = None
         except BaseException:
@@ -219,14 +243,16 @@ class GradingPool:
             raise
         return grader
 
-    async def _grade_request(self, job: _Job, request: Request, grader: Grader) -> bool:
-        """Grade the completions of one request, as far as possible; False if the grader cannot be used again.
+    async def _grade_request(
+        self, job: _Job, request: Request | CheckRequest, expected: int, grader: Grader
+    ) -> bool:
+        """Grade the ``expected`` items of one request, as far as possible; False if the grader cannot be used again.
 
-        Every call grades a completion or counts a death against one, so repeated calls end.
+        Every call grades an item or counts a death against one, so repeated calls end.
         """
         grader.send(request)
         before = len(job.results)
-        in_time = await self._collect(grader, job, len(request.completions))
+        in_time = await self._collect(grader, job, expected)
         if len(job.results) > before:
             job.deaths = 0
         if not in_time:
@@ -234,7 +260,7 @@ class GradingPool:
             seconds = self._setup.limits.timeout_seconds
             self._record(job, Graded(None, f"grading took longer than {seconds:g} s and was killed"))
             return False
-        if len(job.results) < before + len(request.completions) and not grader.retired:
+        if len(job.results) < before + expected and not grader.retired:
             self.counts.deaths += 1
             job.deaths += 1
             if job.deaths >= _MAX_DEATHS:
@@ -302,19 +328,24 @@ def _fail(job: _Job, error: Exception) -> None:
         job.done.set_exception(error)
 
 
-def _next_request(job: _Job) -> Request:
-    """The next completions as one request; empty if the next one is too long to be graded."""
+def _next_request(job: _Job) -> tuple[Request | CheckRequest, int]:
+    """The next items as one request, and their number; 0 if the next completion is too long to be graded."""
+    if job.prompt is None:
+        prompts = [item for item in job.items[len(job.results) :] if isinstance(item, Prompt)]
+        return CheckRequest(prompts), len(prompts)
     chosen: list[str] = []
     characters = 0
-    for completion in job.completions[len(job.results) :]:
+    for completion in job.items[len(job.results) :]:
+        assert isinstance(completion, str)
         characters += len(completion)
         if len(completion) > MAX_COMPLETION_CHARACTERS or (chosen and characters > _MAX_REQUEST_CHARACTERS):
             break
         chosen.append(completion)
-    return Request(job.prompt, chosen)
+    return Request(job.prompt, chosen), len(chosen)
 
 
-def _too_long(completion: str) -> Graded:
+def _too_long(completion: str | Prompt) -> Graded:
+    assert isinstance(completion, str)
     return Graded(
         None,
         f"a completion of {len(completion):,} characters is over the limit of {MAX_COMPLETION_CHARACTERS:,}",

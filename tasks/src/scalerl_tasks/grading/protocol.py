@@ -3,8 +3,8 @@
 Only the pool pickles, and only its own objects (a prompt may contain any Python object of its task). A grader has
 processed hostile text, so its answers are records of a fixed layout.
 
-Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request`.
-Grader → pool, a stream: one record per completion, in order, sent immediately: :data:`RECORD`, then the verdict's parts
+Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request` or :class:`CheckRequest`.
+Grader → pool, a stream: one record per completion or checked prompt, in order, sent immediately: :data:`RECORD`, then the verdict's parts
 as ``<d`` in the order declared, then the error text (empty for a verdict). After a record of kind :data:`RETIRED` the grader
 exits, and the pool replaces it.
 
@@ -68,6 +68,14 @@ class Request:
 
     prompt: Prompt
     completions: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRequest:
+    """Prompts to check (:meth:`~scalerl_tasks.Verifier.check`), in order. A record of kind :data:`SCORED` means that the prompt
+    can be graded."""
+
+    prompts: list[Prompt]
 
 
 def record(kind: int, score: float = 0.0, parts: Sequence[float] = (), error: str = "") -> bytes:

@@ -1,0 +1,350 @@
+"""Checks of a run's tasks before it starts: the same for ``scalerl validate``, ``scalerl run`` and the preparation.
+
+Of a file, every row is read, and the problems of all are reported; of a generated source, a sample. The verifier runs in the
+processes that grade completions, with the same limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalerl_tasks.errors import (
+    AnswersError,
+    EvaluationSetError,
+    MixedTaskError,
+    ParameterError,
+    SourceError,
+    SplitError,
+    TaskError,
+    TemplateError,
+    UnknownTaskError,
+    VerifierError,
+)
+from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.prompts import Prompt, PromptSource
+from scalerl_tasks.row_problems import RowProblems
+from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks
+
+if TYPE_CHECKING:
+    from scalerl_api.spec import ProblemSpec, RunSpec
+
+GENERATED_PROMPTS = 1000
+"""Number of evenly spaced prompts that are checked of a generated source."""
+PROGRESS_SECONDS = 10.0
+"""Interval of the lines about a check that takes long."""
+_MAX_WORKERS = 32
+_MAX_TIMEOUTS = 20
+"""After as many checks that took too long, the others are not made."""
+_MAX_KNOWN = 1 << 20
+"""Different answers whose result is kept, about 100 bytes each."""
+_CHUNK = 64
+"""Prompts that one grader checks at a time."""
+_OF_THE_ANSWER = frozenset({"exact", "number", "math-verify"})
+"""Verifiers whose check depends on the answer alone, so that each different answer is checked once."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProblem:
+    """A problem of a run's tasks."""
+
+    field: str
+    """Path of the field in the spec, such as ``task.jsonl.path``."""
+    text: str
+    """What is wrong, and what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.text}"
+
+
+def task_problems(
+    spec: RunSpec,
+    directory: Path | None = None,
+    *,
+    answers: bool = True,
+    progress: Progress = lambda text: None,
+) -> list[TaskProblem]:
+    """The problems of a run's tasks, evaluation sets and warm start. Empty if :func:`~.sources.open_tasks` succeeds and every
+    prompt can be graded.
+
+    Args:
+        spec: the run.
+        directory: base of relative paths; the working directory by default.
+        answers: whether to start the graders and to check the reference answers. Otherwise, files are only read.
+        progress: called about every :data:`PROGRESS_SECONDS` with a line about a check that takes longer.
+
+    Raises:
+        GradingError: no grader could be started.
+    """
+    return list(_problems(spec, directory or Path(), answers, progress))
+
+
+def _problems(spec: RunSpec, directory: Path, answers: bool, progress: Progress) -> Iterator[TaskProblem]:
+    sections: list[tuple[str, ProblemSpec]] = [(one.field, one.section) for one in spec.task.tasks]
+    sections += [
+        (f"evaluation.sets.{at}.task", one.task)
+        for at, one in enumerate(spec.evaluation.sets or ())
+        if one.task is not None
+    ]
+    checked: dict[tuple[str, str], tuple[str, ...]] = {}
+    found = False
+    for field, section in sections:
+        for problem in _section_problems(field, section, directory, answers, progress, checked):
+            found = True
+            yield problem
+    for problem in _warm_start_file_problems(spec, directory):
+        found = True
+        yield problem
+    if found:  # a file with invalid rows cannot be opened
+        return
+    try:
+        tasks = open_tasks(spec, directory)
+    except EvaluationSetError as error:
+        yield TaskProblem(error.field, str(error.problem))
+        return
+    except MixedTaskError as error:
+        at = int(error.field.rpartition(".")[2])
+        yield _source_problem(error.field, spec.task.tasks[at].section, error.problem)
+        return
+    except TaskError as error:
+        yield _source_problem("task", spec.task.tasks[0].section, error)
+        return
+    yield from _joint_problems(spec, tasks)
+
+
+def _section_problems(
+    field: str,
+    section: ProblemSpec,
+    directory: Path,
+    answers: bool,
+    progress: Progress,
+    checked: dict[tuple[str, str], tuple[str, ...]],
+) -> Iterator[TaskProblem]:
+    """Problems of a task or an evaluation set by itself: its source, its rows, and its answers.
+
+    ``checked``: the problems of the answers of each file and verifier so far.
+    """
+    source: PromptSource | None = None
+    try:
+        open_grading_pool(section)
+        if section.jsonl is None:
+            if answers:
+                check_answers(open_source(section, directory), section, progress=progress)
+            return
+        path = directory / section.jsonl.path
+        source = JsonlSource(path, keep_valid=True)
+        for text in source.problems.texts:
+            yield TaskProblem(f"{field}.jsonl.path", text)
+        key = (str(path.resolve()), section.verifier.name)
+        if answers and key not in checked:
+            checked[key] = ()
+            try:
+                check_answers(source, section, progress=progress)
+            except AnswersError as error:
+                checked[key] = error.texts
+        for text in checked.get(key, ()):
+            yield TaskProblem(f"{field}.verifier.name", text)
+    except AnswersError as error:
+        yield from (TaskProblem(f"{field}.verifier.name", text) for text in error.texts)
+    except (SourceError, VerifierError) as error:
+        yield _source_problem(field, section, error)
+    finally:
+        if isinstance(source, JsonlSource):
+            source.close()
+
+
+def _warm_start_file_problems(spec: RunSpec, directory: Path) -> Iterator[TaskProblem]:
+    """Problems of ``warmStart.jsonl``: invalid rows, and rows without a solution."""
+    if spec.warm_start is None or spec.warm_start.jsonl is None:
+        return
+    field, path = "warmStart.jsonl.path", directory / spec.warm_start.jsonl.path
+    try:
+        source = JsonlSource(path, keep_valid=True)
+    except SourceError as error:
+        yield TaskProblem(field, str(error))
+        return
+    try:
+        yield from (TaskProblem(field, text) for text in source.problems.texts)
+        missing = RowProblems(path, source.problems.rows)
+        for index in range(len(source)):
+            if not source[index].solution:
+                text = (
+                    f"{path}, line {source.line(index)} has no solution: give each line a solution, or leave "
+                    "warmStart.jsonl out to train on the task's own"
+                )
+                missing.add(source.line(index), text, "without solution")
+        yield from (TaskProblem(field, text) for text in missing.texts)
+    finally:
+        source.close()
+
+
+def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
+    """Problems of tasks that can be opened: with each other, with the curriculum and with the warm start."""
+    for given, opened in zip(tasks.sections, tasks.tasks, strict=True):
+        if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
+            yield TaskProblem(
+                "recipe.curriculum.sec",
+                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, or use "
+                "edgeOfCompetence, which measures it",
+            )
+        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+            try:
+                opened.train[0].worked_solution  # noqa: B018
+            except ValueError as error:
+                yield TaskProblem("warmStart", f"{error}; leave it out, or take a task with solutions")
+    for one in tasks.sets:
+        if problem := tasks.overlap(one):
+            yield TaskProblem(f"{one.field}.task", problem)
+
+
+def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
+    """The problem of the task at ``where``, with the field that has to be corrected."""
+    field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
+    match error:
+        case UnknownTaskError():
+            field = ".reasoningGym.name"
+        case ParameterError():
+            section = "reasoningGym.parameters" if task.reasoning_gym is not None else "opGraph"
+            field = f".{section}" + (f".{error.parameter}" if error.parameter else "")
+        case SplitError():
+            field = ".heldOut.size"
+        case TemplateError():
+            field = ".prompt.template"
+        case VerifierError():
+            field = ".verifier.name"
+        case SourceError() if task.jsonl is None:
+            field = ""
+    return TaskProblem(where + field, str(error))
+
+
+# --- answers ------------------------------------------------------------------------------------------
+
+
+def check_answers(
+    source: PromptSource,
+    spec: ProblemSpec,
+    limit: int | None = None,
+    *,
+    progress: Progress = lambda text: None,
+) -> None:
+    """Start the graders of a section, and check that its prompts' own answers can be graded.
+
+    Args:
+        source: the prompts.
+        spec: the section, with the verifier and its limits for one completion, which hold for one check too.
+        limit: number of prompts, evenly spread; default: all of a file, :data:`GENERATED_PROMPTS` of another source.
+        progress: as in :func:`task_problems`.
+
+    Raises:
+        AnswersError: lists the answers that cannot be graded, those of a file with their line.
+        VerifierError: the verifier cannot be opened.
+        GradingError: no grader could be started.
+    """
+    if limit is None and spec.jsonl is None:
+        limit = GENERATED_PROMPTS
+    total = len(source)
+    count = total if limit is None else min(limit, total)
+    where = source.path if isinstance(source, JsonlSource) else spec.source_field
+    rows = count + source.problems.total if isinstance(source, JsonlSource) else count
+    problems = RowProblems(where, rows)
+    asyncio.run(_check_answers(source, spec, count, problems, progress))
+    if problems.total:
+        raise AnswersError(problems.texts)
+
+
+async def _check_answers(
+    source: PromptSource, spec: ProblemSpec, count: int, problems: RowProblems, progress: Progress
+) -> None:
+    workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
+    total, once = len(source), spec.verifier.name in _OF_THE_ANSWER
+    known: dict[bytes, str | None] = {}
+    """Result by key of the answer."""
+    waiting: dict[bytes, list[int]] = {}
+    """Indices of the prompts in a chunk that is being checked, by that key."""
+    started = reported = time.monotonic()
+    done = 0
+
+    def record(index: int, error: str | None) -> None:
+        nonlocal done
+        done += 1
+        if error is None:
+            return
+        kind = f"answers that {spec.verifier.name} cannot use"
+        if isinstance(source, JsonlSource):
+            line = source.line(index)
+            problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
+        else:
+            problems.add(index, error, kind)
+
+    async def check(pool: GradingPool, chunk: dict[bytes, Prompt]) -> None:
+        todo = iter(chunk.items())
+
+        def checked(error: str | None) -> None:
+            key, prompt = next(todo)
+            if once and error is not None:  # other rows have the same answer
+                error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
+            if once and len(known) < _MAX_KNOWN:
+                known[key] = error
+            for index in waiting.pop(key):
+                record(index, error)
+
+        await pool.check(list(chunk.values()), checked)
+
+    async with open_grading_pool(spec, workers) as pool:
+        running: set[asyncio.Task[None]] = set()
+        chunk: dict[bytes, Prompt] = {}
+        try:
+            for rank in range(count):
+                index = rank * total // count
+                prompt = source[index]
+                key = blake2b(prompt.answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                key = key if once else index.to_bytes(8)
+                if key in known:
+                    record(index, known[key])
+                elif key in waiting:
+                    waiting[key].append(index)
+                else:
+                    waiting[key], chunk[key] = [index], prompt
+                if len(chunk) < _CHUNK and rank < count - 1:
+                    continue
+                if chunk:
+                    running.add(asyncio.create_task(check(pool, chunk)))
+                    chunk = {}
+                while running and (len(running) > workers or rank == count - 1):
+                    _, running = await _first(running)
+                    if (now := time.monotonic()) - reported >= PROGRESS_SECONDS:
+                        reported = now
+                        left = (now - started) * (count - done) / max(done, 1)
+                        progress(
+                            f"checked {done:,} of {count:,} answers of {problems.where}; about {left:,.0f} s left"
+                        )
+                    if pool.counts.timeouts >= _MAX_TIMEOUTS:
+                        text = (
+                            f"stopped after {done:,} of {count:,} answers: the checks of {_MAX_TIMEOUTS} took longer than "
+                            f"verifier.timeoutSeconds ({spec.verifier.timeout_seconds:g}) each"
+                        )
+                        problems.note = text
+                        return
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _first(running: set[asyncio.Task[None]]) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
+    """Wait until a task is done, or for :data:`PROGRESS_SECONDS`; returns those that are done, and the others."""
+    finished, pending = await asyncio.wait(
+        running, timeout=PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED
+    )
+    for task in finished:
+        task.result()
+    return finished, pending
