@@ -316,7 +316,7 @@ class Leader:
 
     def _manifest(self) -> list[wire.TensorSpec]:
         dtype = self._worker.spec.model.dtype
-        shapes = self._worker.engine.parameter_shapes()
+        shapes = self._worker.engine.checkpoint_shapes()
         return [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:

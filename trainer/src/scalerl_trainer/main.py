@@ -54,6 +54,7 @@ from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
+from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
@@ -109,7 +110,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     model = load_model(
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
     )
-    engine = Engine(model, engine_settings(spec), device)
+    engine = Engine(model, engine_settings(spec), device, stored_names(environment.paths.base_model))
     checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
     coordinator = Coordinator(

@@ -144,9 +144,8 @@ class Worker:
         )
 
     def gather(self) -> NamedTensors:
-        """Yield whole parameters, one by one, on rank 0, and nothing on other ranks. A collective under ZeRO-3."""
-        for bucket in self.engine.gather_parameters(self.bucket_bytes):
-            yield from zip(bucket.names, bucket.tensors, strict=False)
+        """Yield whole tensors under the names of checkpoint files on rank 0, nothing on others. A collective under ZeRO-3."""
+        return self.engine.gather_checkpoint(self.bucket_bytes)
 
     @property
     def bucket_bytes(self) -> int:
