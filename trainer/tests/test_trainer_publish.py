@@ -389,7 +389,7 @@ def test_probe_measures_the_distance(actors: FakeActors) -> None:
     def score(asked: Any) -> list[torch.Tensor]:
         return [torch.full((len(s.token_ids) - s.prompt_tokens,), -5.4) for s in asked]
 
-    stats = probe(control, member, 3, sequences, score)
+    stats = probe(control, [member], 3, sequences, score).stats
     control.close()
     ratio = torch.tensor(0.1).exp().item()
     assert stats["probe_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
@@ -401,5 +401,25 @@ def test_probe_failure_is_reported(actors: FakeActors) -> None:
     (member,) = actors.start([{"at": "probe", "how": "wrong-version"}])
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
-    assert probe(control, member, 3, sequences, lambda _: [torch.zeros(5)]) == {"probe_failed": 1.0}
+    measured = probe(control, [member], 3, sequences, lambda _: [torch.zeros(5)])
     control.close()
+    assert (measured.stats, measured.kl) == ({"probe_failed": 1.0}, {})
+    assert measured.above(0.0) == [], "a probe without an answer is not a disagreement"
+
+
+def test_probe_compares_each_member(actors: FakeActors) -> None:
+    far, near, silent, broken = actors.start(
+        [{"at": "probe", "how": -9.0}],
+        [],
+        [{"at": "probe", "how": "wrong-version"}],
+        [{"at": "probe", "how": float("nan")}],
+    )
+    control = ActorControl(TOKEN)
+    sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
+    members = [far, near, silent, broken]
+    measured = probe(control, members, 3, sequences, lambda _: [torch.full((5,), -5.5)])
+    control.close()
+    assert measured.kl.keys() == {far.member_id, near.member_id, broken.member_id}
+    assert measured.above(1e-6) == [far.member_id, broken.member_id]
+    assert measured.kl[near.member_id] == 0
+    assert measured.stats["probe_max_difference"] == pytest.approx(3.5), "of the first that answered"

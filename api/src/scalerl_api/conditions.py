@@ -377,6 +377,12 @@ class Reason(_Explained):
         "Diverged",
         "Three steps in a row were skipped, twice from the same checkpoint: lower the learning rate, or check the data.",
     )
+    PUBLISH_REFUSED = (
+        "PublishRefused",
+        "Generators cannot load the weights that the trainer publishes, or compute something else with them, twice in a row; "
+        "the message has the tensors or the measured mismatch, and the checkpoint has the trained weights. See "
+        "docs/operations.md, A publish that is refused.",
+    )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
         "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "

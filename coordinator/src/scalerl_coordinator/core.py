@@ -101,6 +101,8 @@ class Core:
     """Counts the records and rollbacks that may change which slots can be leased: all but ``LeasesIssued``."""
     updated_since_restore: set[str] | None = None
     """Names of the members that received weights since this process restored a checkpoint; None if it restored none."""
+    publish_problem: str = ""
+    """Why the last publish reached no generator that computes correctly; empty after a success."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
     """The points from which ``_mean`` was computed."""
     _mean: list[EvaluationPoint] = field(default_factory=list)

@@ -37,6 +37,10 @@ class DivergedError(TrainerError):
     """Training diverged: several steps in a row, or one of mid-training, could not be applied."""
 
 
+class PublishRefusedError(TrainerError):
+    """Generators cannot load the weights, or compute something else with them."""
+
+
 class ModelError(TrainerError):
     """The model cannot be used."""
 

@@ -37,39 +37,62 @@ Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
 """The trainer's log-probabilities of each sequence's completion at temperature 1, float32 on the CPU."""
 
 
-def probe(
-    control: ActorControl, member: wire.Member, version: int, sequences: Sequence[ProbeSequence], score: Score
-) -> dict[str, float]:
-    """Score ``sequences`` by the trainer and by ``member``, concurrently.
+@dataclass(frozen=True)
+class Measured:
+    """The mismatch of several members at one version."""
 
-    Returns:
-        ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``. If the
-        member cannot answer, only ``probe_failed``, because a failed measurement must not stop the training.
-    """
+    stats: dict[str, float]
+    """For metrics.jsonl: ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and
+    ``probe_max_difference``, of the first member that answered. If none did, only ``probe_failed``: a failed measurement
+    must not stop the training."""
+    kl: dict[str, float]
+    """KL by member id, of the members that answered. NaN if a log-probability is not a number."""
+
+    def above(self, limit: float) -> list[str]:
+        """Ids of the members whose mismatch is above ``limit``, or not a number."""
+        return [member for member, kl in self.kl.items() if not kl <= limit]
+
+
+def probe(
+    control: ActorControl,
+    members: Sequence[wire.Member],
+    version: int,
+    sequences: Sequence[ProbeSequence],
+    score: Score,
+) -> Measured:
+    """Score ``sequences`` by the trainer and by each of ``members``, concurrently."""
     message = wire.Probe(
         version=version,
         sequences=[s.token_ids.astype("<i4").tobytes() for s in sequences],
         prompt_tokens=[s.prompt_tokens for s in sequences],
     )
-    calls = control.start([member], endpoints.WEIGHTS_PROBE, {member.member_id: message}, PROBE_SECONDS)
+    messages = {member.member_id: message for member in members}
+    calls = control.start(list(members), endpoints.WEIGHTS_PROBE, messages, PROBE_SECONDS)
     of_trainer = score(sequences)
-    answer = calls.wait()[member.member_id]
-    if answer.body is None:
-        log.warning("the probe of version %d failed: %s", version, answer.error)
-        return {"probe_failed": 1.0}
-    probed = msgspec.msgpack.decode(answer.body, type=wire.Probed)
-    of_generator = [
-        torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs
-    ]
-    if probed.version != version or [g.numel() for g in of_generator] != [t.numel() for t in of_trainer]:
-        log.warning(
-            "the probe of version %d failed: the generator scored another version or other sequences", version
-        )
-        return {"probe_failed": 1.0}
-    trainer_n, generator_n = torch.cat(of_trainer), torch.cat(of_generator)
+    answers = calls.wait()
+    trainer_n = torch.cat(of_trainer)
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
-    table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
-    return {
-        **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
-        "probe_max_difference": float((trainer_n - generator_n).abs().max()),
-    }
+    stats: dict[str, float] = {}
+    kl: dict[str, float] = {}
+    for member in members:
+        body, problem = answers[member.member_id].body, answers[member.member_id].error
+        of_generator: list[torch.Tensor] = []
+        if body is not None:
+            probed = msgspec.msgpack.decode(body, type=wire.Probed)
+            of_generator = [
+                torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs
+            ]
+            if probed.version != version or [len(g) for g in of_generator] != [len(t) for t in of_trainer]:
+                problem = "it scored another version or other sequences"
+        if problem:
+            log.warning("the probe of version %d on %s failed: %s", version, member.name, problem)
+            continue
+        generator_n = torch.cat(of_generator)
+        table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
+        positions = [RatioStatistics(*row) for row in table.tolist()]
+        kl[member.member_id] = sum(positions, RatioStatistics()).kl_k3
+        stats = stats or {
+            **by_position(PROBE, positions),
+            "probe_max_difference": float((trainer_n - generator_n).abs().max()),
+        }
+    return Measured(stats or {"probe_failed": 1.0}, kl)
