@@ -30,7 +30,7 @@ def test_first_publish_that_disagrees_is_refused_before_any_lease(new_run: Any) 
     assert "raise weightSync.probeLimit" in log
     status = run.status()
     assert status is not None
-    assert (status.published_version, status.counts.leased_rollouts, status.wall_seconds) == (-1, 0, 0)
+    assert (status.published_version, status.counts.acknowledged, status.wall_seconds) == (-1, 0, 0)
     until(lambda: "; the last publish failed: after the publish of version 0" in waiting_for(run))
 
 

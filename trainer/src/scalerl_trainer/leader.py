@@ -335,22 +335,22 @@ class Leader:
         chosen = [turn, *(m for m in holders if m is not turn and m.member_id not in self._probed)]
         limit = worker.spec.probe_limit
         measured = probe(self._control, chosen, worker.version, worker.probes, self._score)
-        kl, refused = measured.kl, measured.above(limit)
+        k3_n, refused = measured.k3_n, measured.above(limit)
         others = [m for m in holders if m not in chosen]
-        if refused and len(refused) == len(kl) and others and self._agreed_version != worker.version:
+        if refused and len(refused) == len(k3_n) and others and self._agreed_version != worker.version:
             more = probe(self._control, others, worker.version, worker.probes, self._score)
-            kl, refused = kl | more.kl, [*refused, *more.above(limit)]
-        agreed = kl.keys() - set(refused)
+            k3_n, refused = k3_n | more.k3_n, [*refused, *more.above(limit)]
+        agreed = k3_n.keys() - set(refused)
         if agreed:
             self._probed |= agreed
             self._agreed_version = worker.version
         names = {m.member_id: m.name for m in holders}
         problem = ""
         if refused:
-            measures = ", ".join(f"{names[m]} {kl[m]:.3g}" for m in refused[:5])
+            measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
             problem = (
                 f"after the publish of version {worker.version}, generators compute something else than the trainer: KL of "
-                f"{measures} nats per token ({len(refused)} of {len(kl)} probed are above the limit of {limit:g}, "
+                f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
                 "weightSync.probeLimit)"
             )
             log.error("%s", problem)

@@ -15,12 +15,20 @@ import torch
 
 from scalerl_api import endpoints, wire
 from scalerl_api.mismatch import POSITIONS, PROBE
-from scalerl_trainer.algo.mismatch import RatioStatistics, by_position, position_buckets, ratio_table
+from scalerl_trainer.algo.mismatch import (
+    RatioStatistics,
+    by_position,
+    k3_estimates,
+    position_buckets,
+    ratio_table,
+)
 from scalerl_trainer.publish.actor_control import ActorControl
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 60.0
+OUTLIER_LIMITS = 20.0
+"""The most that one token counts in the check against the limit, in limits: a twentieth of the tokens decide."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,20 @@ class Measured:
     """For metrics.jsonl: ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and
     ``probe_max_difference``, of the first member that answered. If none did, only ``probe_failed``: a failed measurement
     must not stop the training."""
-    kl: dict[str, float]
-    """KL by member id, of the members that answered. NaN if a log-probability is not a number."""
+    k3_n: dict[str, torch.Tensor]
+    """k3 estimate of each token by member id, of the members that answered, float64 ``[N]``."""
 
     def above(self, limit: float) -> list[str]:
-        """Ids of the members whose mismatch is above ``limit``, or not a number."""
-        return [member for member, kl in self.kl.items() if not kl <= limit]
+        """Ids of the members whose mean is above ``limit``, or not a number.
+
+        A token counts at most :data:`OUTLIER_LIMITS` times the limit. Rounding makes mixtures of experts choose other experts
+        for a few tokens, whose log-probabilities then differ by as much as with wrong weights.
+        """
+        return [
+            member
+            for member, k3_n in self.k3_n.items()
+            if not float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
+        ]
 
 
 def probe(
@@ -73,7 +89,7 @@ def probe(
     trainer_n = torch.cat(of_trainer)
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
     stats: dict[str, float] = {}
-    kl: dict[str, float] = {}
+    k3: dict[str, torch.Tensor] = {}
     for member in members:
         body, problem = answers[member.member_id].body, answers[member.member_id].error
         of_generator: list[torch.Tensor] = []
@@ -89,10 +105,9 @@ def probe(
             continue
         generator_n = torch.cat(of_generator)
         table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
-        positions = [RatioStatistics(*row) for row in table.tolist()]
-        kl[member.member_id] = sum(positions, RatioStatistics()).kl_k3
+        k3[member.member_id] = k3_estimates(trainer_n, generator_n)
         stats = stats or {
-            **by_position(PROBE, positions),
+            **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
             "probe_max_difference": float((trainer_n - generator_n).abs().max()),
         }
-    return Measured(stats or {"probe_failed": 1.0}, kl)
+    return Measured(stats or {"probe_failed": 1.0}, k3)
