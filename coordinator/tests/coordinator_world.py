@@ -230,7 +230,13 @@ class World:
         return self.training.publish_begin(request, self.now)
 
     def commit_publish(
-        self, incarnation: str, updated: list[str], failed: list[str] | None = None, **stats: float
+        self,
+        incarnation: str,
+        updated: list[str],
+        failed: list[str] | None = None,
+        refused: list[str] | None = None,
+        problem: str = "",
+        **stats: float,
     ) -> None:
         request = wire.PublishCommit(
             incarnation=incarnation,
@@ -238,6 +244,8 @@ class World:
             updated=updated,
             failed=failed or [],
             stats=stats,
+            refused=refused or [],
+            problem=problem,
         )
         self.training.publish_commit(request, self.now)
 

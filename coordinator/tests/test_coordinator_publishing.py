@@ -85,6 +85,53 @@ def test_publish_failure_removes_member(world):
     assert sorted(m.name for m in world.begin_publish("t").members) == ["bad", "g"]
 
 
+def test_refused_version_is_not_committed_and_gets_no_lease(world):
+    train(world, publish=False)
+    published = world.state.published
+    (member,) = world.begin_publish("t").members
+    world.commit_publish("t", [], [], [member.member_id], "a KL of 3 nats")
+    assert world.state.published == published
+    again = world.register("g", version=1)
+    assert world.lease(again, 1) == [], "it holds the version and computes something else with it"
+    assert "; the last publish failed: a KL of 3 nats" in build_status(world.core).waiting_for
+    world.hello("t2", 1)
+    assert [m.member_id for m in world.begin_publish("t2").members] == [again], "at once, without back-off"
+    world.commit_publish("t2", [again])
+    assert world.state.published == 1
+    world.beat(again, 1)
+    assert world.lease(again, 1)
+    assert "failed" not in build_status(world.core).waiting_for
+
+
+def test_refused_member_waits_while_others_hold_the_version(world):
+    train(world, publish=False)
+    bad = world.register("bad")
+    world.begin_publish("t")
+    world.commit_publish("t", [world.member], [], [bad], "a KL of 3 nats")
+    assert world.state.published == 1
+    again = world.register("bad", version=1)
+    assert world.lease(again, 1) == []
+    assert world.lease(world.member, 1)
+    assert world.next("t").action is not NextAction.PUBLISH, "its back-off"
+    world.pass_time(6, {world.member: 1, again: 1})
+    assert [m.name for m in world.begin_publish("t").members] == ["bad"]
+    assert world.lease(again, 1) == []
+    # Its server restarts and holds no weights: the mark ends, and the next weights count.
+    world.beat(again, -1)
+    world.commit_publish("t", [again])
+    world.beat(again, 1)
+    assert world.core.membership.members[again].version == 1
+
+
+def test_failed_publish_is_named_while_no_generator_has_weights(world):
+    world.commit_publish("t", [], [world.member], problem="vLLM cannot load 'a'")
+    assert build_status(world.core).waiting_for == (
+        "a generator to register; the last publish failed: vLLM cannot load 'a'"
+    )
+    world.register("g")
+    assert build_status(world.core).waiting_for.endswith("; the last publish failed: vLLM cannot load 'a'")
+
+
 def test_mismatch_sources_are_separate(world):
     """The probe of a publish once took the place of what the step's own tokens said."""
     train(world, publish=False)

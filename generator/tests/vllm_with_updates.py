@@ -111,7 +111,17 @@ def new_weights(model: Path, seed: int) -> LlamaForCausalLM:
     return policy
 
 
-def manifest(policy: LlamaForCausalLM) -> list[TensorSpec]:
+@dataclass
+class TensorSource:
+    """Tensors to publish as they are, in place of a model's parameters."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+
+def manifest(policy: LlamaForCausalLM | TensorSource) -> list[TensorSpec]:
     return [
         TensorSpec(n, str(p.dtype).removeprefix("torch."), list(p.shape))
         for n, p in policy.named_parameters()
@@ -149,7 +159,9 @@ class Sender:
         )
         self._group.allreduce([torch.ones(1)]).wait()
 
-    def send(self, policy: LlamaForCausalLM, version: int, damaged_bucket: int | None = None) -> None:
+    def send(
+        self, policy: LlamaForCausalLM | TensorSource, version: int, damaged_bucket: int | None = None
+    ) -> None:
         tensors = dict(policy.named_parameters())
         for bucket in lay_out(manifest(policy), BUCKET_BYTES):
             buffer = torch.zeros(bucket.total_bytes, dtype=torch.uint8)
@@ -173,7 +185,7 @@ async def connect(client: VllmClient, epoch: int, workers: int = 1) -> Sender:
 
 
 def receive(
-    policy: LlamaForCausalLM, epoch: int, version: int, timeout_seconds: float = JOIN_SECONDS
+    policy: LlamaForCausalLM | TensorSource, epoch: int, version: int, timeout_seconds: float = JOIN_SECONDS
 ) -> WeightReceive:
     return WeightReceive(
         epoch=epoch,

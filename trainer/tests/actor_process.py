@@ -3,8 +3,8 @@
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
 ``token``, and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
-"refuse" | "not-ready" | "shoot", "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
-whose id is in the file ``victim`` and continues.
+"refuse" | "not-ready" | "shoot" | a number, "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
+whose id is in the file ``victim`` and continues. At "probe", a number is the log-probability of every token (else -5.5).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Actor:
         self.pg: Any = None
         self.store: Any = None
         self.epoch = -1
+        self.logprob = -5.5
 
     def fault(self, at: str, version: int | None = None, bucket: int = 0) -> None:
         for fault in self.faults:
@@ -54,6 +55,8 @@ class Actor:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "shoot":
                     os.kill(int(Path(fault["victim"]).read_text()), signal.SIGKILL)
+                case float() as logprob:
+                    self.logprob = logprob
                 case how:
                     raise Refused(how)
 
@@ -117,9 +120,10 @@ class Actor:
         )
 
     def probe(self, message: wire.Probe) -> wire.Struct:
+        self.logprob = -5.5
         self.fault("probe", message.version)
         lengths = [len(s) // 4 - p for s, p in zip(message.sequences, message.prompt_tokens, strict=True)]
-        answers = [np.full(n, -5.5, dtype="<f4").tobytes() for n in lengths]
+        answers = [np.full(n, self.logprob, dtype="<f4").tobytes() for n in lengths]
         return wire.Probed(version=message.version, logprobs=answers)
 
 

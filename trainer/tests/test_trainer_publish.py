@@ -34,7 +34,7 @@ from scalerl_trainer.publish import publisher as publisher_module
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.errors import GroupError, SourceError
-from scalerl_trainer.publish.probe import ProbeSequence, probe
+from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
 from scalerl_trainer.publish.sender_group import Store, open_group
 from scalerl_trainer.spec_settings import collective_timeout_seconds
@@ -403,7 +403,7 @@ def test_probe_measures_the_distance(actors: FakeActors) -> None:
     def score(asked: Any) -> list[torch.Tensor]:
         return [torch.full((len(s.token_ids) - s.prompt_tokens,), -5.4) for s in asked]
 
-    stats = probe(control, member, 3, sequences, score)
+    stats = probe(control, [member], 3, sequences, score).stats
     control.close()
     ratio = torch.tensor(0.1).exp().item()
     assert stats["probe_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
@@ -415,5 +415,43 @@ def test_probe_failure_is_reported(actors: FakeActors) -> None:
     (member,) = actors.start([{"at": "probe", "how": "wrong-version"}])
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
-    assert probe(control, member, 3, sequences, lambda _: [torch.zeros(5)]) == {"probe_failed": 1.0}
+    measured = probe(control, [member], 3, sequences, lambda _: [torch.zeros(5)])
     control.close()
+    assert (measured.stats, measured.k3_n) == ({"probe_failed": 1.0}, {})
+    assert measured.above(0.0) == [], "a probe without an answer is not a disagreement"
+
+
+@pytest.mark.parametrize(
+    ("k3", "limit", "above"),
+    [
+        ([0.011] * 1000, 0.01, True),
+        ([0.009] * 1000, 0.01, False),
+        ([0.0001] * 960 + [5.0] * 40, 0.01, False),  # other experts for a few tokens: the plain mean is .2
+        ([0.0001] * 940 + [5.0] * 60, 0.01, True),
+        ([0.0] * 999 + [0.1], 1e-6, False),
+        ([2e-6] * 1000, 1e-6, True),
+        ([0.0] * 999 + [float("nan")], 0.01, True),
+        ([float("inf")] * 60 + [0.0] * 940, 0.01, True),
+    ],
+)
+def test_probe_limit_is_for_the_mean_of_most_tokens(k3: list[float], limit: float, above: bool) -> None:
+    measured = Measured({}, {"m": torch.tensor(k3, dtype=torch.float64)})
+    assert measured.above(limit) == (["m"] if above else [])
+
+
+def test_probe_compares_each_member(actors: FakeActors) -> None:
+    far, near, silent, broken = actors.start(
+        [{"at": "probe", "how": -9.0}],
+        [],
+        [{"at": "probe", "how": "wrong-version"}],
+        [{"at": "probe", "how": float("nan")}],
+    )
+    control = ActorControl(TOKEN)
+    sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
+    members = [far, near, silent, broken]
+    measured = probe(control, members, 3, sequences, lambda _: [torch.full((5,), -5.5)])
+    control.close()
+    assert measured.k3_n.keys() == {far.member_id, near.member_id, broken.member_id}
+    assert measured.above(1e-6) == [far.member_id, broken.member_id]
+    assert not measured.k3_n[near.member_id].any()
+    assert measured.stats["probe_max_difference"] == pytest.approx(3.5), "of the first that answered"

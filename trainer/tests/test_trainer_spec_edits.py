@@ -99,6 +99,7 @@ ANNOTATED = {
         "engine_settings",
         "collective_timeout_seconds",
         "publish_settings",
+        "first_probes",
         "exported_config",
         "write_model",
         "open_tasks",

@@ -396,6 +396,12 @@ class Reason(_Explained):
         "Three steps in a row were skipped, or most log-probabilities of a step were not numbers, twice from the same "
         "checkpoint; the message says which: lower the learning rate, or check the model's weights and the data.",
     )
+    PUBLISH_REFUSED = (
+        "PublishRefused",
+        "Generators cannot load the weights that the trainer publishes, or compute something else with them, twice in a row; "
+        "the message has the tensors or the measured mismatch, and the checkpoint has the trained weights. See "
+        "docs/operations.md, A publish that is refused.",
+    )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
         "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "

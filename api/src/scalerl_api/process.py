@@ -30,6 +30,8 @@ DIVERGED_EXIT_CODE = 3
 """Exit code of the trainer after consecutive skipped steps, because values are not finite or ratios explode."""
 STEPS_LOST_EXIT_CODE = 4
 """Exit code of the coordinator if the run has trained steps, but none of them is on its volume."""
+PUBLISH_REFUSED_EXIT_CODE = 5
+"""Exit code of the trainer if generators cannot load the weights that it publishes, or compute something else with them."""
 COORDINATOR_TIMEOUT_SECONDS = 300.0
 """Time after which a trainer exits because the coordinator does not respond. The operator waits equally long during a drain: a
 restart of the coordinator takes seconds, on another node (image, volume) minutes."""

@@ -27,6 +27,7 @@ from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.roles import (
     DEFAULT_MICRO_BATCH_TOKENS,
+    DEFAULT_PROBE_LIMITS,
     CoordinatorSpec,
     ExportSpec,
     GeneratorSpec,
@@ -276,6 +277,12 @@ class RunSpec(Model):
         if self.weight_sync.backend == "Auto":
             return "nccl" if self.generator.devices and self.trainer.devices else "gloo"
         return "nccl" if self.weight_sync.backend == "NCCL" else "gloo"
+
+    @property
+    def probe_limit(self) -> float:
+        """``weightSync.probeLimit``, or its default for the model's dtype, in nats per token."""
+        given = self.weight_sync.probe_limit
+        return DEFAULT_PROBE_LIMITS[self.model.dtype] if given is None else float(given)
 
 
 class ObjectMeta(Model):

@@ -86,6 +86,9 @@ class TrainerStatus(StatusModel):
     not count as failures."""
     diverged: bool = False
     """Steps were skipped in a row since the last ten minutes of stable operation: the next time, the run fails."""
+    publish_refused: bool = False
+    """Generators could not load the published weights, or computed something else with them, since the last ten minutes of
+    stable operation: the next time, the run fails."""
     has_been_ready: bool = False
     """All ranks have been ready with this spec since the last resumption; later start failures are retried for
     longer."""

@@ -111,6 +111,8 @@ class Core:
     failed_checkpoint: CheckpointFailed | None = None
     """The trainer's last attempt to write a checkpoint, if it failed. Not journaled, as the disk may be full; the trainer
     repeats it."""
+    publish_problem: str = ""
+    """Why the last publish reached no generator that computes correctly; empty after a success."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)
     """The points from which ``_mean`` was computed."""
     _mean: list[EvaluationPoint] = field(default_factory=list)

@@ -66,6 +66,8 @@ class Membership:
     """Names of members that held leases before a restart, with the time of the restart."""
     _backoffs: dict[str, _PublishBackoff] = field(default_factory=dict)
     """Back-offs after failed publishes, by name."""
+    _refused: dict[str, int] = field(default_factory=dict)
+    """The version that a member holds and computes wrongly, by name; it counts as a member without weights."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -110,6 +112,10 @@ class Membership:
 
         A lower version shortly after a committed publish is ignored: the member sent it before the publish.
         """
+        if self._refused.get(member.name) == version:
+            version = -1
+        else:
+            self._refused.pop(member.name, None)
         if version < member.version and now - member.version_set_at < self.heartbeat_seconds:
             return False
         changed = version != member.version or not member.version_reported
@@ -120,6 +126,11 @@ class Membership:
         """Set the version that a committed publish gave the member; ends its back-off."""
         member.version, member.version_reported, member.version_set_at = version, True, now
         self._backoffs.pop(member.name, None)
+        self._refused.pop(member.name, None)
+
+    def refuse(self, name: str, version: int) -> None:
+        """Record that a member computes something else than the trainer with ``version``, until its next weights."""
+        self._refused[name] = version
 
     def failed_publish(self, name: str, now: float) -> None:
         """Count a failed publish: the next attempt waits, longer each time."""

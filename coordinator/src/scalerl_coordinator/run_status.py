@@ -127,10 +127,11 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return ""
     if state.awaits_trainer:
         return "the trainer's first hello"
+    failed = f"; the last publish failed: {core.publish_problem}" if core.publish_problem else ""
     if not core.membership.members:
-        return "a generator to register"
+        return f"a generator to register{failed}"
     if phase is Phase.WAITING:
-        return "the first weights to reach a generator"
+        return f"the first weights to reach a generator{failed}"
     if phase is Phase.FINISHING and state.finish_reason:
         failed = core.failed_checkpoint
         return "the trainer's last checkpoint" + ("" if failed is None else f": {failed.reason}")

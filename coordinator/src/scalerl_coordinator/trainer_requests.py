@@ -444,13 +444,18 @@ class TrainerRequests:
                 members.set_version(member, request.version, now)
                 if core.updated_since_restore is not None:
                     core.updated_since_restore.add(member.name)
-        for member_id in request.failed:
+        for member_id in [*request.failed, *request.refused]:
             member = members.remove(member_id)
             if member is not None:
                 log.warning(
-                    "%s did not receive version %d; it must register again", member.name, request.version
+                    "%s cannot use version %d and must register again: %s",
+                    *(member.name, request.version, request.problem),
                 )
-                members.failed_publish(member.name, now)
+                if member_id in request.refused:
+                    members.refuse(member.name, request.version)
+                if request.updated or member_id in request.failed:
+                    # Not if all were refused: the trainer ends, and its next attempt publishes to them at once.
+                    members.failed_publish(member.name, now)
                 core.reassign_leases(member.name)
         ahead = any(
             m.healthy and (m.version > request.version or not m.version_reported)
@@ -458,7 +463,14 @@ class TrainerRequests:
         )
         digest = hashlib.blake2b(msgspec.msgpack.encode(request), digest_size=8).hexdigest()
         repeated = digest == core.state.last_publish
-        if not repeated and (request.version >= core.state.published or core.end_reason or not ahead):
+        core.publish_problem = "" if request.updated else request.problem
+        # Weights that no generator computes with are not published.
+        committed = bool(request.updated) or not request.refused
+        if (
+            committed
+            and not repeated
+            and (request.version >= core.state.published or core.end_reason or not ahead)
+        ):
             core.commit(r.Published(request.version, request.stats, digest))
         self._start_evaluation_if_due()
         core.wake |= {WORK, TRAINER}

@@ -28,6 +28,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -41,6 +42,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
 
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec
@@ -52,7 +54,7 @@ from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
 
@@ -273,6 +275,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._group: _ProcessGroup | None = None
         self._parameter_names = frozenset(name for name, _ in model.named_parameters())
         self._tied = _tied_layers(model)
+        _repack_experts_after_updates(model)
         self.report = PublishReport()
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
@@ -336,7 +339,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             t2 = time.perf_counter()
             report.state = "partial"
             # vLLM's loaders keep these views until their layer is complete, so every bucket needs a new buffer.
-            loaded |= self.model.load_weights(_views(payload, bucket)) or set()
+            loaded |= self._load(payload, bucket)
             report.buckets += 1
             report.tensors += len(bucket.slots)
             report.bytes += bucket.payload_bytes
@@ -344,7 +347,29 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             report.verify_seconds += t2 - t1
             report.load_seconds += time.perf_counter() - t2
         if missing := sorted(self._parameter_names - loaded):
-            raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset, such as {missing[0]!r}")
+            raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset: {_listed(missing)}")
+
+    def _load(self, payload: torch.Tensor, bucket: Bucket) -> set[str]:
+        """Load a bucket; returns the names of the model's parameters that it set, in whole or in part.
+
+        Raises:
+            RuntimeError: the model refuses a tensor, which the message names.
+        """
+        current = ""
+
+        def views() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
+            for name, view in _views(payload, bucket):
+                current = name
+                yield name, view
+
+        try:
+            return self.model.load_weights(views()) or set()
+        except Exception as error:
+            raise RuntimeError(
+                f"vLLM's {type(self.model).__name__} cannot load the tensor {current!r} (an unknown name, or another shape): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def finish_weight_update(self) -> None:
         if self.report.error:  # `_abort_update` has finalized the layers
@@ -389,6 +414,36 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             layer.quant_method.process_weights_after_loading(layer)
 
 
+def _repack_experts_after_updates(model: torch.nn.Module) -> None:
+    """Pack fused experts for the CPU's kernel whenever they were loaded.
+
+    vLLM (0.32) does so after the first load only, and the kernel would then read weights in the checkpoint's layout as packed
+    ones: the model would compute something else, without an error. On GPUs the layout is converted after every load.
+
+    The replaced method runs once for each loaded layer, before vLLM copies the result into the parameters that the kernel
+    reads. It does not run for the layers of an aborted update, which keep their packed weights.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is None:
+            continue
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
+
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.process_weights_after_loading = partial(
+                _process_and_pack, method.process_weights_after_loading, method.moe_kernel.fused_experts
+            )
+
+
+def _process_and_pack(process: Callable[[Any], None], experts: Any, layer: torch.nn.Module) -> None:
+    process(layer)
+    experts.process_weights_after_loading(layer)
+
+
 def _tied_layers(model: torch.nn.Module) -> list[Any]:
     """The layers that share a parameter with an earlier layer and keep a processed copy of it."""
     seen: set[int] = set()
@@ -399,6 +454,11 @@ def _tied_layers(model: torch.nn.Module) -> list[Any]:
             tied.append(layer)
         seen |= own
     return tied
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest
 
 
 def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:

@@ -111,6 +111,7 @@ def test_phase_reason_names_what_a_drain_waits_for() -> None:
         (ConditionType.DEGRADED, "False", Reason.HEALTHY, None),
         (ConditionType.SUSPENDED, "True", Reason.BROKEN, "Normal"),
         (ConditionType.FAILED, "True", Reason.DIVERGED, "Warning"),
+        (ConditionType.FAILED, "True", Reason.PUBLISH_REFUSED, "Warning"),
         (ConditionType.FAILED, "False", Phase.RUNNING, None),
     ],
 )

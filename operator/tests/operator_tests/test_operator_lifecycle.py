@@ -175,6 +175,21 @@ def test_training_that_diverges_again_is_over() -> None:
     assert "ratio 1e9" in outcome.message
 
 
+def test_publish_that_is_refused_again_is_over() -> None:
+    """Rank 1 of the gang is lost with rank 0; the exit code of the cause counts."""
+    ends = (Ended(1, "lost a rank"), Ended(5, "PUBLISH REFUSED: KL of generator-0 3 nats"))
+    failed = Job(JobState.FAILED, 1, ends)
+    once = decide(SPEC, replace(RUNNING, trainer=failed), FIRST).memory
+    assert once.outcome is None
+    assert once.record.publish_refused
+    again = replace(once, attempt=2)
+    outcome = decide(SPEC, replace(RUNNING, trainer=replace(failed, attempt=2)), again).memory.outcome
+    assert outcome is not None
+    assert outcome.reason == "PublishRefused"
+    assert "KL of generator-0 3 nats" in outcome.message
+    assert not once.record.reset().publish_refused, "a resumed run may have another probeLimit"
+
+
 def test_coordinator_has_a_budget_of_restarts() -> None:
     assert decide(SPEC, replace(RUNNING, coordinator=Service(restarts=20)), FIRST).memory.outcome is None
     spent = decide(SPEC, replace(RUNNING, coordinator=Service(restarts=21)), FIRST).memory.outcome

@@ -60,6 +60,11 @@ EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
             ProcessEnd(Cause.EXIT, 3, 600.0),
             1.0,
         ),  # ten minutes on: not the same place
+        (Record(), ProcessEnd(Cause.EXIT, 5, 5.0), 1.0),
+        (Record(1, publish_refused=True), CRASH, 2.0),
+        (Record(1, diverged=True), ProcessEnd(Cause.EXIT, 5, 5.0), 2.0),
+        (Record(1, publish_refused=True), ProcessEnd(Cause.EXIT, 5, 5.0), "PUBLISH REFUSED: again after"),
+        (Record(1, publish_refused=True), ProcessEnd(Cause.EXIT, 5, 600.0), 1.0),
         (Record(), ProcessEnd(Cause.EXIT, 2, None), "input is wrong"),
         (Record(), ProcessEnd(Cause.EXIT, 2, 1000.0), "input is wrong"),
     ],

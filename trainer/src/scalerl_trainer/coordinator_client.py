@@ -140,11 +140,23 @@ class Coordinator:
         return self._once(endpoints.PUBLISH_BEGIN, message, wire.PublishPermit, wait_seconds)
 
     def publish_commit(
-        self, version: int, updated: list[str], failed: list[str], stats: dict[str, float]
+        self,
+        version: int,
+        updated: list[str],
+        failed: list[str],
+        stats: dict[str, float],
+        refused: list[str],
+        problem: str,
     ) -> None:
-        """Report a finished publish, with the generators that hold the version and those that failed to receive it."""
+        """Report a finished publish: :class:`scalerl_api.wire.PublishCommit` has the arguments."""
         message = wire.PublishCommit(
-            incarnation=self._incarnation, version=version, updated=updated, failed=failed, stats=stats
+            incarnation=self._incarnation,
+            version=version,
+            updated=updated,
+            failed=failed,
+            stats=stats,
+            refused=refused,
+            problem=problem,
         )
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
 

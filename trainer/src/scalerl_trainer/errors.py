@@ -38,6 +38,10 @@ class DivergedError(TrainerError):
     step are not numbers."""
 
 
+class PublishRefusedError(TrainerError):
+    """Generators cannot load the weights, or compute something else with them."""
+
+
 class ModelError(TrainerError):
     """The model cannot be used."""
 

@@ -1,7 +1,8 @@
 """Exports Hugging Face models: safetensors, config, tokenizer and chat template in one folder, atomically.
 
 ``python -m scalerl_trainer.export DIR --to PATH`` (``scalerl export`` runs it) exports a checkpoint, on any machine with
-the run's directory: no accelerator, no process group, one parameter in memory at a time. While a run trains,
+the run's directory: no accelerator, no process group, one parameter in memory at a time. Tensors have the names and layouts
+of the base model's files (:mod:`.models.checkpoint_names`). While a run trains,
 :mod:`.exporter` exports the model of each evaluation.
 """
 
@@ -24,7 +25,8 @@ from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore, flush
-from scalerl_trainer.errors import EngineError, TrainerError
+from scalerl_trainer.errors import EngineError, ModelError, TrainerError
+from scalerl_trainer.models.checkpoint_names import CheckpointNames, skeleton, stored_names
 from scalerl_trainer.saved_state import SavedState
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
@@ -66,7 +68,7 @@ def stage_model(
 ) -> Path:
     """Write the model into a staging folder beside ``target``, and return that folder.
 
-    ``tensors`` are in the order of ``infos``, which have the names and shapes of the transformers model; tied tensors appear
+    ``tensors`` are in the order of ``infos``, which have the names and shapes of the base model's files; tied tensors appear
     once. All other files are ``base_model``'s. The config has the run's dtype and, if ``recipe.fp32Logits`` includes the
     generator, vLLM's ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
 
@@ -192,8 +194,18 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
         raise ExportError(str(error)) from error
     spec = load_accepted_run(paths.run_file).spec
     dtype = getattr(torch, spec.model.dtype)
-    infos = [TensorInfo(name, dtype, tuple(shape)) for name, shape in saved.header.parameters.items()]
-    write_model(target, paths.base_model, infos, (saved.whole(info.name) for info in infos), spec)
+    shapes = [(name, tuple(shape)) for name, shape in saved.header.parameters.items()]
+    try:
+        names = CheckpointNames(skeleton(paths.base_model), shapes, stored_names(paths.base_model))
+    except ModelError as error:
+        raise ExportError(str(error)) from error
+    infos = [TensorInfo(n, dtype, shape) for group in names.groups for n, shape in group.tensors.items()]
+    tensors = (
+        tensor
+        for group in names.groups
+        for tensor in names.convert(group, {name: saved.whole(name) for name in group.parameters})
+    )
+    write_model(target, paths.base_model, infos, tensors, spec)
     return step
 
 

@@ -4,6 +4,9 @@ Rank 0 sends a ``SYNC`` at least every :data:`POLL_SECONDS` while it waits for o
 to any rank, or a lost rank, within that time. A rank that raises an exception exits; the others lose their connection to it
 and exit too, and all restart from the last checkpoint.
 
+A version with which no probed generator computes what the trainer computes is not committed: no generator gets work with it,
+its checkpoint is written, and all ranks exit (:class:`.errors.PublishRefusedError`).
+
 After an update, rank 0 reports the step, publishes if the coordinator's reply requests it, writes a checkpoint if one is
 due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
 evaluating the last weights may take long, and an interrupted run must not wait for them.
@@ -16,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,7 +38,7 @@ from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError, VolumeState
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
-from scalerl_trainer.errors import DivergedError
+from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.actor_control import ActorControl
@@ -55,6 +59,8 @@ LAST_RETRY_SECONDS = 3.0
 """Pause before the last attempt of a trainer that was told to end."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
+MAX_EQUAL_PUBLISH_FAILURES = 3
+"""This many consecutive publishes that fail in the same way, before any generator held weights, are not a passing fault."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,18 @@ class _FailedSave:
     """Of ``time.monotonic()``."""
     volume: VolumeState
     """The volume after the attempt."""
+
+
+@dataclass(frozen=True)
+class _ProbeResult:
+    """Result of the probes after a publish."""
+
+    stats: dict[str, float] = field(default_factory=dict)
+    """Statistics for metrics.jsonl."""
+    refused: list[str] = field(default_factory=list)
+    """Ids of the members that must not generate with the version."""
+    problem: str = ""
+    """The measured mismatch, if it is above the limit; else empty."""
 
 
 class Leader:
@@ -93,6 +111,14 @@ class Leader:
         self._coordinator = worker.coordinator
         self._published = -1
         self._consecutive_skipped_steps = 0
+        self._probed: set[str] = set()
+        """Ids of the members that computed the same as the trainer in a probe."""
+        self._agreed_version = -1
+        """The newest version at which a member did."""
+        self._held_weights = False
+        """Whether a generator has held weights of this run."""
+        self._publish_failures: list[str] = []
+        """Causes of the last publishes, which all reached no generator, without numbers."""
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
@@ -121,6 +147,7 @@ class Leader:
             Unresumable: the coordinator cannot resume from this version; all ranks raise it.
             CoordinatorError, RankLost: the coordinator or a rank is lost.
             DivergedError: too many consecutive steps were skipped; all ranks raise it.
+            PublishRefusedError: generators cannot use the published weights; all ranks raise it.
         """
         worker = self._worker
         try:
@@ -309,31 +336,107 @@ class Leader:
             return
         outcome = self._publisher.publish(worker.version, Weights(self._manifest(), self._stream), members)
         stats = dict(outcome.stats)
-        holders = [m for m in members if m.member_id in outcome.updated]
-        if holders and worker.probes:
-            begin = time.perf_counter()
-            stats |= probe(
-                self._control,
-                holders[worker.version % len(holders)],
-                worker.version,
-                worker.probes,
-                self._score,
-            )
-            stats["probe_seconds"] = time.perf_counter() - begin
-        self._coordinator.publish_commit(worker.version, outcome.updated, outcome.failed, stats)
+        probed = self._probe([m for m in members if m.member_id in outcome.updated])
+        stats |= probed.stats
+        problem = "; ".join(filter(None, (outcome.error, probed.problem)))
+        held = [m for m in outcome.updated if m not in probed.refused]
+        self._coordinator.publish_commit(
+            worker.version,
+            held,
+            outcome.failed,
+            {name: value for name, value in stats.items() if math.isfinite(value)},
+            probed.refused,
+            problem,
+        )
+        if not held:
+            self._check_refused(members, probed, outcome.error)
+        else:
+            self._held_weights = True
+            self._publish_failures.clear()
         self._published = max(self._published, worker.version)
         worker.metrics.show(stats)
         worker.metrics.published_version.set(self._published)
-        worker.metrics.publishes.labels("failed" if outcome.failed else "ok").inc()
-        worker.metrics.publish_members_failed.inc(len(outcome.failed))
+        failed = [*outcome.failed, *probed.refused]
+        worker.metrics.publishes.labels("failed" if failed else "ok").inc()
+        worker.metrics.publish_members_failed.inc(len(failed))
         worker.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
         worker.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
             "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) probe %s",
-            *(worker.version, len(outcome.updated), len(members), stats["publish_seconds"]),
+            *(worker.version, len(held), len(members), stats["publish_seconds"]),
             *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
             f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
+
+    def _probe(self, holders: list[wire.Member]) -> _ProbeResult:
+        """Compare the log-probabilities of members that hold the current version with the trainer's.
+
+        Probed are each member after its first weights, and one other, in turn. If all of them disagree, the other holders are
+        probed too: a member that is broken by itself must not end the run.
+        """
+        worker = self._worker
+        if not holders or not worker.probes:
+            return _ProbeResult()
+        begin = time.perf_counter()
+        turn = holders[worker.version % len(holders)]
+        chosen = [turn, *(m for m in holders if m is not turn and m.member_id not in self._probed)]
+        limit = worker.spec.probe_limit
+        measured = probe(self._control, chosen, worker.version, worker.probes, self._score)
+        k3_n, refused = measured.k3_n, measured.above(limit)
+        others = [m for m in holders if m not in chosen]
+        if refused and len(refused) == len(k3_n) and others and self._agreed_version != worker.version:
+            more = probe(self._control, others, worker.version, worker.probes, self._score)
+            k3_n, refused = k3_n | more.k3_n, [*refused, *more.above(limit)]
+        agreed = k3_n.keys() - set(refused)
+        if agreed:
+            self._probed |= agreed
+            self._agreed_version = worker.version
+        names = {m.member_id: m.name for m in holders}
+        problem = ""
+        if refused:
+            measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
+            problem = (
+                f"after the publish of version {worker.version}, generators compute something else than the trainer: KL of "
+                f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
+                "weightSync.probeLimit)"
+            )
+            log.error("%s", problem)
+            if not agreed and self._agreed_version != worker.version:
+                refused = [m.member_id for m in holders]  # the weights are at fault, not single members
+        stats = measured.stats | {"probe_seconds": time.perf_counter() - begin}
+        return _ProbeResult(stats, refused, problem)
+
+    def _check_refused(self, members: Sequence[wire.Member], probed: _ProbeResult, error: str) -> None:
+        """End the attempt if the publish shows that no generator can use the weights.
+
+        Raises:
+            PublishRefusedError: every probe disagreed, or :data:`MAX_EQUAL_PUBLISH_FAILURES` publishes failed for the same
+                reason and no generator has ever held weights; all ranks raise it.
+        """
+        worker = self._worker
+        message = ""
+        if probed.refused and self._agreed_version != worker.version:
+            message = (
+                f"{probed.problem}. Check that the generators' vLLM supports this model and runs with its dtype; if they compute "
+                "with less precision on purpose (a quantized KV cache), raise weightSync.probeLimit"
+            )
+        elif members and not probed.refused:
+            self._held_weights |= worker.version > 0 or any(m.weight_version >= 0 for m in members)
+            cause = _without_numbers(error)
+            if self._publish_failures and self._publish_failures[-1] != cause:
+                self._publish_failures.clear()
+            self._publish_failures.append(cause)
+            if not self._held_weights and len(self._publish_failures) >= MAX_EQUAL_PUBLISH_FAILURES:
+                message = (
+                    f"{len(self._publish_failures)} publishes in a row reached no generator, and none has ever held weights: "
+                    f"{error}"
+                )
+        if not message:
+            return
+        if worker.version > 0 and (unsaved := self._save_last()):
+            message += f"; {unsaved}"
+        self._command(Command.PUBLISH_REFUSED)
+        raise PublishRefusedError(message)
 
     def _permit(self) -> list[wire.Member] | None:
         """Wait for the permission to publish; returns the members, or None if a stop or the run's end comes first."""
@@ -366,7 +469,7 @@ class Leader:
 
     def _manifest(self) -> list[wire.TensorSpec]:
         dtype = self._worker.spec.model.dtype
-        shapes = self._worker.engine.parameter_shapes()
+        shapes = self._worker.engine.checkpoint_shapes()
         return [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
@@ -432,7 +535,7 @@ class Leader:
             if not self._holding:
                 self._holding = True
                 log.error(
-                    "training has ended, and version %d is in no checkpoint. The weights stay in memory, and the trainer tries "
+                    "training has stopped, and version %d is in no checkpoint. The weights stay in memory, and the trainer tries "
                     "again: free space on the volume %s, or end the trainer to give them up",
                     *(worker.version, worker.checkpointer.root),
                 )
@@ -551,6 +654,15 @@ class Leader:
             )
         except CoordinatorUnreachable as error:
             log.warning("cannot report the failed checkpoint: %s", error)
+
+
+def _without_numbers(error: str) -> str:
+    """An error without what differs from one publish to the next: ports, versions, epochs, checksums.
+
+    >>> _without_numbers("POST http://127.0.0.1:4711/: version 0, group epoch 1699: refused")
+    'POST http://#.#.#.#:#/: version #, group epoch #: refused'
+    """
+    return re.sub(r"-?\d+", "#", error)
 
 
 def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:

@@ -14,6 +14,9 @@ Exit codes:
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
     checkpoint; if training diverges again, the runtime gives up.
+5
+    Generators cannot load the published weights, or compute something else with them. The checkpoint of these weights is
+    written first. One restart publishes them again; if that is refused too, the runtime gives up.
 
 A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 
@@ -41,6 +44,7 @@ from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
     COORDINATOR_TIMEOUT_SECONDS,
     DIVERGED_EXIT_CODE,
+    PUBLISH_REFUSED_EXIT_CODE,
     EnvironmentProblem,
     ProcessEnvironment,
 )
@@ -48,14 +52,23 @@ from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
-from scalerl_trainer.errors import DivergedError, EngineError, MidTrainingError, ModelError, Stopped
+from scalerl_trainer.errors import (
+    DivergedError,
+    EngineError,
+    MidTrainingError,
+    ModelError,
+    PublishRefusedError,
+    Stopped,
+)
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
+from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
@@ -110,7 +123,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     model = load_model(
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
     )
-    engine = Engine(model, engine_settings(spec), device)
+    engine = Engine(model, engine_settings(spec), device, stored_names(environment.paths.base_model))
     if spec.recipe.proximal_updates:
         engine.keep_proximal(
             load_model(
@@ -153,6 +166,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if not ranks.is_leader:
         worker.follow()
         return
+    worker.probes = first_probes(environment.paths.base_model, spec)
     control = ActorControl(environment.token)
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
@@ -188,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DivergedError as problem:
         log.critical("BROKEN: %s", problem)
         return DIVERGED_EXIT_CODE
+    except PublishRefusedError as problem:
+        log.critical("PUBLISH REFUSED: %s", problem)
+        return PUBLISH_REFUSED_EXIT_CODE
     except Stopped as problem:
         log.info("%s", problem)
         return 0

@@ -30,7 +30,7 @@ from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, ra
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
-from scalerl_trainer.errors import DivergedError
+from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
@@ -47,6 +47,7 @@ class Command(Enum):
     EXIT = auto()
     REJECTED = auto()
     DIVERGED = auto()
+    PUBLISH_REFUSED = auto()
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Worker:
     stop: threading.Event
     version: int
     probes: list[ProbeSequence] = field(default_factory=list)
+    """Sequences of the last batch for the probe after a publish; :mod:`.publish.first_probe` before the first batch."""
 
     def follow(self) -> None:
         """Execute rank 0's commands until ``EXIT``.
@@ -86,6 +88,7 @@ class Worker:
         Raises:
             Unresumable: the coordinator refuses this trainer.
             DivergedError: too many consecutive steps were skipped.
+            PublishRefusedError: generators could not use the published weights.
         """
         while True:
             command: Command = self.ranks.broadcast(None)
@@ -111,6 +114,10 @@ class Worker:
                     )
                 case Command.DIVERGED:
                     raise DivergedError("steps were skipped; see rank 0's log")
+                case Command.PUBLISH_REFUSED:
+                    raise PublishRefusedError(
+                        "generators could not use the published weights; see rank 0's log"
+                    )
 
     def sync(self) -> tuple[bool, bool]:
         """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective."""
@@ -128,7 +135,7 @@ class Worker:
         if updates and (self.version % updates == 0 or not self.engine.has_proximal):
             self.engine.set_proximal()
         step_stats = self.engine.step(shard_batch.batch, self.loss)
-        self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences)
+        self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences) or self.probes
         self.version += 1
         self.metrics.version.set(self.version)
         own_seconds = {
@@ -148,9 +155,8 @@ class Worker:
         )
 
     def gather(self) -> NamedTensors:
-        """Yield whole parameters, one by one, on rank 0, and nothing on other ranks. A collective under ZeRO-3."""
-        for bucket in self.engine.gather_parameters(self.bucket_bytes):
-            yield from zip(bucket.names, bucket.tensors, strict=False)
+        """Yield whole tensors under the names of checkpoint files on rank 0, nothing on others. A collective under ZeRO-3."""
+        return self.engine.gather_checkpoint(self.bucket_bytes)
 
     @property
     def bucket_bytes(self) -> int:

@@ -216,6 +216,11 @@ class PublishCommit(Struct, frozen=True, kw_only=True):
     """Ids of the members that did not receive it; they must register again."""
     stats: dict[str, float]
     """Finite scalars for metrics.jsonl."""
+    refused: list[str] = []
+    """Ids of the members that hold ``version`` but compute something else than the trainer; they get no lease with it and must
+    register again."""
+    problem: str = ""
+    """Why members failed or were refused; empty if none did."""
 
 
 class CheckpointBegin(Struct, frozen=True, kw_only=True):

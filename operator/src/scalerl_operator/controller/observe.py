@@ -12,7 +12,12 @@ from datetime import UTC, datetime
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
+from scalerl_api.process import (
+    BAD_INPUT_EXIT_CODE,
+    DIVERGED_EXIT_CODE,
+    PUBLISH_REFUSED_EXIT_CODE,
+    STEPS_LOST_EXIT_CODE,
+)
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
@@ -368,10 +373,11 @@ def _was_evicted(pod: PodView) -> bool:
 def _was_disrupted(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
     """Whether a failed Job was disrupted: one of its pods was, or all are gone without an exit code.
 
-    A rank's exit code for bad input or divergence comes first. If one rank of a gang is disrupted, the others fail too. Of a
+    A rank's exit code for bad input, divergence or refused weights comes first. If one rank of a gang is disrupted, the others fail too. Of a
     Job with retries, a pod that failed by itself comes first.
     """
-    if any(end.exit_code in (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE) for end in ends):
+    significant = (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE)
+    if any(end.exit_code in significant for end in ends):
         return False
     if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
         return False

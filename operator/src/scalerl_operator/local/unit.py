@@ -21,7 +21,7 @@ from scalerl_operator.policy import restarts
 from scalerl_operator.policy.problems import last_log_line
 from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 
-_SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE)
+_SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE, api.PUBLISH_REFUSED_EXIT_CODE)
 
 
 _LAST_BYTES = 4096

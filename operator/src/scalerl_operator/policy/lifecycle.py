@@ -26,7 +26,12 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, COORDINATOR_TIMEOUT_SECONDS, DIVERGED_EXIT_CODE
+from scalerl_api.process import (
+    BAD_INPUT_EXIT_CODE,
+    COORDINATOR_TIMEOUT_SECONDS,
+    DIVERGED_EXIT_CODE,
+    PUBLISH_REFUSED_EXIT_CODE,
+)
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
@@ -319,6 +324,8 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
         reason = Reason.BAD_INPUT if decision.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
         if worst.exit_code == DIVERGED_EXIT_CODE:
             reason = Reason.DIVERGED
+        elif worst.exit_code == PUBLISH_REFUSED_EXIT_CODE:
+            reason = Reason.PUBLISH_REFUSED
         elif ready_seconds is None and not (decision.bad_input or memory.record.has_been_ready):
             reason = Reason.STARTS_FAILED
         message = f"trainer: {decision.reason}" + (f": {worst.message}" if worst.message else "")
@@ -400,7 +407,7 @@ def _end(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> Lifecycl
 
 
 def _worst(ends: tuple[Ended, ...]) -> Ended:
-    """The most informative end: wrong input, then divergence, then the first. The other ranks of a gang only report a lost
+    """The most informative end: wrong input, then divergence or refused weights, then the first. The other ranks of a gang only report a lost
     rank."""
-    order = {BAD_INPUT_EXIT_CODE: 0, DIVERGED_EXIT_CODE: 1}
+    order = {BAD_INPUT_EXIT_CODE: 0, DIVERGED_EXIT_CODE: 1, PUBLISH_REFUSED_EXIT_CODE: 1}
     return min(ends, key=lambda end: order.get(end.exit_code, 2), default=Ended(1))

@@ -13,7 +13,7 @@ import enum
 import signal
 from dataclasses import dataclass, replace
 
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Record:
 
     diverged: the training diverged, and no start was ready for ``reset_after_seconds`` since. A crash does not clear it: the
         trainer trains the same batches from the same checkpoint again.
+    publish_refused: generators could not use the published weights, likewise.
     has_been_ready: at least once with this spec.
     disruptions: consecutive ones; they only lengthen the next delay.
     """
@@ -82,6 +83,7 @@ class Record:
     consecutive_failures: int = 0
     failed_starts: int = 0
     diverged: bool = False
+    publish_refused: bool = False
     has_been_ready: bool = False
     disruptions: int = 0
 
@@ -116,12 +118,19 @@ def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | 
         return GiveUp(
             "BROKEN: training diverged again after the restart; the last checkpoint is good, see the log for what to check"
         )
+    if end.exit_code == PUBLISH_REFUSED_EXIT_CODE and record.publish_refused:
+        # Again with new connections, and with the weights of the checkpoint, so nothing transient caused it.
+        return GiveUp(
+            "PUBLISH REFUSED: again after the restart, generators could not use the weights that the trainer publishes; the "
+            "last checkpoint is good, see the log for what to check"
+        )
     record = replace(
         record,
         consecutive_failures=record.consecutive_failures + 1,
         failed_starts=0 if end.ready_seconds is not None else record.failed_starts + 1,
         disruptions=0,
         diverged=record.diverged or end.exit_code == DIVERGED_EXIT_CODE,
+        publish_refused=record.publish_refused or end.exit_code == PUBLISH_REFUSED_EXIT_CODE,
     )
     if record.failed_starts > policy.max_failed_starts and not record.has_been_ready:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")

@@ -70,7 +70,7 @@ class OpGraphVerifier:
         if self.score(prompt, prompt.solution or "").score < 1:
             raise VerifierError(
                 f"prompt {prompt.id}: its own solution does not score 1 with {self.name!r}: it answers "
-                f"{extract_answer(prompt.solution or '')[:80]!r}, the field answer is {prompt.answer[:80]!r}; write the same in both"
+                f"{(_answer(prompt.solution or '') or '')[:80]!r}, the field answer is {prompt.answer[:80]!r}; write the same in both"
             )
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:

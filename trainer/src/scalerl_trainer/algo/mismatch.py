@@ -131,6 +131,16 @@ def ratio_table(
     return torch.cat([sums, largest[:, None]], dim=1)
 
 
+def k3_estimates(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> torch.Tensor:
+    """k3 = ρ − 1 − log ρ of each token, nats, float64 ``[N]``; their mean estimates KL(generator ‖ trainer).
+
+    >>> k3_estimates(torch.tensor([-1.0]), torch.tensor([-1.0])).tolist()
+    [0.0]
+    """
+    difference_n = (logprobs_n.detach() - generator_logprobs_n).double()
+    return difference_n.clamp(max=LOG_RATIO_LIMIT).exp() - 1 - difference_n
+
+
 def beyond_ratio(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -> torch.Tensor:
     """Whether ρ or 1/ρ of each token is above ``BEYOND_RATIO``, or ρ is NaN; bool ``[N]``."""
     within_n = (logprobs_n.detach() - generator_logprobs_n).abs() <= math.log(BEYOND_RATIO)

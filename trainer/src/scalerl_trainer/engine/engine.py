@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import pack_shard
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models.checkpoint_names import CheckpointNames
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence
@@ -82,9 +83,16 @@ class Engine:
     Args:
         causal_lm: the model; rank 0's weights are broadcast to the other ranks. The engine owns it from now on.
         device: of this rank.
+        stored: names of the tensors in the model's files (:func:`.checkpoint_names.stored_names`).
     """
 
-    def __init__(self, causal_lm: Any, settings: EngineSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        settings: EngineSettings,
+        device: torch.device,
+        stored: Collection[str] | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise EngineError("no process group: call init_process_group first")
         self.settings = settings
@@ -104,6 +112,9 @@ class Engine:
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         check_buffer_dtypes(causal_lm, buffers)
+        self._parameters = {n.removeprefix(PREFIX): p for n, p in policy.named_parameters()}
+        shapes = [(name, self._deepspeed.shape(p)) for name, p in self._parameters.items()]
+        self._checkpoint = CheckpointNames(causal_lm, shapes, stored)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     def set_reference(self, causal_lm: Any) -> None:
@@ -142,9 +153,14 @@ class Engine:
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and full shapes of the parameters, in the order of ``gather_parameters``. Not a collective."""
         return [
-            (name.removeprefix(PREFIX), self._deepspeed.shape(parameter))
-            for name, parameter in self._policy.named_parameters()
+            (name, self._deepspeed.shape(self._parameters[name]))
+            for group in self._checkpoint.groups
+            for name in group.parameters
         ]
+
+    def checkpoint_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes in the model's checkpoint files, in the order of ``gather_checkpoint``. Not a collective."""
+        return [item for group in self._checkpoint.groups for item in group.tensors.items()]
 
     def logprobs(self, sequences: Items[Sequence], *, temperature: float | None = None) -> FlatLogprobs:
         """Log-probabilities of the trainable tokens of this rank's sequences under the current weights.
@@ -188,6 +204,20 @@ class Engine:
                     copy = self.settings.zero_stage == 3
                     tensors = tuple(p.detach().to(dtype, copy=copy) for p in parameters)
             yield ParameterBucket(names, shapes, dtype, tensors)
+
+    def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights one by one under the names and in the layouts of the model's checkpoint files, on rank 0.
+
+        Other ranks yield nothing. Otherwise as :meth:`gather_parameters`: a tensor may be a view of the live parameter.
+        """
+        groups = iter(self._checkpoint.groups)
+        for bucket in self.gather_parameters(bucket_bytes):
+            parameters = dict(zip(bucket.names, bucket.tensors, strict=False))
+            while parameters:
+                group = next(groups)
+                yield from zip(group.tensors, self._checkpoint.convert(group, parameters), strict=True)
+                for name in group.parameters:
+                    del parameters[name]
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -554,20 +584,20 @@ class Engine:
     def _buckets(
         self, bucket_bytes: int, dtype: torch.dtype
     ) -> Iterator[tuple[tuple[str, ...], list[torch.nn.Parameter]]]:
+        """Parameters in buckets that divide no group of ``CheckpointNames``."""
         names: list[str] = []
-        parameters: list[torch.nn.Parameter] = []
         filled = 0
-        for name, parameter in self._policy.named_parameters():
-            # The head shares the output embedding's parameter; named_parameters gives each parameter once.
-            size = math.prod(self._deepspeed.shape(parameter)) * dtype.itemsize
-            if parameters and filled + size > bucket_bytes:
-                yield tuple(names), parameters
-                names, parameters, filled = [], [], 0
-            names.append(name.removeprefix(PREFIX))
-            parameters.append(parameter)
+        for group in self._checkpoint.groups:
+            # The head shares the output embedding's parameter, which occurs once.
+            elements = sum(math.prod(self._deepspeed.shape(self._parameters[n])) for n in group.parameters)
+            size = elements * dtype.itemsize
+            if names and filled + size > bucket_bytes:
+                yield tuple(names), [self._parameters[n] for n in names]
+                names, filled = [], 0
+            names += group.parameters
             filled += size
-        if parameters:
-            yield tuple(names), parameters
+        if names:
+            yield tuple(names), [self._parameters[n] for n in names]
 
 
 def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

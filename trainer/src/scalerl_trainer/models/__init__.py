@@ -5,7 +5,8 @@
 - ``head``: computes log-probabilities from hidden states;
 - ``policy``: the module that the engine trains;
 - ``logits``: detects models with unsupported logits;
-- ``precision``: dtypes.
+- ``precision``: dtypes;
+- ``checkpoint_names``: names and layouts of checkpoint files.
 
 Modules are imported on first use, because torch and transformers take seconds to import and ``prepare`` does not need them.
 """

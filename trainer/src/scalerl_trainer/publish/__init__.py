@@ -5,7 +5,8 @@
     ``buckets``        tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
     ``sender_group``   the sender's side of a process group besides the default one
     ``actor_control``  concurrent requests to actors, each with a deadline
-    ``probe``          the mismatch between trainer and generator at one version
+    ``probe``          the mismatch between trainer and generators at one version
+    ``first_probe``    its sequences before the first batch
 
 No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM.
 

@@ -15,12 +15,20 @@ import torch
 
 from scalerl_api import endpoints, wire
 from scalerl_api.mismatch import POSITIONS, PROBE
-from scalerl_trainer.algo.mismatch import RatioStatistics, by_position, position_buckets, ratio_table
+from scalerl_trainer.algo.mismatch import (
+    RatioStatistics,
+    by_position,
+    k3_estimates,
+    position_buckets,
+    ratio_table,
+)
 from scalerl_trainer.publish.actor_control import ActorControl
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 60.0
+OUTLIER_LIMITS = 20.0
+"""The most that one token counts in the check against the limit, in limits: a twentieth of the tokens decide."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +45,69 @@ Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
 """The trainer's log-probabilities of each sequence's completion at temperature 1, float32 on the CPU."""
 
 
-def probe(
-    control: ActorControl, member: wire.Member, version: int, sequences: Sequence[ProbeSequence], score: Score
-) -> dict[str, float]:
-    """Score ``sequences`` by the trainer and by ``member``, concurrently.
+@dataclass(frozen=True)
+class Measured:
+    """The mismatch of several members at one version."""
 
-    Returns:
-        ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and ``probe_max_difference``. If the
-        member cannot answer, only ``probe_failed``, because a failed measurement must not stop the training.
-    """
+    stats: dict[str, float]
+    """For metrics.jsonl: ``probe_kl`` (k3, mean over tokens) and ``probe_tokens``, also by position, and
+    ``probe_max_difference``, of the first member that answered. If none did, only ``probe_failed``: a failed measurement
+    must not stop the training."""
+    k3_n: dict[str, torch.Tensor]
+    """k3 estimate of each token by member id, of the members that answered, float64 ``[N]``."""
+
+    def above(self, limit: float) -> list[str]:
+        """Ids of the members whose mean is above ``limit``, or not a number.
+
+        A token counts at most :data:`OUTLIER_LIMITS` times the limit. Rounding makes mixtures of experts choose other experts
+        for a few tokens, whose log-probabilities then differ by as much as with wrong weights.
+        """
+        return [
+            member
+            for member, k3_n in self.k3_n.items()
+            if not float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
+        ]
+
+
+def probe(
+    control: ActorControl,
+    members: Sequence[wire.Member],
+    version: int,
+    sequences: Sequence[ProbeSequence],
+    score: Score,
+) -> Measured:
+    """Score ``sequences`` by the trainer and by each of ``members``, concurrently."""
     message = wire.Probe(
         version=version,
         sequences=[s.token_ids.astype("<i4").tobytes() for s in sequences],
         prompt_tokens=[s.prompt_tokens for s in sequences],
     )
-    calls = control.start([member], endpoints.WEIGHTS_PROBE, {member.member_id: message}, PROBE_SECONDS)
+    messages = {member.member_id: message for member in members}
+    calls = control.start(list(members), endpoints.WEIGHTS_PROBE, messages, PROBE_SECONDS)
     of_trainer = score(sequences)
-    answer = calls.wait()[member.member_id]
-    if answer.body is None:
-        log.warning("the probe of version %d failed: %s", version, answer.error)
-        return {"probe_failed": 1.0}
-    probed = msgspec.msgpack.decode(answer.body, type=wire.Probed)
-    of_generator = [
-        torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs
-    ]
-    if probed.version != version or [g.numel() for g in of_generator] != [t.numel() for t in of_trainer]:
-        log.warning(
-            "the probe of version %d failed: the generator scored another version or other sequences", version
-        )
-        return {"probe_failed": 1.0}
-    trainer_n, generator_n = torch.cat(of_trainer), torch.cat(of_generator)
+    answers = calls.wait()
+    trainer_n = torch.cat(of_trainer)
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
-    table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
-    return {
-        **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
-        "probe_max_difference": float((trainer_n - generator_n).abs().max()),
-    }
+    stats: dict[str, float] = {}
+    k3: dict[str, torch.Tensor] = {}
+    for member in members:
+        body, problem = answers[member.member_id].body, answers[member.member_id].error
+        of_generator: list[torch.Tensor] = []
+        if body is not None:
+            probed = msgspec.msgpack.decode(body, type=wire.Probed)
+            of_generator = [
+                torch.from_numpy(np.frombuffer(b, dtype="<f4").astype(np.float32)) for b in probed.logprobs
+            ]
+            if probed.version != version or [len(g) for g in of_generator] != [len(t) for t in of_trainer]:
+                problem = "it scored another version or other sequences"
+        if problem:
+            log.warning("the probe of version %d on %s failed: %s", version, member.name, problem)
+            continue
+        generator_n = torch.cat(of_generator)
+        table = ratio_table(trainer_n, generator_n, position_buckets(position_n), len(POSITIONS))
+        k3[member.member_id] = k3_estimates(trainer_n, generator_n)
+        stats = stats or {
+            **by_position(PROBE, [RatioStatistics(*row) for row in table.tolist()]),
+            "probe_max_difference": float((trainer_n - generator_n).abs().max()),
+        }
+    return Measured(stats or {"probe_failed": 1.0}, k3)

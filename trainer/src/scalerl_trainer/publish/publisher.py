@@ -67,6 +67,8 @@ class Outcome:
     """Ids of the members that received the version."""
     failed: list[str]
     """Ids of the members that did not."""
+    error: str
+    """Why the first of them did not; empty if all did."""
     stats: dict[str, float]
     """Statistics for the coordinator and metrics.jsonl."""
 
@@ -111,7 +113,7 @@ class Publisher:
         buckets = lay_out(weights.manifest, self._settings.bucket_bytes)
         updated: dict[str, wire.WeightReceived] = {}
         by_id = {member.member_id: member for member in members}
-        rounds, clock = Rounds(tuple(by_id)), _PhaseSeconds()
+        rounds, clock, last_error = Rounds(tuple(by_id)), _PhaseSeconds(), ""
         while groups := rounds.groups():
             answers: dict[str, Answer] = {}
             for group in groups:
@@ -130,6 +132,7 @@ class Publisher:
                     log.warning("cannot publish version %d to %s, retrying: %s", version, name, answer.error)
                 else:
                     log.error("gave up publishing version %d to %s: %s", version, name, answer.error)
+                    last_error = last_error or answer.error
         stats = _stats(list(updated.values()), clock, time.perf_counter() - started)
         stats |= {
             "publish_rounds": float(rounds.count),
@@ -137,7 +140,7 @@ class Publisher:
             "publish_failed_members": float(len(rounds.failed)),
             "publish_bytes": float(sum(bucket.payload_bytes for bucket in buckets)),
         }
-        return Outcome(version, list(updated), list(rounds.failed), stats)
+        return Outcome(version, list(updated), list(rounds.failed), last_error, stats)
 
     def _attempt(
         self,
