@@ -92,8 +92,8 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
             "take the original model, or save it dequantised",
         )
         return
-    if problem := _kind_problem(config):
-        yield SpecProblem(where, f"{folder}: {problem}", "choose a causal language model of text")
+    if kind := _kind_problem(config):
+        yield SpecProblem(where, f"{folder}: {kind}", "choose a causal language model of text")
         return
     text = config.get("text_config")
     settings = {**config, **text} if isinstance(text, Mapping) else config

@@ -33,8 +33,8 @@ class LogprobHead(nn.Module):
     A module, so that ZeRO-3 gathers them for its forward and backward passes.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     transform: LogitTransform
     fp32: bool
     chunk_bytes: int
