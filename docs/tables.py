@@ -1,5 +1,5 @@
-"""`python docs/tables.py [--check]`: write what the pages take from the code: tables of docs/operations.md and
-docs/recipe.md, docs/reference."""
+"""`python docs/tables.py [--check]`: write what the pages take from the code: tables of docs/operations.md,
+docs/recipe.md and docs/models.md, docs/reference."""
 
 from __future__ import annotations
 
@@ -69,6 +69,16 @@ def tables() -> dict[str, str]:
     }  # fmt: skip
 
 
+def model_tables() -> dict[str, str]:
+    """The tables of docs/models.md, from the families that the trainer's tests train."""
+    support = str(DOCS.parent / "tests" / "support")
+    if support not in sys.path:
+        sys.path.append(support)
+    import model_families
+
+    return {rows: model_families.table(rows) for rows in ("trained", "refused")}
+
+
 def renewed(page: str, of: dict[str, str]) -> str:
     """The text of a page with its tables as they should be."""
     for name, text in of.items():
@@ -86,7 +96,11 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 if the page is not up to date"
     )
     check: bool = parser.parse_args().check
-    pages = {DOCS / "operations.md": tables(), DOCS / "recipe.md": {"presets": presets()}}
+    pages = {
+        DOCS / "operations.md": tables(),
+        DOCS / "recipe.md": {"presets": presets()},
+        DOCS / "models.md": model_tables(),
+    }
     texts = {path: renewed(path.read_text(encoding="utf-8"), of) for path, of in pages.items()}
     texts |= {DOCS / "reference" / name: write() for name, write in reference_pages.PAGES.items()}
     for path, text in texts.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scalerl_api.load import load_run
-from scalerl_cli.inputs import CPU_HEAD_SIZES
+from scalerl_trainer.model_checks import CPU_HEAD_SIZES
 
 ROOT = Path(__file__).parents[2]
 SLIM = [

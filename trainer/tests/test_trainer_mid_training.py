@@ -68,7 +68,7 @@ def own_file_run(tmp_path: Path, **warm_start: Any) -> RunSpec:
     rows = [{"prompt": f"{i}+1=", "answer": f"{i + 1}", "solution": f"{i + 1}"} for i in range(10)]
     for name, count in (("task", 9), ("own", 10)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
-    sizes = {"layers": 1, "hiddenSize": 16, "attentionHeads": 1, "intermediateSize": 16}
+    sizes = {"layers": 1, "hiddenSize": 32, "attentionHeads": 1, "intermediateSize": 16}
     return RunSpec.model_validate(
         {
             "model": {"scratch": sizes, "dtype": "float32", "contextTokens": 32},

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScratchModel
@@ -18,6 +19,7 @@ from scalerl_trainer.models import (
     write_scratch,
 )
 from scalerl_trainer.models.load import check_weights_are_parameters
+from scalerl_trainer.models.logits import PLAIN
 
 TEXTS = [f"State the answer: {i} + {i} = {2 * i}" for i in range(100)]
 SIZES = ScratchModel(layers=2, hidden_size=32, attention_heads=2, intermediate_size=48, vocabulary_size=300)
@@ -114,9 +116,57 @@ def test_load_model_offline_names_cache(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_policy_transformed_logits_raise(folder: Path) -> None:
     model = load_model(str(folder), dtype="float32")
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ModelError, match=r"final_logit_softcapping = 30\.0 are not supported"):
+    own = model.forward
+
+    def shifted(*given: Any, **named: Any) -> Any:
+        output = own(*given, **named)
+        output.logits = output.logits + torch.arange(output.logits.shape[-1]) / 100
+        return output
+
+    Policy(model, fp32_head=True)
+    model.forward = shifted
+    with pytest.raises(
+        ModelError, match=r"llama: the model computes its logits in a way .* differ by 0\.\d+"
+    ):
         Policy(model, fp32_head=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0, "head_dim": 16, "num_key_value_heads": 2}),
+        ("cohere", {"logit_scale": 0.0625}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("phi", {}),
+    ],
+)
+def test_policy_transforms_logits(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale, cap or bias of the logits is the head's, and a head without it is refused."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=90, pad_token_id=0, **sizes, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1.0)
+    ids = torch.randint(0, 90, (1, 12))
+    expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    at = torch.arange(11)
+    got, _ = Policy(model, fp32_head=True)(ids, at[None].new_tensor([list(range(12))]), at, ids[0, 1:])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.1
+    output = model.get_output_embeddings()
+    if output.bias is None:
+        monkeypatch.setattr("scalerl_trainer.models.policy.logit_transform", lambda _: PLAIN)
+        with pytest.raises(
+            ModelError, match=f"{kind}: the model computes its logits in a way that is not supported"
+        ):
+            Policy(model, fp32_head=True)
+    assert model.get_output_embeddings() is output
+    torch.testing.assert_close(
+        model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0], expected
+    )
 
 
 def test_load_model_buffer_weights_raise(folder: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 from scalerl_trainer.models import LogprobHead, Policy
-from scalerl_trainer.packing import PackedBatch, Sequence, pack
+from scalerl_trainer.models.logits import LogitTransform
+from scalerl_trainer.packing import PackedBatch, Sequence, one_row, pack
 
 VOCABULARY = 31
 
@@ -122,6 +123,13 @@ def test_pack_first_fit_decreasing() -> None:
     assert batch.padding == 0
 
 
+def test_one_row_keeps_the_order() -> None:
+    micro = one_row([Sequence([1], [2]), Sequence([3, 4], [5, 6])])
+    assert micro.input_ids_bt.tolist() == [[1, 3, 4, 5]]
+    assert micro.position_ids_bt.tolist() == [[0, 0, 1, 2]]
+    assert (micro.predict_at_m.tolist(), micro.target_m.tolist()) == ([0, 2, 3], [2, 5, 6])
+
+
 def test_pack_errors() -> None:
     with pytest.raises(SequenceTooLongError, match="sequence 1 has 5 tokens, but a micro-batch holds 4"):
         pack([Sequence([1], [2]), Sequence([1, 2], [3, 4, 5])], 4, shared_rows=True)
@@ -165,6 +173,38 @@ class TestHead:
         )
         for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize(
+        "transform",
+        [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(cap=3.0), LogitTransform(4.0, 3.0)],
+    )
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_head_scale_cap_and_bias(self, bias: bool, transform: LogitTransform, temperature: float) -> None:
+        """Values, entropies and gradients are those of autograd through the formula, with logits far beyond the cap."""
+        torch.manual_seed(4)
+        linear = torch.nn.Linear(8, 13, bias=bias).double()
+        hidden = (6 * torch.randn(7, 8, dtype=torch.float64)).requires_grad_()
+        target, direction = torch.randint(0, 13, (7,)), torch.randn(7)
+        logits = linear(hidden) * transform.scale
+        if transform.cap is not None:
+            assert logits.abs().max() > 0.9 * transform.cap
+            logits = transform.cap * torch.tanh(logits / transform.cap)
+        full = (logits / temperature).log_softmax(-1)
+        expected = full.gather(1, target[:, None])[:, 0]
+        leaves = [hidden, *linear.parameters()]
+        theirs = torch.autograd.grad((expected * direction).sum(), leaves)
+        single = torch.nn.Linear(8, 13, bias=bias)
+        single.load_state_dict(linear.state_dict())
+        states = hidden.detach().float().requires_grad_()
+        head = LogprobHead(single, fp32=True, chunk_bytes=4 * 13 * 3, transform=transform)
+        got, entropy = head(states, target, temperature, True)
+        torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1).float(), rtol=1e-4, atol=1e-5)
+        ours = torch.autograd.grad((got * direction).sum(), [states, *single.parameters()])
+        assert len(ours) == (3 if bias else 2)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
 
     def test_head_float32_logits_are_more_accurate(self) -> None:
         torch.manual_seed(2)

@@ -54,7 +54,7 @@ class Run:
         )
         spec: dict[str, Any] = {
             "model": {
-                "scratch": {"layers": 2, "hiddenSize": 32, "attentionHeads": 2, "intermediateSize": 48},
+                "scratch": {"layers": 2, "hiddenSize": 32, "attentionHeads": 1, "intermediateSize": 48},
                 "dtype": "float32",
                 "contextTokens": 32,
             },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,15 +10,14 @@ import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import SourcesSpec
-from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun
-from scalerl_cli.machine import WEIGHTS, gpu_problem, memory_problem, vllm_problem
+from scalerl_api.spec import RunSpec, ScaleRLRun
+from scalerl_cli.machine import gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
 
 Section = TypeVar("Section", bound=SourcesSpec)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
@@ -88,12 +86,12 @@ def _absolute(base: Path, path: str) -> str:
 def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
     """Problems that can be found in milliseconds, before any process starts: files, devices, memory.
 
-    Checks that need the libraries of the task are done by the ``prepare`` process, the first of a run, and by
-    :func:`task_problems`.
+    Checks that need the libraries of the task or of the model are done by the ``prepare`` process, the first of a run, and by
+    ``validate``.
     """
     return [
         *_suspended(run.spec),
-        *model_problems(run.spec.model, run.spec),
+        *model_problems(run.spec, structure=False),
         *_file_problems(run.spec),
         *machine_problems(run),
     ]
@@ -104,112 +102,17 @@ def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
         yield SpecProblem("spec.suspend", "a suspended run is not started", "set it to false")
 
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's ``CPUAttentionBackend`` supports; with any other size, its server exits after it has started."""
+def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
+    """Problems of the model; of one that has to be downloaded or made first, only what the spec says.
 
-
-def head_problem(spec: RunSpec) -> SpecProblem | None:
-    """An unsupported size of the attention heads, where generators run on CPUs and the configuration gives the size.
-
-    Models with another kind of attention (MLA), and configurations with other keys for the size, are not checked.
+    structure: see :func:`scalerl_trainer.model_checks.model_problems`.
     """
-    if spec.generator.devices > 0:
-        return None
-    field, size = "spec.model.path", None
-    if spec.model.scratch is not None:
-        field, size = (
-            "spec.model.scratch",
-            spec.model.scratch.hidden_size // spec.model.scratch.attention_heads,
-        )
-    elif spec.model.path is not None:
-        config = _json_file(Path(spec.model.path) / "config.json") or {}
-        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        size = config.get("head_dim")
-        if not size and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            size = hidden // heads
-        if "kv_lora_rank" in config or "hidden_size_per_head" in config:
-            size = None
-    if not isinstance(size, int) or size in CPU_HEAD_SIZES:
-        return None
-    return SpecProblem(
-        field,
-        f"its attention heads have {size} dimensions each, and vLLM on CPUs supports {', '.join(map(str, CPU_HEAD_SIZES))}",
-        "hiddenSize / attentionHeads has to be one of these"
-        if spec.model.scratch
-        else "take another model, or GPUs",
-    )
+    from scalerl_trainer import model_checks
 
-
-def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
-    """Problems of the model, and files that are missing in the folder of ``model.path``."""
-    if (problem := head_problem(spec)) is not None:
-        yield problem
-    if model.path is None:
-        return
-    where, folder = "spec.model.path", Path(model.path)
-    if not folder.is_dir():
-        yield SpecProblem(
-            where, f"{folder}: no such directory", "a relative path starts at the run file's folder"
-        )
-        return
-    config = _json_file(folder / "config.json")
-    if config is None:
-        yield SpecProblem(
-            where, f"{folder}: no readable config.json", "point to a model saved by transformers"
-        )
-    if not any(folder.glob(WEIGHTS)):
-        yield SpecProblem(where, f"{folder}: no weights ({WEIGHTS})", "save the model there as safetensors")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield SpecProblem(
-            where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
-        )
-        return
-    if config is None:
-        return
-    from scalerl_tasks.errors import TokenizerError
-    from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
-
-    try:
-        tokenizer = TokenizerConfig.read(folder)
-    except TokenizerError as error:
-        yield SpecProblem(where, f"{folder}: {error}", "save the tokenizer there again")
-        return
-    if "eos_token" not in tokenizer.special and not tokenizer.end_token_ids:
-        yield SpecProblem(
-            where,
-            f"{folder}: the tokenizer has no end-of-sequence token, so no completion could end",
-            "set eos_token in tokenizer_config.json",
-        )
-    for one in spec.task.tasks:
-        prompt, field = one.section.prompt, f"{one.field}.prompt"
-        if prompt.format == "Chat" and not (tokenizer.chat_template or prompt.chat_template):
-            yield SpecProblem(
-                f"spec.{field}.format",
-                f"Chat needs a chat template, and the tokenizer in {folder} has none",
-                "use format: Raw, give chatTemplate, or a model with a template",
-            )
-        elif prompt.chat_template is not None:
-            try:
-                ModelTokenizer(folder, prompt, field)
-            except TokenizerError as error:
-                yield SpecProblem(
-                    f"spec.{field}.chatTemplate", str(error).removeprefix(f"{field}.chatTemplate: ")
-                )
-    length = config.get("max_position_embeddings")
-    if isinstance(length, int) and model.context_tokens > length:
-        yield SpecProblem(
-            "spec.model.contextTokens",
-            f"{model.context_tokens} is more than the model's {length}",
-            "lower it",
-        )
-
-
-def _json_file(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    if spec.model.path is not None:
+        yield from model_checks.model_problems(Path(spec.model.path), spec, structure=structure)
+    else:
+        yield from model_checks.spec_problems(spec)
 
 
 def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:

@@ -65,7 +65,7 @@ def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
     late = past_deadline(run.spec, time.time())
     return [
         *(() if late is None else [late]),
-        *model_problems(run.spec.model, run.spec),
+        *model_problems(run.spec, structure=True),
         *task_problems(run.spec, answers=True),
         *(() if any_machine else machine_problems(run)),
     ]

@@ -15,13 +15,15 @@ import yaml
 
 from scalerl_api.load import load_run, to_yaml
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.spec import RunSpec
-from scalerl_cli import inputs, machine
+from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_cli import machine
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
 from scalerl_coordinator.tracking import supervisor
 from scalerl_trainer.checks import PrepareError, check_tasks
+from scalerl_trainer.model_checks import _structure, head_problem, spec_problems
+from scalerl_trainer.models.scratch import write_scratch
 
 ROOT = Path(__file__).parents[3]
 
@@ -199,6 +201,12 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scalerl_cli.inputs.vllm_problem", lambda spec: None)
 
 
+@pytest.fixture(autouse=True)
+def without_the_check_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds a folder; ``test_model_with_a_missing_tensor_is_refused`` has it."""
+    monkeypatch.setattr("scalerl_trainer.model_checks._structure", lambda *_: ())
+
+
 @pytest.fixture(params=["validate", "run"])
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -279,12 +287,10 @@ def test_validate_and_prepare_find_the_same_rows(tmp_path: Path, capsys: pytest.
 def model_folder(tmp: Path) -> Path:
     folder = tmp / "model"
     folder.mkdir()
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 50}
-    config = {"torch_dtype": "bfloat16", "eos_token_id": 0, "max_position_embeddings": 128, **sizes}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "model.safetensors").write_bytes(bytes(1000))
+    sizes = ScratchModel(
+        layers=1, hidden_size=32, attention_heads=1, intermediate_size=16, vocabulary_size=64
+    )
+    write_scratch(folder, sizes, ["1 + 1 = 2"], seed=0, dtype="bfloat16", context_tokens=128)
     return folder
 
 
@@ -294,8 +300,12 @@ def grow(folder: Path) -> None:
 
 
 def no_end(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "generation_config.json").unlink()
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in content.items() if "eos" not in key})
+        )
 
 
 @pytest.mark.parametrize(
@@ -328,6 +338,30 @@ def test_models_and_machine(
     damage(folder)
     file.write_text(changed(**({"spec__model": model} | changes)))
     check(file, words)
+
+
+@pytest.mark.slow
+def test_model_with_a_missing_tensor_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``validate``, from the headers, and by the first process of a run."""
+    monkeypatch.setattr("scalerl_trainer.model_checks._structure", _structure)
+    file = tmp_path / "run.yaml"
+    file.write_text(changed(spec__model={"path": "model", "contextTokens": 64}))
+    folder = model_folder(tmp_path)
+    weights = folder / "model.safetensors"
+    # In the header, the name of a tensor that the model does not have, of the same length.
+    weights.write_bytes(weights.read_bytes().replace(b".mlp.down_proj.", b".mlp.lost_proj."))
+    assert main(["validate", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"{file}: spec.model.path: {folder}: 1 tensor is missing: model.layers.0.mlp.down_proj.weight",
+        f"{file}: spec.model.path: {folder}: 1 tensor is not part of the model: model.layers.0.mlp.lost_proj.weight",
+    ]
+    assert main(["run", str(file), "--dir", str(tmp_path / "out")]) == 2
+    assert "model.path: " in (said := capsys.readouterr().err)
+    assert "1 tensor is missing: model.layers.0.mlp.down_proj.weight; and 1 more problem" in said
 
 
 def test_tracker_without_its_package(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,15 +451,14 @@ def test_which_vllm_is_installed(
 def test_head_that_vllm_on_cpus_cannot_do(
     tmp_path: Path, config: dict[str, float | None], refused: bool
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
     spec = {**GOOD["spec"], "model": {"path": str(tmp_path), "contextTokens": 64}}
-    problem = inputs.head_problem(RunSpec.model_validate(spec))
+    problem = head_problem(config, RunSpec.model_validate(spec))
     assert (problem is not None) == refused
     if problem is not None:
         assert "spec.model.path" in str(problem)
         assert "16 dimensions" in str(problem)
     on_gpus = {**spec, "generator": {"devices": 1}}
-    assert inputs.head_problem(RunSpec.model_validate(on_gpus)) is None
+    assert head_problem(config, RunSpec.model_validate(on_gpus)) is None
 
 
 def test_scratch_model_unsupported_by_vllm_on_cpus() -> None:
@@ -436,8 +469,9 @@ def test_scratch_model_unsupported_by_vllm_on_cpus() -> None:
         )
         for n in (4, 2)
     )
-    assert "hiddenSize / attentionHeads" in str(inputs.head_problem(four))
-    assert inputs.head_problem(two) is None
+    (problem,) = spec_problems(four)
+    assert "hiddenSize / attentionHeads" in str(problem)
+    assert list(spec_problems(two)) == []
 
 
 def test_missing_libraries_of_vllm_are_named(tmp_path: Path) -> None:

@@ -161,9 +161,15 @@ class ModelTokenizer:
         return self.texts(stripped)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, added tokens included."""
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return ids
+
+    @property
     def tokens(self) -> int:
         """Exclusive upper bound of the tokenizer's token ids, added tokens included."""
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return 1 + max(self.vocabulary.values())
 
     @property
     def added_tokens(self) -> list[str]:

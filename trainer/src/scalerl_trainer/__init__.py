@@ -19,7 +19,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``models``        the policy: loading, from scratch, head
     ``engine``        the update; the only importer of DeepSpeed
     ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
-    ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later
+    ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later,
+                      ``model_checks`` those of the model's folder, also for ``scalerl validate``
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
     ``spec_settings`` derives settings from the spec

@@ -1,23 +1,22 @@
 """Checks a run before its start for errors that would end it later; read-only, without torch.
 
 - Task: grading works, answers can be graded, prompts leave room for completions, a warm start has solutions.
-- Model: context length, tokenizer, logits, attention kernel.
+- Model: its files (:mod:`.model_checks`), attention kernel.
 - Memory: of this machine and of its GPUs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
@@ -32,7 +31,8 @@ from scalerl_tasks import (
 )
 from scalerl_tasks.text import ModelTokenizer, check_interruption
 from scalerl_trainer.errors import TrainerError
-from scalerl_trainer.models.logits import biased_logits, transformed_logits
+from scalerl_trainer.model_checks import model_problems
+from scalerl_trainer.models.files import read_json, stored_tensors
 
 log = logging.getLogger(__name__)
 
@@ -227,67 +227,34 @@ def line_of(path: Path, index: int) -> str:
 # --- the model -------------------------------------------------------------------------------------------
 
 
-def check_model(directory: Path, spec: RunSpec, one_machine: bool) -> None:
-    """Check the model's files against the spec and this machine. ``one_machine``: as in :func:`check_memory`.
+def check_model(directory: Path, spec: RunSpec, one_machine: bool, *, structure: bool) -> None:
+    """Check the model's files (:mod:`.model_checks`), the attention kernel's package, and memory.
+
+    Args:
+        one_machine: as in :func:`check_memory`.
+        structure: as in :func:`.model_checks.model_problems`.
 
     Raises:
         PrepareError: the model cannot be used; the message names the field.
     """
-    config = _config(directory)
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < spec.model.context_tokens:
-        raise PrepareError(
-            f"model.contextTokens: {spec.model.context_tokens} asked for, the model was made for {longest}"
-        )
-    if spec.model.attention == "flash_attention_2":
-        _check_flash_attention(spec)
-    weights = dict(_stored_tensors(directory))
-    for settings in (config, config.get("text_config")):
-        problem = transformed_logits(settings.get) if isinstance(settings, dict) else None
-        problem = problem or biased_logits(weights)
-        if problem is not None:
-            raise PrepareError(f"model: {config.get('model_type')}: {problem}; choose another model")
-    size = ModelSize.of_config(config, sum(weights.values()))
-    if size is not None:
-        check_memory("model", size, spec, one_machine)
-
-
-def _check_flash_attention(spec: RunSpec) -> None:
-    if spec.trainer.devices == 0:
-        raise PrepareError(
-            "model.attention: flash_attention_2 needs an accelerator (trainer.devices above 0); use sdpa"
-        )
-    if importlib.util.find_spec("flash_attn") is None:
+    refuse(model_problems(directory, spec, structure=structure))
+    if spec.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise PrepareError(
             "model.attention: flash_attention_2 needs the package flash-attn, which is not installed: install it, "
             "or use sdpa"
         )
+    elements = sum(tensor.elements for tensor in stored_tensors(directory).values())
+    size = ModelSize.of_config(read_json(directory / "config.json"), elements)
+    if size is not None:
+        check_memory("model", size, spec, one_machine)
 
 
-def _config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PrepareError(f"model: config.json is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise PrepareError("model: config.json is not an object")
-    return config
-
-
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, int]]:
-    """Names and numbers of elements of all tensors in the folder's safetensors files, from their headers."""
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    count = 1
-                    for size in entry["shape"]:
-                        count *= size
-                    yield name, count
-        except (ValueError, MemoryError, OverflowError, AttributeError, KeyError, TypeError) as error:
-            raise PrepareError(f"model: {file.name} is not a safetensors file: {error}") from error
+def refuse(problems: Iterable[SpecProblem]) -> None:
+    """Raise ``PrepareError`` with the first of ``problems``, and the number of the others."""
+    found = [str(problem).removeprefix("spec.") for problem in problems]
+    if found:
+        more = f"; and {len(found) - 1} more problem(s) of the model" if len(found) > 1 else ""
+        raise PrepareError(found[0] + more)
 
 
 # --- memory ----------------------------------------------------------------------------------------------

@@ -128,6 +128,16 @@ def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bo
     return PackedBatch(tuple(micro_batches), trainable_s, sum(lengths), computed - sum(lengths))
 
 
+def one_row(sequences: Items[Sequence]) -> MicroBatch:
+    """A micro-batch of one row with these sequences in their order."""
+    places = [sequence.trainable_places() for sequence in sequences]
+    lengths = [sequence.tokens - 1 for sequence in sequences]
+    offsets = [0]
+    for place in places:
+        offsets.append(offsets[-1] + len(place))
+    return _micro_batch([list(range(len(sequences)))], sequences, places, lengths, offsets)
+
+
 def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
     """Rows of sequence indices, fullest rows first. Length 0 is left out."""
     rows: list[list[int]] = []

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -33,9 +33,12 @@ from scalerl_trainer.checks import (
     check_prompts,
     check_set_prompts,
     check_tasks,
+    refuse,
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
+from scalerl_trainer.model_checks import config_problems, model_problems
+from scalerl_trainer.models.files import weight_files
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -44,7 +47,8 @@ TOKENIZER_TEXTS = 2000
 """Number of prompts of the training split that the tokenizer of a scratch model is trained on."""
 FIRST_INITIALIZER_RANGE = 0.02
 """The value that scratch models had in releases without ``initializerRange``."""
-_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_WEIGHTS = "*.safetensors"
+_PATTERNS = ("*.json", _WEIGHTS, "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def main() -> int:
@@ -121,7 +125,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
 
 
 def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
-    check_model(directory, spec, one_machine)
+    # What transformers makes of the files was checked in their own folder, before they were linked here.
+    check_model(directory, spec, one_machine, structure=False)
     given = spec.task.tasks
     tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
     check_length(tokenizers[0], spec)
@@ -200,12 +205,10 @@ def _write_model(directory: Path, spec: RunSpec, tasks: RunTasks) -> None:
         except ModelError as error:
             raise PrepareError(f"model.scratch.vocabularySize: {error}") from error
     elif model.path is not None:
-        source = Path(model.path)
-        if not source.is_dir():
-            raise PrepareError(f"model.path: {source} is not a folder")
-        _link_or_copy(source, directory, "model.path")
+        _link_or_copy(Path(model.path), directory, spec)
     elif model.hub is not None:
-        _link_or_copy(_download(model), directory, "model.hub")
+        refuse(config_problems(_download(model, [p for p in _PATTERNS if p != _WEIGHTS]), spec))
+        _link_or_copy(_download(model, _PATTERNS), directory, spec)
 
 
 def _texts(task: Task, source: PromptSource, *, with_solutions: bool) -> Iterator[str]:
@@ -218,14 +221,14 @@ def _texts(task: Task, source: PromptSource, *, with_solutions: bool) -> Iterato
             yield prompt.answer
 
 
-def _download(model: ModelSpec) -> Path:
+def _download(model: ModelSpec, patterns: Sequence[str]) -> Path:
     import huggingface_hub
 
     hub = model.hub
     assert hub is not None
     try:
         folder: str = huggingface_hub.snapshot_download(
-            hub.name, revision=hub.revision, allow_patterns=list(_PATTERNS)
+            hub.name, revision=hub.revision, allow_patterns=list(patterns)
         )
     except Exception as error:  # the client raises from several trees: its own, requests' and OSError
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
@@ -240,15 +243,17 @@ def _download(model: ModelSpec) -> Path:
     return Path(folder)
 
 
-def _link_or_copy(source: Path, directory: Path, field: str) -> None:
-    """Hard-link the model's files, or copy them where the file system does not allow links."""
-    files = sorted({f for pattern in _PATTERNS for f in source.glob(pattern) if f.is_file()})
-    names = {f.name for f in files}
-    if "config.json" not in names:
-        raise PrepareError(f"{field}: {source} holds no config.json: is it a model folder?")
-    if not any(name.endswith(".safetensors") for name in names):
-        raise PrepareError(f"{field}: {source} holds no *.safetensors; convert the weights to safetensors")
-    for file in files:
+def _link_or_copy(source: Path, directory: Path, spec: RunSpec) -> None:
+    """Hard-link the model's files, or copy them where the file system does not allow links.
+
+    Of weights only those that transformers loads: vLLM would read all, such as the second copy in Mistral's repositories.
+
+    Raises:
+        PrepareError: the model cannot be used.
+    """
+    refuse(model_problems(source, spec))
+    others = (f for pattern in _PATTERNS if pattern != _WEIGHTS for f in source.glob(pattern))
+    for file in sorted({*weight_files(source), *(f for f in others if f.is_file())}):
         if file.name == MARKER_FILE:
             continue
         target = directory / file.name

@@ -4,7 +4,9 @@
 - ``scratch``: writes small, randomly initialised models;
 - ``head``: computes log-probabilities from hidden states;
 - ``policy``: the module that the engine trains;
-- ``logits``: detects models with unsupported logits;
+- ``logits``: scale and cap of the logits, from the config;
+- ``files``: config and headers of a model folder, without torch;
+- ``structure``: compares them with the model that transformers makes;
 - ``precision``: dtypes;
 - ``checkpoint_names``: names and layouts of checkpoint files.
 

@@ -9,7 +9,8 @@ bounds a chunk's logits to ``chunk_bytes``.
 .61 with float32 logits in trainer and generator, and of .52 without [P]. Without ``fp32`` the product has the model's
 dtype and its result is cast to float32, as in inference servers.
 
-Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from.
+Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from. Logits are
+``cap(scale · (hidden · weightᵀ + bias))``, see :mod:`.logits`.
 
 Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chunk of positions.
 """
@@ -21,24 +22,35 @@ from typing import Any
 import torch
 from torch import nn
 
+from scalerl_trainer.models.logits import PLAIN, LogitTransform
+
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 
 
 class LogprobHead(nn.Module):
-    """Computes log-probabilities with the output embedding's parameter.
+    """Computes log-probabilities with the output embedding's parameters.
 
-    A module, so that ZeRO-3 gathers the weight for its forward and backward passes.
+    A module, so that ZeRO-3 gathers them for its forward and backward passes.
     """
 
-    weight: nn.Parameter
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    transform: LogitTransform
     fp32: bool
     chunk_bytes: int
 
-    def __init__(self, output: nn.Linear, *, fp32: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        output: nn.Linear,
+        *,
+        fp32: bool,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        transform: LogitTransform = PLAIN,
+    ) -> None:
         super().__init__()
-        if output.bias is not None:
-            raise ValueError("an output embedding with a bias is not supported")
         self.weight = output.weight
+        self.bias = output.bias
+        self.transform = transform
         self.fp32 = fp32
         self.chunk_bytes = chunk_bytes
 
@@ -52,21 +64,34 @@ class LogprobHead(nn.Module):
         vocabulary = self.weight.shape[0]
         chunk = max(1, self.chunk_bytes // (4 * vocabulary))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
-            hidden_md, self.weight, target_m, temperature, self.fp32, chunk, entropy
+            hidden_md,
+            self.weight,
+            self.bias,
+            target_m,
+            temperature,
+            self.transform,
+            self.fp32,
+            chunk,
+            entropy,
         )
         return result
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """d log p(target) / d logits = (onehot(target) - softmax) / temperature, recomputed chunk by chunk."""
+    """d log p(target) / d logits = (onehot(target) - softmax) / temperature, recomputed chunk by chunk.
+
+    Below the cap, d cap·tanh(z / cap) / dz = 1 - (logit / cap)².
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_md: torch.Tensor,
         weight_vd: torch.Tensor,
+        bias_v: torch.Tensor | None,
         target_m: torch.Tensor,
         temperature: float,
+        transform: LogitTransform,
         fp32: bool,
         chunk: int,
         entropy: bool,
@@ -78,7 +103,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         matrix_vd = weight_vd.float() if fp32 else weight_vd
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits_cv = _logits(hidden_md[part], matrix_vd, temperature)
+            logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform)
+            if temperature != 1.0:
+                logits_cv.div_(temperature)
             normalizer_c = torch.logsumexp(logits_cv, dim=-1)
             normalizer_m[part] = normalizer_c
             logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - normalizer_c
@@ -86,33 +113,55 @@ class _ChunkedLogprob(torch.autograd.Function):
                 # H = log Z - Σ p·logit, computed in place, since the chunk is not used again.
                 probability_cv = torch.exp(logits_cv - normalizer_c[:, None])
                 entropy_m[part] = normalizer_c - (probability_cv.mul_(logits_cv)).sum(-1)
-        # Saves the parameter and not its float32 copy, because ZeRO-3 gathers and frees the parameter's storage.
-        ctx.save_for_backward(hidden_md, weight_vd, target_m, normalizer_m)
-        ctx.temperature, ctx.fp32, ctx.chunk = temperature, fp32, chunk
+        # Saves the parameters and not their float32 copies, because ZeRO-3 gathers and frees the parameters' storage.
+        ctx.save_for_backward(hidden_md, weight_vd, bias_v, target_m, normalizer_m)
+        ctx.temperature, ctx.transform, ctx.fp32, ctx.chunk = temperature, transform, fp32, chunk
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_md, weight_vd, target_m, normalizer_m = ctx.saved_tensors
+        hidden_md, weight_vd, bias_v, target_m, normalizer_m = ctx.saved_tensors
+        transform: LogitTransform = ctx.transform
         upstream_m = gradients[0]
         matrix_vd = weight_vd.float() if ctx.fp32 else weight_vd
         grad_hidden_md = torch.empty_like(hidden_md)
         # Float32 for every model dtype, because the gradient is a sum over chunks.
         grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32)
+        grad_bias_v = None if bias_v is None else torch.zeros_like(bias_v, dtype=torch.float32)
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             states_cd = hidden_md[part]
-            logits_cv = _logits(states_cd, matrix_vd, ctx.temperature)
+            logits_cv = _logits(states_cd, matrix_vd, bias_v, transform)
+            slope_cv = None
+            if transform.cap is not None:
+                slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
+            if ctx.temperature != 1.0:
+                logits_cv.div_(ctx.temperature)
             scale_c = (upstream_m[part] / ctx.temperature)[:, None]
             delta_cv = logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c)
             delta_cv.scatter_add_(1, target_m[part, None], scale_c)
+            if slope_cv is not None:
+                delta_cv.mul_(slope_cv)
+            if transform.scale != 1.0:
+                delta_cv.mul_(transform.scale)
+            if grad_bias_v is not None:
+                grad_bias_v += delta_cv.sum(0)
             delta_cv = delta_cv.to(matrix_vd.dtype)
             grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
             grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
-        return grad_hidden_md, grad_weight_vd.to(weight_vd.dtype), None, None, None, None, None
+        grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
+        return grad_hidden_md, grad_weight_vd.to(weight_vd.dtype), grad_bias, *[None] * 6
 
 
-def _logits(states_cd: torch.Tensor, matrix_vd: torch.Tensor, temperature: float) -> torch.Tensor:
+def _logits(
+    states_cd: torch.Tensor, matrix_vd: torch.Tensor, bias_v: torch.Tensor | None, transform: LogitTransform
+) -> torch.Tensor:
     logits_cv = (states_cd.to(matrix_vd.dtype) @ matrix_vd.t()).float()
-    return logits_cv if temperature == 1.0 else logits_cv.div_(temperature)
+    if bias_v is not None:
+        logits_cv += bias_v
+    if transform.scale != 1.0:
+        logits_cv.mul_(transform.scale)
+    if transform.cap is not None:
+        logits_cv.div_(transform.cap).tanh_().mul_(transform.cap)
+    return logits_cv

@@ -6,11 +6,19 @@ With ``HF_HUB_OFFLINE=1`` the hub client reads its cache only; the message of ``
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from scalerl_api.memory import Dtype
 from scalerl_trainer.errors import ModelError, ModelNotFoundError, first_line
+from scalerl_trainer.models.files import named
+
+_SAVED_BUFFERS = re.compile(r"(attn|attention)\.masked_bias$")
+"""What transformers' own patterns (``_keys_to_ignore_on_load_unexpected``) leave out for some families."""
 
 
 def load_model(
@@ -22,29 +30,59 @@ def load_model(
 
     Raises:
         ModelNotFoundError: the model does not exist, or its files are not a model.
-        ModelError: a package that the model needs is missing, or the model has weights that are neither trained nor published.
+        ModelError: a package that the model needs is missing, tensors are missing, unknown or of another shape, or the model
+            has weights that are neither trained nor published.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     _check_source(name_or_path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             revision=revision or "main",
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
+            trust_remote_code=False,
+            # Reported by name below, with missing tensors, which transformers draws at random.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except ImportError as error:
         raise ModelError(
             f"the model of {name_or_path} with model.attention: {attention} needs a package that is missing: "
             f"{first_line(error)}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelNotFoundError(_advice(name_or_path, revision, error)) from error
+    check_loaded(model, info, name_or_path)
     check_weights_are_parameters(model, name_or_path)
     model.config.use_cache = False
     return model.train()
+
+
+def check_loaded(model: Any, info: Mapping[str, Any], name: str) -> None:
+    """Raise ``ModelError`` unless every tensor of the model was in its files, in its shape, and every tensor there was used.
+
+    ``info``: transformers' report of the load.
+    """
+    misshapen = [f"{n} is {list(found)}, not {list(wanted)}" for n, found, wanted in info["mismatched_keys"]]
+    kinds = {
+        "missing": info["missing_keys"],
+        "not part of the model": unknown_tensors(model, info["unexpected_keys"]),
+        "of the wrong shape": misshapen,
+    }
+    wrong = [f"{len(names)} {kind} ({named(names)})" for kind, names in kinds.items() if names]
+    if info.get("error_msgs"):
+        wrong.append(str(info["error_msgs"][0]))
+    if wrong:
+        raise ModelError(f"the tensors in the files of {name} are not those of the model: {'; '.join(wrong)}")
+
+
+def unknown_tensors(model: Any, names: Iterable[str]) -> list[str]:
+    """``names`` without those of buffers that the model computes and that earlier releases of transformers saved."""
+    buffers = {name for name, _ in model.named_buffers()}
+    return [name for name in names if name not in buffers and not _SAVED_BUFFERS.search(name)]
 
 
 def check_weights_are_parameters(model: Any, name: str) -> None:

@@ -1,34 +1,50 @@
-"""Detects models whose logits are not hidden states times the output embedding, from config and weights, without torch.
+"""How a model's logits follow from hidden states and output embedding, from its config, without torch.
 
-Such models are not supported, because their log-probabilities would silently differ from the generator's.
+Other transformations than these are found by comparison with the model's own forward pass (:mod:`.policy`): a model that has
+one is refused, because its log-probabilities would silently differ from the generator's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-_TRANSFORMS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
-_BIASES = ("lm_head.bias", "embed_out.bias", "output.bias")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
 
 
-def transformed_logits(setting: Callable[[str], Any]) -> str | None:
-    """A message if the config scales or caps the logits, else None. ``setting``: getter of the config's fields."""
-    for name, neutral in _TRANSFORMS.items():
-        value = setting(name)
-        if value not in (None, neutral):
-            return f"logits with {name} = {value} are not supported"
-    return None
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """``cap · tanh(scale · x / cap)`` of ``x = hidden · weightᵀ + bias``; without a cap ``scale · x``."""
+
+    scale: float = 1.0
+    cap: float | None = None
 
 
-def biased_logits(weights: Iterable[str]) -> str | None:
-    """A message if one of these weight names is a bias of the output embedding, else None."""
-    for name in weights:
-        if name in _BIASES:
-            return f"an output embedding with a bias ({name}) is not supported"
-    return None
+PLAIN = LogitTransform()
+
+
+def logit_transform(setting: Callable[[str], Any]) -> LogitTransform:
+    """The transformation that a config asks for. ``setting``: getter of the config's fields.
+
+    Fields: ``logit_scale`` (Cohere), ``logits_scaling`` (Granite, a divisor), ``lm_head_multiplier`` (Falcon-H1), and the caps
+    of Gemma, RecurrentGemma and xLSTM.
+
+    >>> logit_transform({"logits_scaling": 8.0, "final_logit_softcapping": None}.get)
+    LogitTransform(scale=0.125, cap=None)
+    """
+    scale, cap = 1.0, None
+    for name in _FACTORS:
+        scale *= _number(setting(name))
+    for name in _DIVISORS:
+        scale /= _number(setting(name))
+    for name in _CAPS:
+        if value := setting(name):
+            cap = float(value)
+    return LogitTransform(scale, cap)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and value else 1.0

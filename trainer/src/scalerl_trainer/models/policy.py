@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from scalerl_trainer.errors import ModelError
+from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES, LogprobHead
-from scalerl_trainer.models.logits import transformed_logits
+from scalerl_trainer.models.logits import LogitTransform, logit_transform
 
 PREFIX = "causal_lm."
 
@@ -17,7 +18,7 @@ PREFIX = "causal_lm."
 class Policy(nn.Module):
     """A transformers causal language model with ``LogprobHead`` in place of its own logits.
 
-    Raises ``ModelError`` for architectures whose logits are scaled, capped or biased, because their log-probabilities
+    Raises ``ModelError`` for a model whose own logits differ from those of ``LogprobHead``, because its log-probabilities
     would silently differ from the generator's.
     """
 
@@ -27,17 +28,17 @@ class Policy(nn.Module):
     def __init__(self, causal_lm: Any, *, fp32_head: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         super().__init__()
         config = causal_lm.config
-        problem = transformed_logits(lambda name: getattr(config, name, None))
-        if problem is not None:
-            raise ModelError(f"{config.model_type}: {problem}")
         output = causal_lm.get_output_embeddings()
-        if not isinstance(output, nn.Linear) or output.bias is not None:
+        if not isinstance(output, nn.Linear):
             raise ModelError(
-                f"{config.model_type}: the output embedding must be a linear layer without a bias, not {output!r}"
+                f"{config.model_type}: the output embedding must be a linear layer, not {output!r}: choose another model"
             )
+        transform = logit_transform(lambda name: getattr(config, name, None))
+        check_logits(causal_lm, transform)
         _zero_dropout(causal_lm)
         self.causal_lm = causal_lm
-        self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes)
+        self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes, transform=transform)
+        self._takes_positions = "position_ids" in inspect.signature(causal_lm.base_model.forward).parameters
 
     def train(self, mode: bool = True) -> Policy:
         """Set evaluation mode for both values of ``mode``, except in layers with activation checkpointing.
@@ -54,7 +55,10 @@ class Policy(nn.Module):
 
     @property
     def variable_length(self) -> bool:
-        """Whether the attention kernel skips pairs of tokens of different sequences packed into one row."""
+        """Whether the attention kernel skips pairs of tokens of different sequences packed into one row.
+
+        That the whole model keeps them apart is for the engine to check.
+        """
         return bool(self.causal_lm.config._attn_implementation == "flash_attention_2")
 
     def forward(
@@ -69,10 +73,11 @@ class Policy(nn.Module):
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
-        of a row.
+        of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
         """
+        positions = {"position_ids": position_ids_bt} if self._takes_positions else {}
         hidden_btd = self.causal_lm.base_model(
-            input_ids=input_ids_bt, position_ids=position_ids_bt, use_cache=False
+            input_ids=input_ids_bt, use_cache=False, **positions
         ).last_hidden_state
         hidden_md = hidden_btd.flatten(0, 1).index_select(0, predict_at_m)
         result: tuple[torch.Tensor, torch.Tensor] = self.head(hidden_md, target_m, temperature, entropy)
@@ -87,3 +92,70 @@ def _zero_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+_CHECKED_VOCABULARY = 64
+_CHECKED_POSITIONS = 4
+_LARGE = 40.0
+"""Standard deviation of the logits that are compared: beyond the caps in use, which are 30 or 50."""
+
+
+class _Hidden:
+    """Output of a stand-in for the base model: the hidden states, and None for everything else."""
+
+    def __init__(self, hidden_btd: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_btd
+
+    def __getitem__(self, index: int) -> Any:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def check_logits(causal_lm: Any, transform: LogitTransform) -> None:
+    """Compare the model's own logits of random hidden states with those of ``LogprobHead``.
+
+    The model's forward pass runs on the CPU with random hidden states in place of its layers and with a small vocabulary, so
+    this takes milliseconds for a model of any size, on the meta device too.
+
+    Raises:
+        ModelError: they differ, or the forward pass does more than layers and output embedding.
+    """
+    output, base = causal_lm.get_output_embeddings(), causal_lm.base_model
+    layers = [base, *(m for name, m in base.named_children() if name == "decoder")]  # OPT calls its decoder
+    generator = torch.Generator().manual_seed(0)
+    width = output.weight.shape[1]
+    small = nn.Linear(width, _CHECKED_VOCABULARY, bias=output.bias is not None, device="cpu")
+    hidden_btd = torch.randn((1, _CHECKED_POSITIONS, width), generator=generator)
+    with torch.no_grad():
+        small.weight.normal_(0.0, _LARGE / width**0.5 / abs(transform.scale), generator=generator)
+        if small.bias is not None:
+            small.bias.normal_(0.0, _LARGE / abs(transform.scale), generator=generator)
+        name = causal_lm.config.model_type
+        causal_lm.set_output_embeddings(small)
+        for module in layers:
+            module.forward = lambda *_, **__: _Hidden(hidden_btd)
+        try:
+            ids_bt = torch.zeros(1, _CHECKED_POSITIONS, dtype=torch.long)
+            own_v = causal_lm(input_ids=ids_bt, use_cache=False).logits[0].float().log_softmax(-1)
+        except Exception as error:
+            raise ModelError(
+                f"{name}: the logits cannot be compared with the model's own ({type(error).__name__}: "
+                f"{first_line(error)}): choose another model"
+            ) from error
+        finally:
+            for module in layers:
+                del module.forward
+            causal_lm.set_output_embeddings(output)
+        head = LogprobHead(small, fp32=True, transform=transform)
+        targets = [
+            torch.full((_CHECKED_POSITIONS,), token, dtype=torch.long) for token in range(_CHECKED_VOCABULARY)
+        ]
+        ours_v = torch.stack([head(hidden_btd[0], target, 1.0, False)[0] for target in targets], dim=-1)
+    difference = float((own_v - ours_v).abs().max())
+    if not difference < 1e-2:
+        raise ModelError(
+            f"{name}: the model computes its logits in a way that is not supported, from hidden states to logits its "
+            f"log-probabilities differ by {difference:.2g}: choose another model"
+        )

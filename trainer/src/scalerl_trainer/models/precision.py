@@ -14,25 +14,31 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from scalerl_api.memory import Dtype
 from scalerl_trainer.errors import EngineError, ModelError
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast every floating-point parameter to ``dtype``, in place; buffers are unchanged.
 
-    Raises ``ModelError`` if ``dtype`` is bfloat16 and the model needs parameters in float32 (transformers'
-    ``_keep_in_fp32_modules_strict``), because DeepSpeed has one dtype for all parameters.
+    Raises ``ModelError``, see :func:`check_dtype`.
     """
-    if dtype == torch.bfloat16:
+    check_dtype(model, "bfloat16" if dtype == torch.bfloat16 else "float32")
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def check_dtype(model: nn.Module, dtype: Dtype) -> None:
+    """Raise ``ModelError`` if ``dtype`` is bfloat16 and the model needs parameters in float32 (transformers'
+    ``_keep_in_fp32_modules_strict``), because DeepSpeed has one dtype for all parameters."""
+    if dtype == "bfloat16":
         kept = float32_parameters(model)
         if kept:
             raise ModelError(
                 f"{type(model).__name__} keeps {len(kept)} of its parameters in float32 ({kept[0]}), which cannot be "
                 "trained beside bfloat16: set model.dtype: float32"
             )
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
 
 
 def float32_parameters(model: nn.Module) -> list[str]:

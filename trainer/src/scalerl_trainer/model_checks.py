@@ -1,0 +1,301 @@
+"""Checks the folder of a model for everything that would end a run of it later, without torch in this process.
+
+``scalerl validate`` and ``prepare`` call the same function, so what passes one passes the other. The checks are in the order of
+their cost: config, weights by their headers, tokenizer, and last, in a process with torch, the model itself
+(:mod:`.models.structure`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scalerl_api.load import SpecProblem
+from scalerl_api.memory import Dtype
+from scalerl_api.spec import RunSpec
+from scalerl_tasks.errors import TokenizerError
+from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models.files import (
+    check_not_lfs,
+    named,
+    quantisation,
+    read_json,
+    stored_tensors,
+)
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's ``CPUAttentionBackend`` supports; with any other size, its server exits after it has started."""
+STRUCTURE_SECONDS = 600.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_ATTENTION_CAPS = ("attn_logit_softcapping", "attention_logit_cap", "conf_attention_logit_cap")
+_PLACEHOLDERS = ("image", "img", "audio", "video", "vision")
+"""Words in added tokens that stand for other media than text: their ids may be outside a text model's vocabulary."""
+
+
+def model_problems(folder: Path, spec: RunSpec, *, structure: bool = True) -> Iterator[SpecProblem]:
+    """Problems of the model in ``folder``, which is ``spec.model``'s.
+
+    Args:
+        structure: also compare the files with the model that transformers makes of them, where torch is installed and if no
+            other check found a problem; it takes seconds.
+    """
+    where = f"spec.model.{_source(spec)}"
+    if not folder.is_dir():
+        yield SpecProblem(
+            where, f"{folder}: no such directory", "a relative path starts at the run file's folder"
+        )
+        return
+    found = [*config_problems(folder, spec), *_file_problems(folder, spec, where)]
+    yield from found
+    if structure and not found and _has_torch():
+        for problem in _structure(folder.resolve(), spec.model.dtype, spec.model.attention):
+            yield SpecProblem(where, f"{folder}: {problem}")
+
+
+def _source(spec: RunSpec) -> str:
+    if spec.model.scratch is not None:
+        return "scratch"
+    return "path" if spec.model.path is not None else "hub"
+
+
+# --- config.json -----------------------------------------------------------------------------------------
+
+
+def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
+    """Problems of the model's config alone; a folder without weights is enough."""
+    where = f"spec.model.{_source(spec)}"
+    if (folder / "adapter_config.json").is_file():
+        yield SpecProblem(
+            where,
+            f"{folder}: adapter_config.json: this is an adapter, not a model",
+            "merge it into its base model and save that",
+        )
+        return
+    try:
+        config = read_json(folder / "config.json")
+    except ModelError as error:
+        yield SpecProblem(where, f"{folder}: {error}", "point to a model saved by transformers")
+        return
+    if method := quantisation(config, folder, {}):
+        yield SpecProblem(
+            where,
+            f"{folder}: the checkpoint is quantised ({method}), and only unquantised weights can be trained",
+            "take the original model, or save it dequantised",
+        )
+        return
+    if kind := _kind_problem(config):
+        yield SpecProblem(where, f"{folder}: {kind}", "choose a causal language model of text")
+        return
+    text = config.get("text_config")
+    settings = {**config, **text} if isinstance(text, Mapping) else config
+    for name in _ATTENTION_CAPS:
+        if settings.get(name) and spec.model.attention == "sdpa":
+            yield SpecProblem(
+                "spec.model.attention",
+                f"the model caps its attention's logits ({name} = {settings[name]}), which sdpa does not compute",
+                "use flash_attention_2 on GPUs, or choose another model",
+            )
+    yield from spec_problems(spec)
+    if spec.model.scratch is None and (problem := head_problem(settings, spec)) is not None:
+        yield problem
+    for name in _LENGTHS:
+        length = settings.get(name)
+        if type(length) is int and spec.model.context_tokens > length:
+            yield SpecProblem(
+                "spec.model.contextTokens",
+                f"{spec.model.context_tokens} is more than the model's {length} ({name})",
+                "lower it",
+            )
+            break
+
+
+def spec_problems(spec: RunSpec) -> Iterator[SpecProblem]:
+    """Problems of ``spec.model`` that no file is needed for."""
+    if spec.model.attention == "flash_attention_2" and spec.trainer.devices == 0:
+        yield SpecProblem(
+            "spec.model.attention",
+            "flash_attention_2 needs an accelerator (trainer.devices above 0)",
+            "use sdpa",
+        )
+    scratch = spec.model.scratch
+    if scratch is not None:
+        sizes = {"hidden_size": scratch.hidden_size, "num_attention_heads": scratch.attention_heads}
+        if (problem := head_problem(sizes, spec)) is not None:
+            yield problem
+
+
+def _kind_problem(config: Mapping[str, Any]) -> str | None:
+    """Why a model of this kind is not a causal language model of text, else None."""
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        return f"{kind} is an encoder-decoder model"
+    media = [
+        name for name in config if name in ("vision_config", "audio_config", "video_config", "vq_config")
+    ]
+    if media:
+        return f"{kind} has a part for other media than text ({media[0]})"
+    names = config.get("architectures")
+    if isinstance(names, list) and names:
+        if any("ConditionalGeneration" in str(name) for name in names):
+            return f"its architecture is {named(map(str, names))}, for other inputs than a text"
+        if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+            return f"its architecture is {named(map(str, names))}, which has no output of tokens"
+    return None
+
+
+def head_problem(config: Mapping[str, Any], spec: RunSpec) -> SpecProblem | None:
+    """An unsupported size of the attention heads, where generators run on CPUs and the configuration gives the size.
+
+    Models with another kind of attention (MLA), and configurations with other keys for the size, are not checked.
+    """
+    if spec.generator.devices > 0:
+        return None
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    size = config.get("head_dim")
+    if not size and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        size = hidden // heads
+    if "kv_lora_rank" in config or "hidden_size_per_head" in config:
+        size = None
+    if not isinstance(size, int) or size in CPU_HEAD_SIZES:
+        return None
+    return SpecProblem(
+        f"spec.model.{_source(spec)}",
+        f"its attention heads have {size} dimensions each, and vLLM on CPUs supports {', '.join(map(str, CPU_HEAD_SIZES))}",
+        "hiddenSize / attentionHeads has to be one of these"
+        if spec.model.scratch
+        else "take another model, or GPUs",
+    )
+
+
+# --- weights and tokenizer -------------------------------------------------------------------------------
+
+
+def _file_problems(folder: Path, spec: RunSpec, where: str) -> Iterator[SpecProblem]:
+    if (folder / "adapter_config.json").is_file():
+        return
+    try:
+        tensors = stored_tensors(folder)
+    except ModelError as error:
+        yield SpecProblem(where, f"{folder}: {error}", "save the model there as safetensors")
+        tensors = {}
+    try:
+        config = read_json(folder / "config.json")
+    except ModelError:
+        return  # config_problems() reports it
+    if tensors and not quantisation(config, folder, {}) and (method := quantisation({}, folder, tensors)):
+        yield SpecProblem(
+            where,
+            f"{folder}: the checkpoint is quantised ({method}), and only unquantised weights can be trained",
+            "take the original model, or save it dequantised",
+        )
+    yield from _tokenizer_problems(folder, spec, config, where)
+
+
+def _tokenizer_problems(
+    folder: Path, spec: RunSpec, config: Mapping[str, Any], where: str
+) -> Iterator[SpecProblem]:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield SpecProblem(
+            where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
+        )
+        return
+    try:
+        for name in _TOKENIZER_FILES:
+            if (folder / name).is_file():
+                with (folder / name).open("rb") as file:
+                    check_not_lfs(folder / name, file.read(64))
+        settings = TokenizerConfig.read(folder)
+    except (ModelError, TokenizerError, OSError) as error:
+        yield SpecProblem(where, f"{folder}: {error}", "save the tokenizer there again")
+        return
+    if (
+        "eos_token" not in settings.special
+        and not settings.end_token_ids
+        and (folder / "tokenizer.json").is_file()
+    ):
+        yield SpecProblem(
+            where,
+            f"{folder}: the tokenizer has no end-of-sequence token, so no completion could end",
+            "set eos_token in tokenizer_config.json",
+        )
+        return
+    tokenizer: ModelTokenizer | None = None
+    for one in spec.task.tasks:
+        prompt, field = one.section.prompt, f"{one.field}.prompt"
+        if prompt.format == "Chat" and not (settings.chat_template or prompt.chat_template):
+            yield SpecProblem(
+                f"spec.{field}.format",
+                f"Chat needs a chat template, and the tokenizer in {folder} has none",
+                "use format: Raw, give chatTemplate, or a model with a template",
+            )
+            continue
+        try:
+            tokenizer = ModelTokenizer(folder, prompt, field)
+        except ImportError:  # without torch, a tokenizer is only made from tokenizer.json
+            return
+        except TokenizerError as error:
+            if (template := f"{field}.chatTemplate: ") and str(error).startswith(template):
+                yield SpecProblem(f"spec.{field}.chatTemplate", str(error).removeprefix(template))
+                continue
+            yield SpecProblem(
+                where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
+            )
+            return
+    if tokenizer is not None:
+        yield from _vocabulary_problems(folder, tokenizer, config, where)
+
+
+def _vocabulary_problems(
+    folder: Path, tokenizer: ModelTokenizer, config: Mapping[str, Any], where: str
+) -> Iterator[SpecProblem]:
+    """Tokens of the tokenizer that the model has no embedding for."""
+    text = config.get("text_config")
+    rows = (text if isinstance(text, Mapping) else config).get("vocab_size")
+    if type(rows) is not int:
+        return
+    outside = {id_: token for token, id_ in tokenizer.vocabulary.items() if id_ >= rows}
+    for token in tokenizer.added_tokens:
+        if any(word in token.lower() for word in _PLACEHOLDERS):
+            outside.pop(tokenizer.vocabulary[token], None)
+    if outside:
+        shown = named(f"{token!r} ({id_})" for id_, token in outside.items())
+        yield SpecProblem(
+            where,
+            f"{folder}: the tokenizer has {len(outside)} tokens beyond the {rows} of the model's embedding "
+            f"(vocab_size in config.json): {shown}",
+            "save the tokenizer of this model there, or resize its embedding",
+        )
+
+
+# --- the model itself ------------------------------------------------------------------------------------
+
+
+def _has_torch() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
+
+
+@functools.cache
+def _structure(folder: Path, dtype: Dtype, attention: str) -> tuple[str, ...]:
+    """Problems from :mod:`.models.structure`, in a process of its own; that it fails is one."""
+    command = [sys.executable, "-m", "scalerl_trainer.models.structure", str(folder)]
+    command += ["--dtype", dtype, "--attention", attention]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=STRUCTURE_SECONDS, check=True
+        )
+        return tuple(json.loads(done.stdout.splitlines()[-1])["problems"])
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"]
+        return (f"the model could not be checked: {lines[-1]}",)
+    except (OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+        return (f"the model could not be checked: {error}",)

@@ -1,0 +1,389 @@
+"""Folders of models that would end a run later: each is refused by name before it, from config and headers alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from scalerl_api.spec import RunSpec
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.model_checks import _structure, model_problems
+from scalerl_trainer.models import load_model
+from scalerl_trainer.models.structure import problems
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+Change = Callable[[Path], Any]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.write(name, tmp_path_factory.mktemp("family") / name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def folder(family: Callable[[str], Path], tmp_path: Path) -> Path:
+    return shutil.copytree(family("llama"), tmp_path / "model")
+
+
+def spec_of(folder: Path, **changes: Any) -> RunSpec:
+    spec: dict[str, Any] = {
+        "model": {"path": str(folder), "contextTokens": 64, "dtype": "float32"},
+        "task": {
+            "reasoningGym": {"name": "chain_sum"},
+            "verifier": {"name": "reasoning-gym"},
+            "heldOut": {"size": 2},
+        },
+        "recipe": {"maxCompletionTokens": 8},
+        "budget": {"maxSteps": 1},
+    }
+    for section, values in changes.items():
+        spec[section] = spec.get(section, {}) | values
+    return RunSpec.model_validate(spec)
+
+
+def found(folder: Path, **changes: Any) -> list[str]:
+    return [str(problem) for problem in model_problems(folder, spec_of(folder, **changes), structure=False)]
+
+
+def config(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return change
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split the weights into two files with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(tensors)
+    parts = dict(zip(SHARDS, (names[:7], names[7:]), strict=True))
+    for file, mine in parts.items():
+        save_file({name: tensors[name] for name in mine}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, mine in parts.items() for name in mine}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def without_shards(folder: Path) -> None:
+    shard(folder)
+    for name in SHARDS:
+        (folder / name).unlink()
+
+
+def listed(**names: str) -> Change:
+    def change(folder: Path) -> None:
+        weight_map = shard(folder) | names
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+def not_listed(folder: Path) -> None:
+    weight_map = shard(folder)
+    del weight_map["model.norm.weight"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def without_index(folder: Path) -> None:
+    shard(folder)
+    (folder / INDEX).unlink()
+
+
+def both(folder: Path) -> None:
+    weights = (folder / WEIGHTS).read_bytes()
+    shard(folder)
+    (folder / WEIGHTS).write_bytes(weights)
+
+
+def cut(folder: Path) -> None:
+    weights = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(weights[:-100])
+
+
+def other_format(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / name)
+
+    return change
+
+
+def header(change_entries: Callable[[dict[str, Any]], Any]) -> Change:
+    def change(folder: Path) -> None:
+        content = (folder / WEIGHTS).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + length])
+        change_entries(entries)
+        text = json.dumps(entries).encode()
+        (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return change
+
+
+def tensors(change_tensors: Callable[[Tensors], Tensors]) -> Change:
+    def change(folder: Path) -> None:
+        changed = change_tensors(load_file(folder / WEIGHTS))
+        save_file(
+            {name: tensor.contiguous() for name, tensor in changed.items()},
+            folder / WEIGHTS,
+            {"format": "pt"},
+        )
+
+    return change
+
+
+def vocabulary(*, token: str, special: bool) -> Change:
+    """Add a token with the first id that the model has no embedding for."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        more = {"id": tiny_models.VOCABULARY, "content": token, "special": special}
+        more |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        filler = [
+            {**more, "id": id_, "content": f"filler {id_}"}
+            for id_ in range(1 + max(content["model"]["vocab"].values()), tiny_models.VOCABULARY)
+        ]
+        content["added_tokens"] += [*filler, more]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+
+    return change
+
+
+def write(name: str, content: bytes) -> Change:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+REFUSED: list[tuple[str, Change, str]] = [
+    ("absent shards", without_shards, f"2 of 2 weights files are missing: {SHARDS[0]}, {SHARDS[1]}"),
+    ("a shard that lacks a tensor", listed(more=SHARDS[0]), f"lists are not in {SHARDS[0]}: more"),
+    (
+        "a shard with more",
+        not_listed,
+        f"1 tensors of {SHARDS[1]} are not listed there by {INDEX}: model.norm",
+    ),
+    ("a path in the index", listed(more="../x.safetensors"), "the file of more is not a file name"),
+    ("an index without names", lambda f: (shard(f), write(INDEX, b"{}")(f)), f"{INDEX} has no weight_map"),
+    ("shards without index", without_index, f"neither {WEIGHTS} nor {INDEX}, only {SHARDS[0]}"),
+    ("two sets of weights", both, f"it has both {WEIGHTS} and {INDEX}"),
+    ("weights in LFS", write(WEIGHTS, LFS), f"{WEIGHTS} is a Git LFS pointer, not the file itself"),
+    ("config in LFS", write("config.json", LFS), "config.json is a Git LFS pointer"),
+    ("tokenizer in LFS", write("tokenizer.json", LFS), "tokenizer.json is a Git LFS pointer"),
+    ("a truncated file", cut, f"{WEIGHTS} is truncated: it has"),
+    ("a truncated header", write(WEIGHTS, (99).to_bytes(8, "little") + b"{"), "ends within its header"),
+    ("an empty file", write(WEIGHTS, b""), "not a safetensors file: it has no header"),
+    ("a pickle", write(WEIGHTS, b"PK\3\4" + bytes(100)), "not a safetensors file"),
+    ("a header of a list", write(WEIGHTS, (2).to_bytes(8, "little") + b"[]"), "its header is not an object"),
+    ("bytes at the end", lambda f: write(WEIGHTS, (f / WEIGHTS).read_bytes() + b"!")(f), "1 bytes follow"),
+    (
+        "a shape that does not fit its bytes",
+        header(lambda e: e["model.norm.weight"].update(shape=[65])),
+        "model.norm.weight of shape [65] and dtype F32",
+    ),
+    ("an unknown dtype", header(lambda e: e["model.norm.weight"].update(dtype="F31")), "F31"),
+    ("GPTQ", config(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised (gptq, by"),
+    (
+        "bitsandbytes",
+        config(quantization_config={"load_in_4bit": True}),
+        "quantization_config in config.json",
+    ),
+    ("compressed tensors", config(compression_config={"quant_method": "compressed-tensors"}), "compressed-t"),
+    ("a nested quantisation", config(text_config={"quantization_config": {"quant_method": "fp8"}}), "fp8"),
+    ("AWQ of earlier days", write("quant_config.json", b"{}"), "is quantised (by quant_config.json)"),
+    (
+        "FP8 without a word of it",
+        tensors(lambda t: t | {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+        "is quantised (F8_E4M3, the dtype of model.norm.weight)",
+    ),
+    (
+        "pickles only",
+        other_format("pytorch_model.bin"),
+        "only pytorch_model.bin: convert them to safetensors",
+    ),
+    ("GGUF only", other_format("model.gguf"), "only model.gguf: convert them"),
+    ("an adapter", write("adapter_config.json", b"{}"), "this is an adapter, not a model (merge it"),
+    ("images", config(vision_config={}), "has a part for other media than text (vision_config)"),
+    ("an encoder", config(is_encoder_decoder=True), "llama is an encoder-decoder model"),
+    ("a classifier", config(architectures=["LlamaForSequenceClassification"]), "has no output of tokens"),
+    ("a translator", config(architectures=["T5ForConditionalGeneration"]), "for other inputs than a text"),
+    ("config of a list", write("config.json", b"[]"), "no readable config.json: it is not an object"),
+    ("no tokenizer", lambda f: (f / "tokenizer.json").unlink(), "no tokenizer (tokenizer.json"),
+    ("half a tokenizer", write("tokenizer.json", b'{"version": "1.0"'), "tokenizer.json is not a tokenizer"),
+    ("half its config", write("tokenizer_config.json", b"{"), "tokenizer_config.json is not JSON"),
+    (
+        "a small embedding",
+        config(vocab_size=200),
+        "the tokenizer has 87 tokens beyond the 200 of the model's embedding",
+    ),
+    (
+        "a token too many",
+        vocabulary(token="<think>", special=True),
+        "has 1 tokens beyond the 300 of the model's embedding (vocab_size in config.json): '<think>' (300)",
+    ),
+    ("capped attention", config(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0), which sdpa"),
+    ("a short context", config(max_position_embeddings=63), "contextTokens: 64 is more than the model's 63"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
+def test_folder_is_refused(folder: Path, change: Change, message: str) -> None:
+    assert found(folder) == []
+    change(folder)
+    (problem,) = found(folder)
+    assert message in problem
+    assert "\n" not in problem
+    assert problem.startswith("spec.model.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        shard,
+        config(quantization_config=None),
+        config(architectures=["llamaforcausallm", "LlamaForCausalLM"]),
+        vocabulary(token="<image_soft_token>", special=True),
+        lambda folder: save_file({"a": torch.zeros(2)}, folder / "consolidated.safetensors"),
+        lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"),
+    ],
+    ids=["shards", "no quantisation", "two names", "a place for images", "another copy", "pickles too"],
+)
+def test_folder_is_accepted(folder: Path, change: Change) -> None:
+    change(folder)
+    assert found(folder) == []
+
+
+def test_attention_caps_are_for_flash_attention(folder: Path) -> None:
+    config(attn_logit_softcapping=50.0)(folder)
+    flash = {"model": {"attention": "flash_attention_2"}}
+    assert "needs an accelerator" in found(folder, **flash)[0]
+    assert found(folder, **flash, trainer={"devices": 1}) == []
+
+
+# --- what transformers makes of the files ----------------------------------------------------------------
+
+
+def drop(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def again(part: str, to: str) -> Callable[[Tensors], Tensors]:
+    """Store copies of all tensors with ``part`` in the name under ``to``."""
+    return lambda t: t | {n.replace(part, to): tensor.clone() for n, tensor in t.items() if part in n}
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts"
+NORM = "model.norm.weight"
+STRUCTURES: list[tuple[str, str, Callable[[Tensors], Tensors], list[str]]] = [
+    ("complete", "llama", drop(), []),
+    ("complete MoE", "mixtral", drop(), []),
+    ("complete Pythia", "pythia", drop(), []),
+    ("a tied head that is stored too", "llama-tied", lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}, []),
+    ("saved rotary frequencies", "llama", lambda t: t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in (0, 1)}, []),
+    ("saved masks", "pythia", lambda t: t | {f"gpt_neox.layers.{i}.attention.{name}": torch.ones(1) for i in (0, 1) for name in ("bias", "masked_bias", "rotary_emb.inv_freq")}, []),
+    ("a lost projection", "llama", drop("model.layers.1.mlp.down_proj.weight"), ["1 tensor is missing: model.layers.1.mlp.down_proj.weight"]),
+    ("a lost head", "llama", drop("lm_head.weight"), ["1 tensor is missing: lm_head.weight"]),
+    ("a lost head of another name", "pythia", drop("embed_out.weight"), ["1 tensor is missing: embed_out.weight"]),
+    ("lost embeddings", "llama-tied", drop("model.embed_tokens.weight"), ["2 tensors are missing: lm_head.weight, model.embed_tokens.weight"]),
+    ("a lost expert matrix", "mixtral", drop(f"{EXPERT}.3.w2.weight"), [f"1 tensor is missing: {EXPERT}.3.w2.weight"]),
+    ("a lost half of a fused one", "mixtral", drop(f"{EXPERT}.3.w1.weight"), [f"1 tensor is missing: {EXPERT}.3.w1.weight"]),
+    ("a lost kind of matrix", "mixtral", drop(*(f"{EXPERT}.{i}.w2.weight" for i in range(4))), [f"4 tensors are missing: {EXPERT}.0.w2.weight, {EXPERT}.1.w2.weight, {EXPERT}.2.w2.weight and 1 more"]),
+    ("an expert too many", "mixtral", again(f"{EXPERT}.3.", f"{EXPERT}.4."), [f"3 tensors are not part of the model: {EXPERT}.4.w1.weight, {EXPERT}.4.w2.weight, {EXPERT}.4.w3.weight"]),
+    ("a layer too many", "llama", again("layers.1.", "layers.2."), ["9 tensors are not part of the model: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight and 6 more"]),
+    ("a bias of the head", "llama", lambda t: t | {"lm_head.bias": torch.zeros(300)}, ["1 tensor is not part of the model: lm_head.bias"]),
+    ("another name", "llama", lambda t: drop(NORM)(t) | {"model.final.weight": t[NORM]}, [f"1 tensor is missing: {NORM}", "1 tensor is not part of the model: model.final.weight"]),
+    ("another shape", "llama", lambda t: t | {NORM: torch.zeros(63)}, [f"1 tensor is of the wrong shape: {NORM} is [63], not [64]"]),
+    ("an expert of another shape", "mixtral", lambda t: t | {f"{EXPERT}.2.w1.weight": torch.zeros(40, 64)}, [f"1 tensor is of the wrong shape: {EXPERT}.2.w1.weight is [40, 64], not [128, 64]"]),
+    ("a smaller embedding", "llama-tied", lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200]}, ["1 tensor is of the wrong shape: model.embed_tokens.weight is [200, 64], not [300, 64]"]),
+    ("whole numbers", "llama", lambda t: t | {NORM: t[NORM].to(torch.int8)}, [f"1 tensors have a dtype that cannot be trained: {NORM} (I8)"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "messages"), [c[1:] for c in STRUCTURES], ids=[c[0] for c in STRUCTURES]
+)
+def test_structure(
+    family: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[Tensors], Tensors],
+    messages: list[str],
+) -> None:
+    """The names are those of the files; the trainer's own loading agrees on whether the model can be used."""
+    folder = shutil.copytree(family(name), tmp_path / "model")
+    tensors(change)(folder)
+    assert problems(folder, "float32", "sdpa") == messages
+    if "dtype" in str(messages):
+        return
+    if messages:
+        with pytest.raises(ModelError):
+            load_model(str(folder), dtype="float32")
+    else:
+        load_model(str(folder), dtype="float32")
+
+
+def test_loader_names_what_is_missing(folder: Path) -> None:
+    """transformers draws missing tensors at random."""
+    tensors(drop("model.layers.1.mlp.down_proj.weight", NORM))(folder)
+    with pytest.raises(
+        ModelError, match=r"2 missing \(model.layers.1.mlp.down_proj.weight, model.norm.weight\)"
+    ):
+        load_model(str(folder), dtype="float32")
+    tensors(lambda t: t | {NORM: torch.zeros(63), "x": torch.zeros(1)})(folder)
+    with pytest.raises(
+        ModelError, match=r"1 not part of .* \(x\); 1 of the wrong shape \(model.norm.weight is \[63\]"
+    ):
+        load_model(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "nothing"}, "transformers cannot use config.json: "),
+        (
+            {"model_type": "nothing", "auto_map": {"AutoConfig": "configuration.Config"}},
+            "model_type 'nothing' needs code from the model's repository (auto_map in config.json), which is never run",
+        ),
+        ({"auto_map": {"AutoConfig": "configuration.Config"}}, ""),
+        ({"model_type": "t5", "architectures": None}, "model_type 't5' is not a causal language model"),
+        (
+            {"architectures": ["MiniCPMForCausalLM"]},
+            "its architecture is MiniCPMForCausalLM, and the causal language model of 'llama' is LlamaForCausalLM",
+        ),
+        ({"hidden_size": 63}, "transformers cannot "),
+    ],
+)
+def test_structure_of_config(folder: Path, values: dict[str, Any], message: str) -> None:
+    config(**values)(folder)
+    said = problems(folder, "float32", "sdpa")
+    assert bool(said) == bool(message)
+    assert all(one.startswith(message) and "\n" not in one for one in said)
+
+
+@pytest.mark.slow
+def test_structure_is_checked_in_another_process(folder: Path) -> None:
+    _structure.cache_clear()
+    spec = spec_of(folder)
+    assert list(model_problems(folder, spec)) == []
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"silu"', '"nothing"'))
+    _structure.cache_clear()
+    (problem,) = model_problems(folder, spec)
+    assert "spec.model.path: " in str(problem)
+    assert "'nothing'" in str(problem)
