@@ -85,7 +85,9 @@ def test_gpu_check_counts_devices_before_group_opens(monkeypatch: pytest.MonkeyP
     opened: list[int] = []
     module["check_group"].__globals__["group_of"] = lambda world, _: opened.append(world) or {"status": "ok"}
     options = module["Options"]("cuda", tiny=True)
-    with pytest.raises(module["CannotRun"], match=r"^2 GPUs are needed, this process sees 1: NCCL takes no two"):
+    with pytest.raises(
+        module["CannotRun"], match=r"^2 GPUs are needed, this process sees 1: NCCL takes no two"
+    ):
         module["check_group"](options, 2)
     module["check_group"](options, 1)
     assert opened == [1]

@@ -12,7 +12,7 @@ import yaml
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import SourcesSpec
 from scalerl_api.spec import ModelSpec, RunSpec, ScaleRLRun, TaskSpec
-from scalerl_cli.machine import WEIGHTS, memory_problem, vllm_problem
+from scalerl_cli.machine import WEIGHTS, declared_memory_problem, memory_problem, vllm_problem
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
@@ -144,8 +144,9 @@ def head_problem(spec: RunSpec) -> SpecProblem | None:
 
 def model_problems(model: ModelSpec, spec: RunSpec) -> Iterator[SpecProblem]:
     """Problems of the model, and files that are missing in the folder of ``model.path``."""
-    if (problem := head_problem(spec)) is not None:
-        yield problem
+    for problem in (head_problem(spec), declared_memory_problem(spec)):
+        if problem is not None:
+            yield problem
     if model.path is None:
         return
     where, folder = "spec.model.path", Path(model.path)
