@@ -633,7 +633,9 @@ def main() -> int:
         }
         before, out = out, arguments.out or result_file(str(report["device"]), started)
         write(report, out)
-        if before is not None and before != out:  # named before the check `machine` has given the device's name
+        if (
+            before is not None and before != out
+        ):  # named before the check `machine` has given the device's name
             before.unlink()
     print(f"written to {out}")
     return 1 if any(result["status"] == "failed" for result in results.values()) else 0

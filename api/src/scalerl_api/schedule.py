@@ -15,4 +15,4 @@ class ScheduleSpec(Model):
 
     by_length: ByLengthSpec | None = None
     """Leases groups with long expected completions earlier, within the staleness window, and to the generator with the fewest
-    expected tokens, as in RhymeRL's HistoPipe (arXiv 2508.18588 [S])."""
+    expected tokens. Lengths are predicted from history as in RhymeRL's HistoPipe (arXiv 2508.18588 [S]); the rule is another."""

@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
         "source",
         type=Path,
         metavar="DIR|FILE",
-        help="run directory, or the output of `kubectl get configmap -l scalerl.dev/run=NAME -o yaml` (- for "
-        "standard input)",
+        help="run directory or its decisions.jsonl (- for standard input; on a cluster: kubectl exec -c coordinator "
+        "NAME-coordinator-0 -- cat /run/scalerl/run/decisions.jsonl | scalerl replay -)",
     )
     replay.add_argument(
         "--policy",

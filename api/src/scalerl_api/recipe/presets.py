@@ -1,8 +1,9 @@
 """Presets: published recipes, each value with its source.
 
 A preset sets fields of :class:`~scalerl_api.recipe.spec.RecipeSpec` by path. A field that it does not set has its default,
-which is ScaleRL's. GRPO, DAPO, Magistral and MiniMax-M1 follow the reimplementations that ScaleRL compares itself with
-(arXiv 2510.13786, appendix), which differ in parts from the original papers.
+which is ScaleRL's. GRPO, DAPO and MiniMax-M1 follow the reimplementations that ScaleRL compares itself with
+(arXiv 2510.13786, appendix), which differ in parts from the original papers. Magistral has its own paper's loss, aggregation,
+advantages and filter, and only the off-policy form of that reimplementation.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ class ByLength:
     Within a step, the longest group comes first. A long group comes before short groups of earlier steps by as many steps as
     its generation takes.
 
-    This follows RhymeRL's HistoPipe (arXiv 2508.18588 [S]), which ranks prompts by historical length and gives long ones more
-    workers. A decoding step takes longer with more sequences, so a generator with few others finishes a long group sooner.
+    A decoding step takes longer with more sequences, so a generator with few others finishes a long group sooner. RhymeRL's
+    HistoPipe (arXiv 2508.18588 [S]) also predicts lengths from history, but splits the ranked prompts of a step into a range per
+    worker, ascending in odd steps and descending in even ones, and migrates stragglers; this policy has neither.
     """
 
     def assign(self, view: View) -> Assignment:
