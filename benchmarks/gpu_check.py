@@ -19,7 +19,7 @@ publish      vLLM: ``benchmarks/publish.py --quick``
 run          vLLM: the tiny example, shortened
 ============ =====================================================================================================
 
-The result is JSON, in ``benchmarks/results/`` by device and day unless ``--out`` says where. ``--device cpu --tiny`` runs
+The result is JSON, in ``benchmarks/results/`` by device and day unless ``--out`` says where, and is written after each check. ``--device cpu --tiny`` runs
 all of it at tiny shapes. Exit code 1 when a check failed; those that could not run fail nothing.
 """
 
@@ -101,6 +101,15 @@ def open_device(options: Options) -> Any:
         raise CannotRun("torch sees no CUDA device")
     torch.set_num_threads(min(4, torch.get_num_threads()))
     return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+
+
+def need_devices(count: int, why: str) -> None:
+    """Raise ``CannotRun`` where this process sees fewer than ``count`` GPUs."""
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < count:
+        raise CannotRun(f"{count} GPUs are needed, this process sees {there}: {why}")
 
 
 def peak_bytes(device: Any) -> int | None:
@@ -394,15 +403,14 @@ def check_engine(options: Options) -> dict[str, Any]:
 
 def check_group(options: Options, world: int) -> dict[str, Any]:
     """The trainer's end is the trainer's own code; the other one opens what a generator opens."""
+    open_device(options)
+    if options.device == "cuda":
+        # Before the group opens: NCCL with two processes on one device raises in some versions and hangs in others.
+        need_devices(world, "NCCL takes no two processes on one device")
     result = group_of(world, options)
-    if result["status"] == "ok":
-        return result
-    if world == 2 and options.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < 2:
-            raise CannotRun(f"NCCL takes no two processes on one device: {result['reason']}")
-    raise AssertionError(result["reason"])
+    if result["status"] != "ok":
+        raise AssertionError(result["reason"])
+    return result
 
 
 def group_of(world: int, options: Options) -> dict[str, Any]:
@@ -493,15 +501,15 @@ def check_run(options: Options) -> dict[str, Any]:
     import yaml
     from support.measured_run import measured_run
 
-    manifest = yaml.safe_load((HERE.parent / "examples" / "tiny" / "run.yaml").read_text())
+    example = HERE.parent / "examples" / "tiny"
+    manifest = yaml.safe_load((example / "run.yaml").read_text())
     spec = manifest["spec"]
+    # A relative path starts at the folder of the run file, which is another one here.
+    spec["task"]["jsonl"]["path"] = str(example / spec["task"]["jsonl"]["path"])
     spec["warmStart"] = {"steps": 50, "batchSize": 64, "learningRate": "1e-3"}
     spec["budget"] = {"maxSteps": 4}
     if options.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < 2:
-            raise CannotRun("trainer and generator need a GPU each, this machine has one")
+        need_devices(2, "trainer and generator need a GPU each")
         for role in ("trainer", "generator"):
             spec[role] = {**spec.get(role, {}), "replicas": 1, "devices": 1}
             for only_on_cpu in ("cpuThreads", "kvCache"):
@@ -604,7 +612,9 @@ def main() -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers"])
     begin = time.monotonic()
+    started = datetime.now(UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {}
+    out: Path | None = None
     for name in names:
         left = TOTAL_SECONDS - (time.monotonic() - begin)
         if left < 5:
@@ -612,20 +622,36 @@ def main() -> int:
         else:
             results[name] = run_check(context, name, options, min(CHECKS[name][1], left))
         show(name, results[name])
-    report = {
-        "device": results.get("machine", {}).get("name", options.device),
-        "tiny": options.tiny,
-        "commit": commit(),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - begin, 1),
-        "checks": results,
-    }
-    slug = re.sub(r"[^a-z0-9]+", "-", str(report["device"]).lower()).strip("-")
-    out = arguments.out or HERE / "results" / f"gpu-check-{slug}-{str(report['at'])[:10]}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {
+            "device": results.get("machine", {}).get("name", options.device),
+            "tiny": options.tiny,
+            "commit": commit(),
+            "at": started,
+            "seconds": round(time.monotonic() - begin, 1),
+            "left": names[len(results) :],
+            "checks": results,
+        }
+        before, out = out, arguments.out or result_file(str(report["device"]), started)
+        write(report, out)
+        if (
+            before is not None and before != out
+        ):  # named before the check `machine` has given the device's name
+            before.unlink()
     print(f"written to {out}")
     return 1 if any(result["status"] == "failed" for result in results.values()) else 0
+
+
+def result_file(device: str, started: str) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return HERE / "results" / f"gpu-check-{slug}-{started[:10]}.json"
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Replace ``out`` atomically: a run that is cut off leaves what its checks have measured so far."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.new")
+    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    aside.replace(out)
 
 
 def show(name: str, result: dict[str, Any]) -> None:

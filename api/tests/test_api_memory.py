@@ -6,6 +6,7 @@ import pytest
 
 from scalerl_api.memory import (
     ModelSize,
+    device_memory_problem,
     host_memory,
     rank_memory,
     server_memory,
@@ -35,7 +36,8 @@ def shares(stage: int, world: int, dtype: Any = "bfloat16") -> tuple[int, int, i
 def test_stages_divide_what_they_partition() -> None:
     count = SIZE.parameters
     assert shares(0, 4, "float32") == (4 * count, 4 * count, 8 * count)
-    assert shares(1, 4, "float32") == (4 * count, 4 * count, 3 * count)  # a master partition under ZeRO
+    # A master partition under ZeRO, and the reduced partition of the gradients beside the whole ones.
+    assert shares(1, 4, "float32") == (4 * count, 5 * count, 3 * count)
     assert shares(1, 4) == (2 * count, 4 * count, 3 * count)
     assert shares(2, 4) == (2 * count, count, 3 * count)
     parameters, gradients, optimizer = shares(3, 4)
@@ -90,8 +92,9 @@ def test_kl_reference_has_parameters_alone() -> None:
     without = spec(trainer=run)
     penalty = {"maxCompletionTokens": 16, "kl": {"penalty": {"coefficient": "0.04"}}}
     memory, more = (trainer_rank_memory(SIZE, s) for s in (without, spec(trainer=run, recipe=penalty)))
-    assert (memory.reference, more.reference) == (0, memory.parameters)
-    assert more.total == memory.total + memory.parameters
+    # A share of the weights: what is gathered of them for use is free again before the policy's.
+    assert (memory.reference, more.reference) == (0, 2 * SIZE.parameters // 2)
+    assert more.total == memory.total + more.reference
     assert "reference" in str(more)
     assert "reference" not in str(memory)
 
@@ -118,5 +121,90 @@ def test_breakdown_names_every_part() -> None:
     got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
     assert (
         str(got)
-        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1)"
+        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1, buffers 0.2)"
     )
+
+
+QWEN3_8B = ModelSize(8_190_735_360, 4096, 36, 12288, 151936)
+H100 = 81_559 << 20
+
+
+def on_gpus(memory: str | None, **trainer: Any) -> RunSpec:
+    """One node of four GPUs that trains, generators of one."""
+    given = {"devices": 4, "microBatchTokens": 8192, "deviceMemory": memory} | trainer
+    return spec(trainer=given, generator={"devices": 1, "deviceMemory": memory})
+
+
+def test_8b_on_four_gpus_of_80_gb_is_refused_at_stage_1() -> None:
+    """2 bytes of weights, 4 of gradients and 12 / 4 of optimizer state a parameter are 68.7 GiB before anything else."""
+    run = on_gpus(None, activationCheckpointing=True)
+    rank = trainer_rank_memory(QWEN3_8B, run)
+    assert (rank.parameters + rank.gradients + rank.optimizer) / 2**30 == pytest.approx(68.7, abs=0.1)
+    problem = device_memory_problem(QWEN3_8B, run, H100, H100)
+    assert problem is not None
+    assert problem.field == "trainer"
+    assert problem.problem.startswith(
+        f"one trainer rank needs about {rank.total / 2**30:.1f} GiB (parameters 15.3,"
+    )
+    assert problem.problem.endswith("there are 79.6 on its GPU")
+    assert problem.advice.startswith("trainer.zeroStage: 2 would fit")
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [{"zeroStage": 2}, {"zeroStage": 3}, {"replicas": 2}],
+    ids=["stage 2", "stage 3", "eight ranks"],
+)
+def test_8b_fits_with_higher_stage_or_more_ranks(trainer: dict[str, Any]) -> None:
+    run = on_gpus(None, activationCheckpointing=True, **trainer)
+    assert device_memory_problem(QWEN3_8B, run, H100, H100) is None
+
+
+def test_advice_is_the_first_change_that_fits() -> None:
+    without = on_gpus(None, zeroStage=2)  # 36 layers of activations
+    problem = device_memory_problem(QWEN3_8B, without, H100, H100)
+    assert problem is not None
+    assert problem.advice.startswith("trainer.activationCheckpointing: true would fit")
+    smaller = device_memory_problem(QWEN3_8B, without, 4 << 30, H100)
+    assert smaller is not None
+    assert "would fit" not in smaller.advice
+
+
+def test_generator_whose_weights_do_not_fit_is_named() -> None:
+    run = on_gpus(None, activationCheckpointing=True, zeroStage=3)
+    problem = device_memory_problem(QWEN3_8B, run, H100, 16 << 30)
+    assert problem is not None
+    assert problem.field == "generator"
+    assert "weights is 15.3 GiB a GPU, generator.memoryFraction (0.9) of 16.0 GiB is less" in problem.problem
+
+
+def test_unknown_device_memory_is_no_problem() -> None:
+    assert device_memory_problem(QWEN3_8B, on_gpus(None), None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "world", "expected"),
+    [
+        # GiB, rounded, of an independent count: 8,192 tokens with activation checkpointing, without libraries and fragmentation.
+        (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 1, 8, 15),
+        (QWEN3_8B, 1, 8, 63),
+        (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 1, 8, 116),
+        (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 2, 8, 11),
+        (QWEN3_8B, 2, 8, 40),
+        (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 2, 8, 70),
+        (QWEN3_8B, 3, 8, 30),
+        (QWEN3_8B, 3, 16, 22),
+        (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 3, 8, 50),
+    ],
+)
+def test_estimates_of_large_models(size: ModelSize, stage: int, world: int, expected: int) -> None:
+    got = rank_memory(
+        size,
+        dtype="bfloat16",
+        zero_stage=stage,
+        world=world,
+        micro_batch_tokens=8192,
+        activation_checkpointing=True,
+        publish_bytes=16 << 20,
+    )
+    assert got.total / 2**30 == pytest.approx(expected, abs=0.1 * expected + 0.5)

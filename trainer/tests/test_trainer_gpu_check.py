@@ -57,6 +57,50 @@ def test_gpu_check_without_gpu_gives_reasons(tmp_path: Path) -> None:
         assert (result["status"], result["reason"]) == ("not run", "torch sees no CUDA device")
 
 
+def test_gpu_check_writes_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invocation that is cut off in its second check keeps the first one's result."""
+    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    out = tmp_path / "results" / "out.json"
+
+    def run_check(_context: object, name: str, *_: object) -> dict[str, Any]:
+        if name == "engine":
+            raise KeyboardInterrupt
+        return {"status": "ok", "name": "A device"}
+
+    module["main"].__globals__["run_check"] = run_check
+    arguments = ["gpu_check.py", "--only", "machine,engine,run", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(KeyboardInterrupt):
+        module["main"]()
+    report = json.loads(out.read_text())
+    assert (report["device"], report["left"]) == ("A device", ["engine", "run"])
+    assert report["checks"] == {"machine": {"status": "ok", "name": "A device"}}
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_gpu_check_counts_devices_before_group_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    opened: list[int] = []
+    module["check_group"].__globals__["group_of"] = lambda world, _: opened.append(world) or {"status": "ok"}
+    options = module["Options"]("cuda", tiny=True)
+    with pytest.raises(
+        module["CannotRun"], match=r"^2 GPUs are needed, this process sees 1: NCCL takes no two"
+    ):
+        module["check_group"](options, 2)
+    module["check_group"](options, 1)
+    assert opened == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_gpu_check_run_on_cpu(tmp_path: Path) -> None:
+    done = check("--device", "cpu", "--tiny", "--only", "run", "--out", str(tmp_path / "out.json"))
+    (result,) = json.loads((tmp_path / "out.json").read_text())["checks"].values()
+    assert (result["status"], result.get("steps")) == ("ok", 4), done.stdout[-3000:]
+
+
 def test_gpu_check_names_missing_package() -> None:
     module: dict[str, Any] = runpy.run_path(str(SCRIPT))
     with pytest.raises(module["CannotRun"], match=r"^no_such_package is not installed$"):

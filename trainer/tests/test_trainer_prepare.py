@@ -289,6 +289,32 @@ def test_check_memory_model_larger_than_gpu_raises(
         prepare(paths, spec, one_machine=True)
 
 
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_check_memory_of_device_memory_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a cluster, where no GPU is found here, and before what is found."""
+    monkeypatch.setattr("scalerl_trainer.checks.gpu_memory_bytes", lambda: None)
+    sections = {name: dict(section) for name, section in ON_GPUS.items()}
+    other = {"trainer": "generator", "generator": "trainer"}[role]
+    sections[role]["deviceMemory"] = "12Mi"
+    paths, spec = make(tmp_path / "run", BIG, **sections)
+    with pytest.raises(PrepareError, match=r"there are 0\.0 on its GPU|of 0\.0 GiB is less"):
+        prepare(paths, spec, one_machine=False)
+    monkeypatch.setattr("scalerl_trainer.checks.gpu_memory_bytes", lambda: 80 << 30)
+    with pytest.raises(PrepareError):
+        prepare(paths, spec, one_machine=False)
+    sections[role]["deviceMemory"] = "80Gi"
+    monkeypatch.setattr("scalerl_trainer.checks.gpu_memory_bytes", lambda: None)
+    paths, spec = make(tmp_path / "larger", BIG, **sections)
+    caplog.clear()
+    prepare(paths, spec, one_machine=False)
+    unchecked = {r.getMessage() for r in caplog.records if "is not checked" in r.getMessage()}
+    assert unchecked == {
+        f"{other}.deviceMemory is not set and there is no GPU here: its memory is not checked"
+    }
+
+
 @pytest.mark.parametrize("script", ["echo 16; echo 81559", "exit 9", "echo N/A", "exit 0"])
 def test_check_memory_large_or_unknown_gpu_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str

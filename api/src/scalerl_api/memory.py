@@ -1,15 +1,16 @@
 """Estimates of the memory of a run's roles in bytes, from the spec and the model's size.
 
-The estimates serve to reject runs that cannot fit, not to use the last byte: parameters, gradients and optimizer state are
-counted as in the ZeRO paper (arXiv 1910.02054), activations and buffers are rough bounds, and the libraries' own memory is not
-included. Warnings and errors use the same figures; the callers determine the available memory.
+The estimates serve to reject runs that cannot fit, not to use the last byte. Parameters, gradients, optimizer state and
+DeepSpeed's buffers are those that ``benchmarks/memory.py`` measures, activations a rough bound. On accelerators an allowance
+for the libraries and for fragmentation is added; on CPUs the libraries' own memory is not included. Warnings and errors use the
+same figures; the callers determine the available memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, Self
 
 from scalerl_api.fields import quantity_bytes
@@ -21,6 +22,20 @@ BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
 _MOMENTS_BYTES = 8
 """Bytes per parameter of AdamW's two float32 moments."""
+BUCKET_ELEMENTS = 50_000_000
+"""Maximum size of DeepSpeed's communication buckets, in elements."""
+ALLREDUCE_ELEMENTS = 500_000_000
+"""Elements of gradients that DeepSpeed copies into one buffer to reduce them without ZeRO."""
+SUB_GROUP_ELEMENTS = 1_000_000_000
+"""Elements that ZeRO-3 updates at a time."""
+CHUNK_BYTES = 64 * 2**20
+"""Logits that the output head computes at a time."""
+_BUCKET_BYTES: Final[Mapping[int, int]] = {0: 0, 1: 0, 2: 7, 3: 11}
+"""Bytes per element of a bucket by ZeRO stage, for bfloat16: the buffer, its float32 copy, and what is being reduced."""
+CONTEXT_BYTES = 5 * 2**28
+"""Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
+FRAGMENTATION = 0.05
+"""Share of the tensors' memory that torch's allocator cannot use [by reading]."""
 _GIB = 2.0**30
 
 
@@ -76,18 +91,22 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
+    """Kept for the backward pass, and recomputed ones of a layer."""
+    buffers: int = 0
+    """Largest of what is allocated for a while: the output head's float32 copies beside communication buckets, a publish."""
     reference: int = 0
     """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
+    allowance: int = 0
+    """For the accelerator's libraries and fragmentation."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.reference
+        return sum(getattr(self, part.name) for part in fields(self))
 
     def __str__(self) -> str:
-        names = ["parameters", "gradients", "optimizer", "activations"]
-        if self.reference:
-            names.append("reference")
-        parts = ", ".join(f"{name} {getattr(self, name) / _GIB:.1f}" for name in names)
+        optional = ("reference", "allowance")
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
+        parts = ", ".join(f"{n} {v / _GIB:.1f}" for n, v in named.items() if v or n not in optional)
         return f"{self.total / _GIB:.1f} GiB ({parts})"
 
 
@@ -101,6 +120,9 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
         frozen=(spec.recipe.kl.penalty is not None) + (spec.recipe.proximal_updates > 0),
+        fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
+        publish_bytes=quantity_bytes(spec.weight_sync.bucket),
+        accelerator=spec.trainer.devices > 0,
     )
 
 
@@ -113,17 +135,23 @@ def rank_memory(
     micro_batch_tokens: int,
     activation_checkpointing: bool = False,
     frozen: int = 0,
+    fp32_head: bool = True,
+    publish_bytes: int = 0,
+    accelerator: bool = False,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> RankMemory:
-    """Memory per rank for training with AdamW under DeepSpeed.
+    """Peak memory per rank of a step with AdamW under DeepSpeed.
 
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
-    that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Stage 1 divides the optimizer state
-    by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``frozen`` models have only parameters; their
-    activations are freed before those of the policy are allocated.
+    that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
+    Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``frozen``
+    models have only parameters; their activations are freed before those of the policy are allocated. ``publish_bytes``: a
+    bucket of a publish, of which two are in use.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
-    >>> rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
-    RankMemory(parameters=2000, gradients=4000, optimizer=6000, activations=69632, reference=0)
+    >>> memory = rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
+    >>> memory.parameters, memory.gradients, memory.optimizer
+    (2000, 4000, 6000)
 
     Raises:
         ValueError: ``zero_stage`` does not exist, or ``world`` is less than 1.
@@ -132,22 +160,41 @@ def rank_memory(
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
     count, hidden, each = size.parameters, size.hidden_size, BYTES[dtype]
     master = 0 if dtype == "float32" and zero_stage == 0 else 4
+    output = size.vocabulary_size * hidden
 
     def share(from_stage: int) -> int:
         return math.ceil(count / world) if zero_stage >= from_stage else count
 
     parameters = share(3) * each
-    if zero_stage == 3:
+    if zero_stage == 3 and world > 1:
         # Parameters gathered for use: at most two layers and the embeddings, never more than the model.
         layer = 4 * hidden**2 + 3 * hidden * size.intermediate_size
-        parameters += min(count, 2 * layer + 2 * hidden * size.vocabulary_size) * each
-    gradients = share(2) * 4  # accumulated in float32, also for bfloat16 models
+        parameters += min(count, 2 * layer + 2 * output) * each
+    gradients = share(2) * 4
+    if dtype == "float32" and zero_stage == 1:
+        gradients += share(1) * 4  # the reduced partition, beside the whole gradients
     optimizer = share(1) * (_MOMENTS_BYTES + master)
     # Values kept per token and layer: about 34 of the hidden size (arXiv 2205.05198, without the attention matrix),
     # one with activation checkpointing.
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
     activations = micro_batch_tokens * hidden * kept * each
-    return RankMemory(parameters, gradients, optimizer, activations, parameters * frozen)
+    # The head: the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits.
+    copies = 4 * output + (each * output if each != 4 else 0) + (4 * output if fp32_head and each != 4 else 0)
+    head = copies + 3 * min(CHUNK_BYTES, 4 * micro_batch_tokens * size.vocabulary_size)
+    bucket = _BUCKET_BYTES[zero_stage] * min(bucket_elements, count)
+    # After the backward pass, when activations and the head's copies are free again: the buffer in which gradients are reduced
+    # without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time.
+    update = {0: 4 * min(ALLREDUCE_ELEMENTS, count), 3: 4 * min(SUB_GROUP_ELEMENTS, share(1))}.get(
+        zero_stage, 0
+    )
+    publish = 2 * max(min(publish_bytes, count * each), output * each)
+    # ZeRO-3 partitions the model after it is on the device as a whole.
+    loading = count * each - (parameters + gradients + optimizer)
+    buffers = max(head + bucket, max(update, publish, loading) - activations)
+    parts = RankMemory(parameters, gradients, optimizer, activations, buffers, share(3) * each * frozen)
+    if not accelerator:
+        return parts
+    return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
@@ -172,3 +219,65 @@ def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
     if spec.trainer.devices == 0:
         needs["trainer"] = spec.trainer.ranks * trainer_rank_memory(size, spec).total
     return needs
+
+
+@dataclass(frozen=True, slots=True)
+class TooLittle:
+    """A role needs more memory of an accelerator than it has."""
+
+    field: str
+    """Of the spec, below ``spec``: the role."""
+    problem: str
+    """The figures."""
+    advice: str
+    """What to change."""
+
+
+def device_memory_problem(
+    size: ModelSize, spec: RunSpec, trainer: int | None, generator: int | None
+) -> TooLittle | None:
+    """A role whose need exceeds its accelerators' memory, in bytes; None if both fit or the memory is unknown."""
+    if spec.trainer.devices and trainer is not None:
+        rank = trainer_rank_memory(size, spec)
+        if rank.total > trainer:
+            return TooLittle(
+                "trainer",
+                f"one trainer rank needs about {rank}, there are {trainer / _GIB:.1f} on its GPU",
+                _trainer_advice(size, spec, trainer),
+            )
+    if spec.generator.devices and generator is not None:
+        fraction, server = float(spec.generator.memory_fraction), server_memory(size, spec)
+        if server > fraction * generator:
+            return TooLittle(
+                "generator",
+                f"a generator's share of the weights is {server / _GIB:.1f} GiB a GPU, generator.memoryFraction "
+                f"({spec.generator.memory_fraction}) of {generator / _GIB:.1f} GiB is less",
+                "choose a smaller model or more generator.devices",
+            )
+    return None
+
+
+def _trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
+    """The first of a few changes with which a rank would fit, or what to choose otherwise."""
+
+    def fits(**changes: object) -> bool:
+        trainer = spec.trainer.model_copy(update=changes)
+        return trainer_rank_memory(size, spec.model_copy(update={"trainer": trainer})).total <= there
+
+    ways: list[dict[str, object]] = [{"activation_checkpointing": True}]
+    ways += [{"zero_stage": stage} for stage in range(spec.trainer.zero_stage + 1, 4)]
+    ways += [{"zero_stage": 3, "activation_checkpointing": True}]
+    ways += [
+        {"zero_stage": 3, "activation_checkpointing": True, "replicas": n * spec.trainer.replicas}
+        for n in (2, 4, 8)
+    ]
+    names = {
+        "zero_stage": "zeroStage",
+        "activation_checkpointing": "activationCheckpointing",
+        "replicas": "replicas",
+    }
+    for way in ways:
+        if fits(**way):
+            set_to = ", ".join(f"trainer.{names[k]}: {str(v).lower()}" for k, v in way.items())
+            return f"{set_to} would fit; or choose a smaller model, more ranks or a smaller trainer.microBatchTokens"
+    return "choose a smaller model, more ranks, a smaller trainer.microBatchTokens or larger accelerators"

@@ -119,6 +119,9 @@ class GeneratorSpec(Model):
     """CPU only: memory of the KV cache (on a GPU, memoryFraction determines it)."""
     memory_fraction: PositiveUnitDecimal = "0.9"
     """GPU only: fraction of the device memory that vLLM uses."""
+    device_memory: MemoryQuantity | None = None
+    """Memory of one accelerator, such as 80Gi: a run whose weights need more is refused before it starts. Default: what
+    nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
     lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
     """A group without progress for this long is reassigned to another generator. Progress of its completions
     restarts the timer, so the value may be less than the duration of a generation, but must exceed that of a
@@ -191,6 +194,9 @@ class TrainerSpec(Model):
     contextTokens if larger."""
     activation_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
+    device_memory: MemoryQuantity | None = None
+    """Memory of one accelerator, such as 80Gi: a run that needs more is refused before it starts, with the estimate.
+    Default: what nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
     export: ExportSpec = ExportSpec()
     """Export of models in Hugging Face format."""
     max_restarts: MaxRestarts = 20

@@ -270,6 +270,13 @@ def _of_unread_fields(spec: RunSpec) -> Iterator[SpecProblem]:
             "is for CPUs; on devices vLLM takes what memoryFraction leaves",
             "leave it out",
         )
+    for role, section in (("generator", spec.generator), ("trainer", spec.trainer)):
+        if section.device_memory is not None and not section.devices:
+            yield SpecProblem(
+                f"spec.{role}.deviceMemory",
+                f"is not used with {role}.devices: 0",
+                "leave it out, or set devices",
+            )
     if bool(spec.generator.devices) != bool(spec.trainer.devices):
         without = "trainer" if spec.generator.devices else "generator"
         yield SpecProblem(

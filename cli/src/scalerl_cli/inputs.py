@@ -11,7 +11,7 @@ import yaml
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import SourcesSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_cli.machine import gpu_problem, memory_problem, vllm_problem
+from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
@@ -109,6 +109,8 @@ def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
     """
     from scalerl_trainer import model_checks
 
+    if (problem := declared_memory_problem(spec)) is not None:
+        yield problem
     if spec.model.path is not None:
         yield from model_checks.model_problems(Path(spec.model.path), spec, structure=structure)
     else:

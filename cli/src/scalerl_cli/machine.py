@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import BYTES, ModelSize, host_memory
+from scalerl_api.memory import BYTES, ModelSize, device_memory_problem, host_memory
 from scalerl_api.spec import RunSpec
 
 _GIB = 2**30
@@ -85,6 +86,22 @@ def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem |
         "take a smaller model, dtype: bfloat16, a higher trainer.zeroStage, fewer replicas, a smaller "
         "trainer.microBatchTokens, or a smaller generator.kvCache",
     )
+
+
+def declared_memory_problem(spec: RunSpec) -> SpecProblem | None:
+    """A run that needs more memory of an accelerator than ``deviceMemory`` of its role; None if that or the size is unknown."""
+    size = model_size(spec)
+    if size is None:
+        return None
+    trainer, generator = (
+        quantity_bytes(role.device_memory) if role.device_memory else None
+        for role in (spec.trainer, spec.generator)
+    )
+    found = device_memory_problem(size, spec, trainer, generator)
+    if found is None:
+        return None
+    where = f"spec.{found.field}.deviceMemory"
+    return SpecProblem(where, f"{size.parameters / 1e6:,.0f} M parameters: {found.problem}", found.advice)
 
 
 NUMA = "libnuma.so.1"

@@ -72,8 +72,8 @@ def parser() -> argparse.ArgumentParser:
         "source",
         type=Path,
         metavar="DIR|FILE",
-        help="run directory, or a decisions.jsonl (- for standard input); on a cluster, the coordinator's pod has it in "
-        "/run/scalerl/run",
+        help="run directory or its decisions.jsonl (- for standard input; on a cluster: kubectl exec -c coordinator "
+        "NAME-coordinator-0 -- cat /run/scalerl/run/decisions.jsonl | scalerl replay -)",
     )
     replay.add_argument(
         "--policy",

@@ -412,6 +412,30 @@ def installed(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+def test_validate_compares_estimate_with_device_memory(tmp_path: Path) -> None:
+    """Also for another machine: 8 billion parameters on 4 × 80 GB at stage 1, from a folder's config and the size of its file."""
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+    (model / "config.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"}))
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(2 * 8_190_735_360)  # sparse: it takes no space
+    trainer = {"devices": 4, "deviceMemory": "80Gi", "activationCheckpointing": True}
+    roles = {"trainer": trainer, "generator": {"devices": 1, "deviceMemory": "80Gi"}}
+    spec = GOOD["spec"] | {"model": {"path": "model", "contextTokens": 8192}} | roles
+
+    def found(**changes: Any) -> list[str]:
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(GOOD | {"spec": spec | {"trainer": trainer | changes}}))
+        return [str(one) for one in problems(file, any_machine=True) if "deviceMemory" in str(one)]
+
+    (problem,) = found()
+    assert "spec.trainer.deviceMemory: 8,191 M parameters: one trainer rank needs about 84." in problem
+    assert "there are 80.0 on its GPU" in problem
+    assert "trainer.zeroStage: 2 would fit" in problem
+    assert found(zeroStage=2) == found(replicas=2) == found(deviceMemory="141Gi") == []
+
+
 @pytest.mark.parametrize(
     ("name", "version", "devices", "words"),
     [

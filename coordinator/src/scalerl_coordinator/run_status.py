@@ -133,8 +133,8 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     if phase is Phase.WAITING:
         return f"the first weights to reach a generator{failed}"
     if phase is Phase.FINISHING and state.finish_reason:
-        failed = core.failed_checkpoint
-        return "the trainer's last checkpoint" + ("" if failed is None else f": {failed.reason}")
+        unsaved = core.failed_checkpoint
+        return "the trainer's last checkpoint" + ("" if unsaved is None else f": {unsaved.reason}")
     for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"

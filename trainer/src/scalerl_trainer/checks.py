@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import ModelSize, host_memory, server_memory, trainer_rank_memory
+from scalerl_api.memory import ModelSize, device_memory_problem, host_memory, trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
     EvaluationPrompts,
@@ -267,25 +268,25 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
         PrepareError: there is too little memory; the message has both figures and the fields to change.
     """
     model = f"{field}: {size.parameters / 1e6:,.0f} M parameters"
-    rank = trainer_rank_memory(size, spec)
     host = memory_bytes()
-    accelerator = gpu_memory_bytes() if spec.trainer.devices or spec.generator.devices else None
-    there, where = (accelerator, "on its GPU") if spec.trainer.devices else (host, "here")
-    if there is not None and rank.total > there:
-        raise PrepareError(
-            f"{model}: one trainer rank needs about {rank}, there are {there / _GIB:.1f} {where}: choose a smaller "
-            "model, a higher trainer.zeroStage, more trainer.devices or trainer.replicas, a smaller trainer.microBatchTokens or "
-            "trainer.activationCheckpointing"
-        )
-    if spec.generator.devices and accelerator is not None:
-        fraction = float(spec.generator.memory_fraction)
-        server = server_memory(size, spec)
-        if server > fraction * accelerator:
-            raise PrepareError(
-                f"{model}: a generator's share of the weights is {server / _GIB:.1f} GiB a GPU, "
-                f"generator.memoryFraction ({spec.generator.memory_fraction}) of {accelerator / _GIB:.1f} GiB is less: "
-                "choose a smaller model or more generator.devices"
+    found = gpu_memory_bytes() if spec.trainer.devices or spec.generator.devices else None
+    trainer, generator = (
+        quantity_bytes(role.device_memory) if role.device_memory else found
+        for role in (spec.trainer, spec.generator)
+    )
+    problem = device_memory_problem(size, spec, trainer, generator)
+    if problem is not None:
+        raise PrepareError(f"{model}: {problem.problem}: {problem.advice}")
+    for role, memory in (("trainer", trainer), ("generator", generator)):
+        if getattr(spec, role).devices and memory is None:
+            log.warning(
+                "%s.deviceMemory is not set and there is no GPU here: its memory is not checked", role
             )
+    if not spec.trainer.devices and (rank := trainer_rank_memory(size, spec)).total > host:
+        raise PrepareError(
+            f"{model}: one trainer rank needs about {rank}, there are {host / _GIB:.1f} here: choose a smaller model, a higher "
+            "trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or trainer.activationCheckpointing"
+        )
     needs = host_memory(size, spec)
     if one_machine and sum(needs.values()) > host:
         replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.ranks}

@@ -2,8 +2,8 @@
 
 A preset sets fields of :class:`~scalerl_api.recipe.spec.RecipeSpec` by path. A field that it does not set has its default,
 which is ScaleRL's. GRPO, DAPO and MiniMax-M1 follow the reimplementations that ScaleRL compares itself with
-(arXiv 2510.13786, appendix), which differ in parts from the original papers. Magistral has the loss of its own paper and the
-off-policy method of ScaleRL's reimplementation, whose loss is DAPO's.
+(arXiv 2510.13786, appendix), which differ in parts from the original papers. Magistral has its own paper's loss, aggregation,
+advantages and filter, and only the off-policy form of that reimplementation.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from scalerl_api.memory import BUCKET_ELEMENTS
 from scalerl_trainer.engine.distributed import limit_as_default
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.saved_state import Piece
@@ -36,8 +37,6 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 _CHECKPOINT_TAG = "state"
 """Folder of a checkpoint in DeepSpeed's own format, which earlier releases wrote."""
-_MAX_BUCKET_ELEMENTS = 50_000_000
-"""Maximum size of DeepSpeed's communication buckets."""
 
 
 class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
@@ -310,7 +309,7 @@ class FrozenModule:
 def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
     # DeepSpeed allocates whole buckets, so they should not exceed the model, and needs an even number of elements.
-    bucket = min(_MAX_BUCKET_ELEMENTS, parameters + parameters % 2)
+    bucket = min(BUCKET_ELEMENTS, parameters + parameters % 2)
     return {
         "train_batch_size": world,
         "train_micro_batch_size_per_gpu": 1,
@@ -318,7 +317,9 @@ def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, 
         "managed_gradient_accumulation": False,
         # At stage 0, ClippingAdamW clips instead.
         "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
-        "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16},
+        # Stage 1 adds each bfloat16 gradient to the float32 ones during the backward pass and frees it. By default it keeps both
+        # until the step: 2 bytes more per parameter.
+        "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16, "immediate_grad_update": bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         # The default is the model's dtype; in bfloat16 a rank's addend would be rounded away.
         "communication_data_type": "fp32",

@@ -1,0 +1,164 @@
+"""Memory of a trainer rank, measured, beside the estimate that refuses runs (``scalerl_api.memory``).
+
+    python benchmarks/memory.py [--quick] [--only NAME,...]
+
+Each case is an engine of one or two gloo ranks and a Llama of 50 M parameters, which takes two steps of two micro-batches. Bytes
+are the resident memory of rank 0 beyond that of the same process after two steps of a tiny model. *held* is after the second step,
+*peak* the maximum since the first; both per parameter. The estimate is of the peak. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scalerl_api.memory import ModelSize, rank_memory
+
+WORKER = Path(__file__).parent / "support" / "memory_worker.py"
+LIMIT_SECONDS = 600.0
+MODEL = {
+    "hidden_size": 512,
+    "num_hidden_layers": 10,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "vocab_size": 16384,
+    "tie_word_embeddings": True,
+}
+WIDE = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 768, "vocab_size": 150_000}
+"""Most of its parameters are in the embedding."""
+
+
+def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
+    settings = {
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "stage": stage,
+        "world": world,
+        "tokens": 64,
+        "sequences": 2,
+        "checkpointing": False,
+        "fp32_head": True,
+        "reference": False,
+        # Below the model's size, as those of a real run are.
+        "bucket": 5_000_000,
+    }
+    return settings | changes
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0, float32, 1 rank": case(0, 1, dtype="float32"),
+    "stage 0, float32, 2 ranks": case(0, 2, dtype="float32"),
+    "stage 1, 1 rank": case(1, 1),
+    "stage 1, 2 ranks": case(1, 2),
+    "stage 2, 1 rank": case(2, 1),
+    "stage 2, 2 ranks": case(2, 2),
+    "stage 3, 1 rank": case(3, 1),
+    "stage 3, 2 ranks": case(3, 2),
+    "stage 1, float32, 2 ranks": case(1, 2, dtype="float32"),
+    "vocabulary of 150,000": case(1, 1, model=WIDE),
+    "2,048 tokens": case(1, 1, tokens=2048, sequences=8),
+    "2,048 tokens, checkpointing": case(1, 1, tokens=2048, sequences=8, checkpointing=True),
+    "KL reference, stage 3": case(3, 1, reference=True),
+}
+QUICK = ("stage 1, 1 rank", "stage 2, 2 ranks")
+
+
+def measure(settings: dict[str, Any]) -> dict[str, int]:
+    """Rank 0's parameters, held and peak bytes. Raises ``RuntimeError`` with the ranks' last lines."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "WORLD_SIZE": str(settings["world"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        # Freed tensors go back to the system at once.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+    }
+    with tempfile.TemporaryFile("w+") as log:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps(settings)],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            for rank in range(settings["world"])
+        ]
+        try:
+            outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = [line for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+        if not results:
+            log.seek(0)
+            raise RuntimeError(log.read()[-2000:])
+    found: dict[str, int] = json.loads(results[0].removeprefix("RESULT "))
+    return found
+
+
+def estimate(settings: dict[str, Any], parameters: int) -> int:
+    model = settings["model"]
+    size = ModelSize(
+        parameters,
+        model["hidden_size"],
+        model["num_hidden_layers"],
+        model["intermediate_size"],
+        model["vocab_size"],
+    )
+    return rank_memory(
+        size,
+        dtype=settings["dtype"],
+        zero_stage=settings["stage"],
+        world=settings["world"],
+        micro_batch_tokens=settings["tokens"],
+        activation_checkpointing=settings["checkpointing"],
+        reference=settings["reference"],
+        fp32_head=settings["fp32_head"],
+        bucket_elements=settings["bucket"],
+    ).total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two cases")
+    parser.add_argument("--only", help="names of cases, separated by semicolons")
+    arguments = parser.parse_args()
+    names = arguments.only.split(";") if arguments.only else QUICK if arguments.quick else tuple(CASES)
+    rows: dict[str, dict[str, float]] = {}
+    print(f"{'case':28} {'held':>6} {'peak':>6} {'estimate':>9} {'error':>6}   bytes a parameter")
+    for name in names:
+        settings = CASES[name]
+        found = measure(settings)
+        count = found["parameters"]
+        expected = estimate(settings, count)
+        row = {
+            "held": found["held"] / count,
+            "peak": found["peak"] / count,
+            "estimate": expected / count,
+            "error": expected / found["peak"] - 1,
+        }
+        rows[name] = {key: round(value, 3) for key, value in row.items()}
+        print(
+            f"{name:28} {row['held']:6.2f} {row['peak']:6.2f} {row['estimate']:9.2f} {row['error']:+6.1%}",
+            flush=True,
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

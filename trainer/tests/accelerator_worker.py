@@ -1,0 +1,322 @@
+"""The trainer's step on tensors of an accelerator that does not exist: ``python accelerator_worker.py`` prints one JSON object.
+
+The tensors are torch's fake tensors: they have shape, dtype and device, and no values. Operations that mix them with tensors on
+the CPU raise, as on a GPU. So do operations that need a value (``item``, ``float``, ``bool``), and operations whose result's shape
+depends on values; transfers to the CPU are recorded with the function of the trainer that made them. The device is torch's
+private backend, because torch built for CUDA runs no backward pass of fake CUDA tensors without a driver. The backend stays
+registered in the process, so the tests start one.
+
+Tensors on the CPU are real and have values.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import scalerl_trainer
+from scalerl_api.weight_layout import lay_out
+from scalerl_trainer.algo.aggregation import sequence_weights
+from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.distillation import Distilled
+from scalerl_trainer.algo.kl import WithKl
+from scalerl_trainer.algo.losses import (
+    Cispo,
+    Dppo,
+    Gspo,
+    Loss,
+    LossOutput,
+    PpoClip,
+    Reinforce,
+    Supervised,
+    TokenBatch,
+)
+from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch
+from scalerl_trainer.engine import engine as engine_module
+from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
+from scalerl_trainer.engine.shard import pack_shard
+from scalerl_trainer.models import head as head_module
+from scalerl_trainer.packing import Sequence
+from scalerl_trainer.publish.buckets import fill, tensor_spec
+
+ACCELERATOR = "pretend"
+SOURCE = str(Path(scalerl_trainer.__file__).parent)
+VOCABULARY, HIDDEN = 64, 16
+
+MAY_WAIT = {
+    "engine/engine.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
+    "engine/engine.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
+    "engine/engine.py:_outlier_counts": "only in skipped steps",
+    "algo/losses/gspo.py:__call__": "the number of sequences, once per micro-batch",
+    "algo/losses/supervised.py:__call__": "the number of sequences, once per micro-batch",
+    "engine/deepspeed_engine.py:step": "the gradient norm decides whether the step is applied",
+    "publish/buckets.py:checksum_u8": "the checksum goes into the trailer, once per bucket",
+}
+"""Functions of the trainer that may wait for the device, each with its reason."""
+
+
+class Wait(Exception):
+    """A function that is not in :data:`MAY_WAIT` waits for the device."""
+
+
+class Accelerator(TorchDispatchMode):
+    """Runs operations on fake tensors of the accelerator, and raises ``Wait`` for those that wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode()
+        self.waits: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self.fake.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.fake.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        there = [x for x in leaves if isinstance(x, FakeTensor)]
+        if not there and not any(isinstance(x, torch.device) and x.type == ACCELERATOR for x in leaves):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        on_device = any(x.device.type == ACCELERATOR for x in there)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._wait("a value is read")
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.index.Tensor and on_device:
+            mask = args[1][0]
+            if mask is not None and mask.dtype == torch.bool:
+                self._wait("a mask selects")
+                return args[0].clone()
+        args, kwargs = tree_map(self._faked, (args, kwargs))
+        result = func(*args, **kwargs)
+        if on_device and func is not torch.ops.aten.detach.default:
+            changed = args[0] if func is torch.ops.aten.copy_.default else result
+            if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in tree_leaves(changed)):
+                self._wait("a tensor is moved to the CPU")
+        return result
+
+    def _faked(self, value: Any) -> Any:
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self.fake.from_tensor(value) if real else value
+
+    def _wait(self, what: str) -> None:
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(SOURCE)]
+        at = f"{frames[-1].filename[len(SOURCE) + 1 :]}:{frames[-1].name}" if frames else "a test's own code"
+        if at not in MAY_WAIT:
+            raise Wait(f"{what} in {at}")
+        self.waits[at] += 1
+
+
+class PlainEngine:
+    """In place of DeepSpeed: one rank, torch's AdamW."""
+
+    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+        del device
+        self.module = module
+        self.optimizer = ClippingAdamW(module.parameters(), lr=settings.learning_rate)
+        self.optimizer.max_norm = settings.max_gradient_norm
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        del learning_rate
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        assert gradients
+        assert all(g.device.type == ACCELERATOR for g in gradients)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.optimizer.gradient_norm
+
+    @contextmanager
+    def gathered(self, parameters: Any) -> Iterator[None]:
+        del parameters
+        yield
+
+    def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
+        return tuple(parameter.shape)
+
+
+def model(tied: bool) -> Any:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+    )
+    made = LlamaForCausalLM(config).to(torch.bfloat16)
+    made.config.use_cache = False
+    moved: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module in made.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in moved:
+                    moved[parameter] = torch.nn.Parameter(parameter.detach().to(ACCELERATOR))
+                module._parameters[name] = moved[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(ACCELERATOR)
+    return made.train()
+
+
+def batch() -> TrainBatch:
+    """Four sequences in three micro-batches, one with forced tokens, fresh and stale ones, with a teacher's log-probabilities."""
+    sequences = [
+        Sequence([3, 4], list(range(5, 14))),
+        Sequence([3], list(range(9, 14)), [True, False, True, True, True]),
+        Sequence([6, 7, 8], list(range(20, 31))),
+        Sequence([9], [10, 11]),
+    ]
+    count = sum(len(s.trainable_places()) for s in sequences)
+    lengths_s = torch.tensor([len(s.trainable_places()) for s in sequences])
+    return TrainBatch(
+        sequences,
+        sequence_weights(lengths_s, torch.tensor([0, 0, 1, 1])).float(),
+        torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        torch.full((count,), -4.0),
+        torch.arange(count) % 3 == 0,
+        torch.full((count,), -3.0),
+    )
+
+
+def gathered_vectors(vector: torch.Tensor) -> torch.Tensor:
+    """In place of the collective, which is the one place of a step where the CPU waits for the device: 1 rank, no values."""
+    assert vector.device.type == ACCELERATOR, vector.device
+    return torch.zeros(1, *vector.shape, dtype=vector.dtype)
+
+
+def engine(*, fp32_head: bool = True, reference: bool = False) -> Engine:
+    """Without activation checkpointing: the private backend's thread cannot run its Python code in the backward pass."""
+    settings = EngineSettings(micro_batch_tokens=16, fp32_head=fp32_head, ratio_guard=None)
+    made = Engine(model(tied=True), settings, torch.device(ACCELERATOR))
+    if reference:
+        made.set_reference(model(tied=False))
+    return made
+
+
+LOSSES: dict[str, Loss] = {
+    "cispo": Cispo(),
+    "dppo": Dppo(),
+    "gspo": Gspo(),
+    "ppoClip": PpoClip(),
+    "reinforce": Reinforce(),
+    "supervised": Supervised(),
+    "truncated": Corrected(Cispo(), 2.0, "truncate"),
+    "masked": Corrected(PpoClip(), 2.0, "mask"),
+    "distilled": Distilled(Cispo(), 0.5),
+    "distilled gspo, corrected": Distilled(Corrected(Gspo(), 2.0, "mask"), 0.5),
+    **{f"kl {name}": WithKl(Cispo(), name, 0.1) for name in ("k1", "k2", "k3")},
+}
+
+
+class Planted:
+    """A loss with a fault."""
+
+    def __init__(self, fault: Callable[[TokenBatch], object]) -> None:
+        self.fault = fault
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        self.fault(tokens)
+        return Cispo()(tokens)
+
+
+FAULTS: dict[str, Callable[[TokenBatch], object]] = {
+    "cpu": lambda tokens: tokens.logprobs_n.detach().cpu(),
+    "to": lambda tokens: tokens.advantages_n.to("cpu", torch.float64),
+    "copy": lambda tokens: torch.empty_like(tokens.weights_n, device="cpu").copy_(tokens.weights_n),
+    "item": lambda tokens: tokens.logprobs_n.sum().item(),
+    "float": lambda tokens: float(tokens.advantages_n.max()),
+    "if": lambda tokens: bool((tokens.weights_n > 0).all()),
+    "tolist": lambda tokens: tokens.sequence_n.tolist(),
+    "device": lambda tokens: tokens.logprobs_n + torch.ones(len(tokens.logprobs_n)),
+    "unique": lambda tokens: torch.unique(tokens.sequence_n),
+    "mask": lambda tokens: tokens.logprobs_n[tokens.advantages_n > 0].sum(),
+}
+
+
+def publish(made: Engine) -> int:
+    """Fill every bucket of a publish; returns their number."""
+    tensors = [
+        (name, tensor)
+        for bucket in made.gather_parameters(1 << 12)
+        for name, tensor in zip(bucket.names, bucket.tensors, strict=True)
+    ]
+    stream = iter(tensors)
+    buckets = lay_out([tensor_spec(*one) for one in tensors], 1 << 12)
+    buffer = torch.empty(max(b.total_bytes for b in buckets), dtype=torch.uint8, device=ACCELERATOR)
+    for one in buckets:
+        assert fill(one, 7, stream, buffer).device.type == ACCELERATOR
+    return len(buckets)
+
+
+def outcome(mode: Accelerator, work: Callable[[], object]) -> dict[str, Any]:
+    """What ``work`` returned or raised, and where it waited."""
+    mode.waits.clear()
+    try:
+        result = work()
+    except Exception as error:
+        return {"raised": type(error).__name__, "message": str(error).splitlines()[0][:300]}
+    return {"result": result, "waits": dict(mode.waits)}
+
+
+def stepped(loss: Loss, **settings: bool) -> dict[str, Any]:
+    stats = engine(**settings).step(batch(), loss)
+    return {"applied": stats.applied, "micro_batches": stats.micro_batches}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    _setup_privateuseone_for_python_backend(ACCELERATOR)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine_module.DeepSpeedEngine = PlainEngine  # type: ignore[misc,assignment]
+    engine_module.FrozenModule = lambda module, *_: torch.no_grad()(module)  # type: ignore[misc,assignment]
+    engine_module.gather_vectors = gathered_vectors
+    # It exchanges the shard's sizes, which have values, in tensors of the device.
+    engine_module.pack_shard = lambda *a, device, **k: pack_shard(*a, device=torch.device("cpu"), **k)  # type: ignore[assignment]
+    found: dict[str, Any] = {}
+    with Accelerator() as mode:
+        for name, loss in LOSSES.items():
+            found[f"loss {name}"] = outcome(mode, lambda loss=loss: stepped(loss, reference=True))
+        found["bfloat16 head"] = outcome(mode, lambda: stepped(Cispo(), fp32_head=False))
+        found["logprobs"] = outcome(mode, lambda: len(engine().logprobs(batch().sequences).logprobs_n))
+        found["publish"] = outcome(mode, lambda: publish(engine()))
+        for name, fault in FAULTS.items():
+            found[f"fault {name}"] = outcome(mode, lambda fault=fault: stepped(Planted(fault)))
+        plain = head_module._logits
+
+        def moved(*arguments: Any) -> torch.Tensor:
+            logits_cv = plain(*arguments)
+            return logits_cv.cpu() if sys._getframe(1).f_code.co_name == "backward" else logits_cv
+
+        head_module._logits = moved
+        found["fault head"] = outcome(mode, lambda: stepped(Cispo()))
+    print(json.dumps(found))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The step, the losses and the publish on tensors of an accelerator without one: no mixed devices, and no waits for the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("accelerator_worker.py")
+A_STEP = {"engine/engine.py:_tables", "engine/deepspeed_engine.py:step"}
+"""Where every step waits."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(WORKER)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.slow
+def test_step_with_every_loss_stays_on_device(found: dict[str, dict[str, Any]]) -> None:
+    steps = {name: one for name, one in found.items() if name.startswith("loss ")}
+    steps |= {"bfloat16 head": found["bfloat16 head"]}
+    assert len(steps) == 14
+    for name, one in steps.items():
+        assert one.get("result") == {"applied": True, "micro_batches": 3}, (name, one)
+        own = {place for place in one["waits"] if place.startswith("algo/")}
+        assert set(one["waits"]) - own == A_STEP, (name, one)
+        assert own <= {"algo/losses/gspo.py:__call__", "algo/losses/supervised.py:__call__"}, (name, one)
+        # Once a step, or once in each micro-batch (three indices by a mask).
+        assert one["waits"]["engine/deepspeed_engine.py:step"] == 1
+        assert one["waits"]["engine/engine.py:_tables"] == 9
+
+
+@pytest.mark.slow
+def test_logprobs_and_publish_wait_once_each(found: dict[str, dict[str, Any]]) -> None:
+    """Scoring waits for two vectors per micro-batch, a publish for the checksum of each bucket."""
+    assert found["logprobs"] == {"result": 26, "waits": {"engine/engine.py:logprobs": 6}}
+    buckets = found["publish"]["result"]
+    assert buckets > 1
+    assert found["publish"]["waits"] == {"publish/buckets.py:checksum_u8": buckets}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("cpu", "Wait", "a tensor is moved to the CPU"),
+        ("to", "Wait", "a tensor is moved to the CPU"),
+        ("copy", "Wait", "a tensor is moved to the CPU"),
+        ("item", "Wait", "a value is read"),
+        ("float", "Wait", "a value is read"),
+        ("if", "Wait", "a value is read"),
+        ("tolist", "Wait", "a value is read"),
+        ("mask", "Wait", "a mask selects"),
+        ("device", "FakeTensorDeviceMismatchError", "Expected all tensors to be on the same device"),
+        ("head", "Wait", "a tensor is moved to the CPU in models/head.py:backward"),
+        ("unique", "DynamicOutputShapeException", "aten._unique2"),
+    ],
+)
+def test_planted_fault_in_step_is_found(
+    fault: str, error: str, message: str, found: dict[str, dict[str, Any]]
+) -> None:
+    got = found[f"fault {fault}"]
+    assert got.get("raised") == error, got
+    assert message in got["message"]

@@ -1,0 +1,38 @@
+"""The estimate of a rank's memory against the resident memory of real ranks."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["stage 0, float32, 1 rank", "stage 1, 2 ranks", "stage 2, 2 ranks", "stage 3, 2 ranks"]
+)
+def test_estimate_is_within_a_tenth_of_measured(name: str) -> None:
+    module: dict[str, Any] = runpy.run_path(str(BENCHMARK))
+    settings = module["CASES"][name]
+    found = module["measure"](settings)
+    expected = module["estimate"](settings, found["parameters"])
+    assert expected == pytest.approx(found["peak"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
+    """Stage 1 keeps 2 bytes less per parameter; the estimate counts on it. The full test measures it."""
+    from scalerl_api.memory import BUCKET_ELEMENTS
+    from scalerl_trainer.engine.deepspeed_engine import _config
+    from scalerl_trainer.engine.settings import EngineSettings
+
+    config = _config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
+    assert config["bf16"]["immediate_grad_update"] == (dtype == "bfloat16")
+    # The estimate's buckets are the engine's.
+    assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
