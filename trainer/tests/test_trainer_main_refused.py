@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import until
+from trainer_run import until
 
 from scalerl_api.process import PUBLISH_REFUSED_EXIT_CODE
 

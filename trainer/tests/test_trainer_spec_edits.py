@@ -72,7 +72,7 @@ def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edi
     )
 
 
-PREPARATION = {"prepare.py", "checks.py"}
+PREPARATION = {"prepare.py", "checks.py", "model_checks.py"}
 """Of the Job before the run; :data:`scalerl_api.edits.EDITS` has the fields that repeat it."""
 SOURCES = sorted(
     path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in PREPARATION

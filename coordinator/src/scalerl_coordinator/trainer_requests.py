@@ -192,9 +192,9 @@ class TrainerRequests:
     def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
         version = state.version
-        if (
-            core.interrupted or not state.leased
-        ):  # no generator ever held weights: there is nothing to evaluate
+        # Without weights at any generator so far, an evaluation needs one that is there and can load them.
+        hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
+        if core.interrupted or hopeless:
             return self._finish(now)
         if state.published != version or (self._outdated(now) and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
