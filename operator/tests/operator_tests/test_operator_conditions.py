@@ -68,9 +68,7 @@ memories = st.builds(
     Memory,
     attempt=st.integers(0, 5),
     last_recorded_attempt=st.integers(0, 5),
-    record=st.builds(
-        Record, st.integers(0, 9), st.integers(0, 9), st.booleans(), st.booleans(), st.integers(0, 9)
-    ),
+    record=st.builds(Record, *[st.integers(0, 9)] * 2, *[st.booleans()] * 3, st.integers(0, 9)),
     restarts=st.integers(0, 9),
     ready_since=times,
     drain_since=times,

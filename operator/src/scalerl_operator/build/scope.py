@@ -185,7 +185,7 @@ def _excluded(role: Role) -> dict[str, Any]:
 
 _SWITCHES: Final = frozenset(
     [
-        *("by_length", "history", "refill", "tensor_board", "wandb"),
+        *("by_length", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )

@@ -254,7 +254,10 @@ def _last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
-            return last_log_line(file.read().decode(errors="replace"))
+            line = last_log_line(file.read().decode(errors="replace"))
+            return (
+                "" if line.startswith("--- ") else line
+            )  # the line that marks a start: the process printed nothing
     except OSError:
         return ""
 
