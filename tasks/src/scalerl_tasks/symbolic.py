@@ -85,6 +85,11 @@ def can_be_met(reference: Answer) -> bool:
 def _answers_equal(reference: Answer, given: Answer) -> bool:
     if _same_text(reference.text, given.text):
         return True
+    if reference.choice and given.choice:
+        return reference.choice == given.choice and _answers_equal(
+            math_answer.read_answer(reference.content, is_reference=True),
+            math_answer.read_answer(given.content),
+        )
     times = any(isinstance(a, Time) for a in reference.readings) and any(
         isinstance(b, Time) for b in given.readings
     )
@@ -135,9 +140,13 @@ def _equal(a: Node, b: Node) -> bool:
         top, bottom = map(_value, group.members)
         value = _value(other)
         return None not in (top, bottom, value) and bottom != 0 and _same(top / bottom, value)
-    if group.kind in ("union", "tuple") and isinstance(other, Leaf):
+    if group.kind in ("union", "tuple", "difference") and isinstance(other, Leaf):
         return _real_sets_equal(group, other)
-    return False
+    return group.kind == "set" and not group.members and _is_empty_set(other)
+
+
+def _is_empty_set(node: Node) -> bool:
+    return isinstance(node, Leaf) and node.words in _NO_SOLUTION
 
 
 def _groups_equal(a: Group, b: Group) -> bool:
@@ -159,7 +168,7 @@ def _groups_equal(a: Group, b: Group) -> bool:
         return _ratios_equal(a.members, b.members)
     if kinds == {"compound"} or kinds == {"matrix"}:
         return _ordered_equal(a.members, b.members)
-    if "union" in kinds:
+    if kinds & {"union", "difference"}:
         if kinds == {"union"} and _unordered_equal(a.members, b.members, distinct=True):
             return True
         return _real_sets_equal(a, b)
@@ -225,9 +234,9 @@ def _leaves_equal(a: Leaf, b: Leaf) -> bool:
     if a.words and b.words and a.words == b.words:
         return True
     if a.words and b.words and (not a.latex or not b.latex):
-        return False
+        return a.words in _ALL_REALS and b.words in _ALL_REALS
     if not a.latex or not b.latex:
-        return _words_equal(a, b)
+        return _words_equal(a, b) or (bool({a.words, b.words} & _ALL_REALS) and _real_sets_equal(a, b))
     if a.quantity is not None and b.quantity is not None:
         return same_quantity(a.quantity, b.quantity) or _approximately(a, b)
     if a.unit and b.unit and a.unit != b.unit and {a.unit, b.unit} != {"°", "rad"}:
@@ -350,6 +359,11 @@ def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
         sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial
     )
     points = _NATURAL_POINTS if natural else _POINTS
+    # x^{2/3} of a negative x is real to most authors, and complex to sympy.
+    odd_roots = any(
+        power.exp.is_Rational and power.exp.q % 2 and power.exp.q > 1 and power.base.free_symbols
+        for power in a.atoms(sympy.Pow) | b.atoms(sympy.Pow)
+    )
     agreed = 0
     for at in range(len(points)):
         values = {
@@ -360,11 +374,12 @@ def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
             left, right = a.subs(values), b.subs(values)
             if left.has(*_UNEVALUATED) or right.has(*_UNEVALUATED):
                 left, right = left.doit(), right.doit()
-            compared = (
-                None
-                if left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo)
-                else _compare_values(left, right)
-            )
+            if (left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo)) or (
+                odd_roots and left.is_real is not right.is_real
+            ):
+                compared = None
+            else:
+                compared = _compare_values(left, right)
         except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError):
             continue
         if compared is False:
@@ -451,6 +466,13 @@ def _consistent(relation: Relation) -> bool:
 def _equations_equal(a: Relation, b: Relation) -> bool:
     if not _consistent(b):
         return False
+    names = [re.fullmatch(r"([a-z])\(([a-z])\)", node.name or "") for node in (a, b)]
+    if names[0] and names[1] and names[0][1] == names[1][1] and names[0][2] != names[1][2]:
+        left, right = _value(a.parts[-1]), _value(b.parts[-1])
+        ours, theirs = (sympy.Symbol(name[2], real=True) for name in names if name)
+        if left is None or right is None or right.has(ours):
+            return False
+        return _same(left, right.subs(theirs, ours))
     if a.name is not None and b.name is not None:
         if a.name == b.name and _equal(a.parts[-1], b.parts[-1]):
             return True
@@ -521,9 +543,24 @@ def _real_sets_equal(a: Node, b: Node) -> bool:
     return bool(left == right) or bool(left.symmetric_difference(right) == sympy.S.EmptySet)
 
 
+_NO_SOLUTION = frozenset(("no solution", "no real solution", "empty set", "empty"))
+_ALL_REALS = frozenset(
+    (
+        "all real number",
+        "all real",
+        "real number",
+        "all real value",
+        "set of all real number",
+        "every real number",
+    )
+)
+
+
 def _real_set(node: Node) -> Any:
     """The set of reals that a node describes; None if it does not, or not simply."""
     if isinstance(node, Leaf):
+        if node.words in _ALL_REALS:
+            return sympy.S.Reals
         return {r"\mathbb{R}": sympy.S.Reals}.get(node.latex.replace(" ", ""))
     if isinstance(node, Relation):
         return _solutions(node)
@@ -537,6 +574,9 @@ def _real_set(node: Node) -> Any:
     if node.kind == "set":
         values = [_value(member) for member in node.members]
         return None if any(value is None for value in values) else sympy.FiniteSet(*values)
+    if node.kind == "difference":
+        whole, removed = map(_real_set, node.members)
+        return None if whole is None or removed is None else sympy.Complement(whole, removed)
     if node.kind in ("union", "and", "or"):
         sets = [_real_set(member) for member in node.members]
         if any(one is None for one in sets):
@@ -554,8 +594,23 @@ def _solutions(relation: Relation) -> Any:
     if len(symbols) != 1:
         return None
     (symbol,) = symbols
+    if len(values) == 2 and (between := _absolute(*values, relation.operators[0])) is not None:
+        return _solutions_of(*between, symbol)
+    return _solutions_of(values, relation.operators, symbol)
+
+
+def _absolute(left: Any, right: Any, operator: str) -> tuple[list[Any], tuple[str, ...]] | None:
+    """``|f| < c`` as ``-c < f < c``; None for other inequalities."""
+    if isinstance(right, sympy.Abs):
+        left, right, operator = right, left, _FLIPPED[operator]
+    if not isinstance(left, sympy.Abs) or right.free_symbols or operator not in ("<", r"\leq"):
+        return None
+    return [-right, left.args[0], right], (operator, operator)
+
+
+def _solutions_of(values: list[Any], operators: Sequence[str], symbol: Any) -> Any:
     found = sympy.S.Reals
-    for (left, right), operator in zip(pairwise(values), relation.operators, strict=True):
+    for (left, right), operator in zip(pairwise(values), operators, strict=True):
         if sympy.oo in (left, right) or -sympy.oo in (left, right):
             continue  # x < \infty
         difference = sympy.expand(left - right)
