@@ -279,7 +279,7 @@ def normalize(text: str) -> str:
     s = _CERTAIN_COMMA.sub("", s)
     s = _DECIMAL_COMMA.sub(".", s)
     s = _THIN_THOUSANDS.sub("", s)
-    s = s.replace("\\!", "")
+    s = s.replace("\\!", "").replace("{:}", ":")
     s = _DECORATION.sub(" ", s)
     s = _HSPACE.sub(" ", s)
     if "matrix" not in s and "array" not in s and "cases" not in s:

@@ -63,6 +63,7 @@ _INTEGER_CONDITION = re.compile(
     r"\s*(?:,|;)?\s*\(?(?:\\text\{(?:for|where|with)[^{}]*\})?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}\)?\s*\.?\s*"
 )
 _REALS_WITHOUT = re.compile(r"\s*(\\mathbb\{R\})\s*-\s*(?=\\\{)")
+_DATE = re.compile(r"[0-9]{4}([-/])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/])[0-9]{1,2}\2[12][0-9]{3}")
 _PHRASE = re.compile(
     r"\b(?:is|are|was|were|be|get|gets|gives?|equals?|equal\s+to|has|have|there\s+are)\s*:?\s+(?=\S)"
 )
@@ -127,7 +128,7 @@ class Group:
         kind: ``list`` (without brackets), ``set``, ``tuple`` (in brackets), ``union``, ``ratio``, ``compound`` (``5 h 20 min``),
             ``matrix`` (rows are tuples), ``and`` or ``or`` (of relations), ``difference`` (of two sets).
         members: the values.
-        brackets: of a tuple.
+        brackets: of a tuple; of a list that only "or" joins, ``or``.
     """
 
     kind: Literal["list", "set", "tuple", "union", "ratio", "compound", "matrix", "and", "or", "difference"]
@@ -187,6 +188,8 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
     if len(text) > MAX_CHARACTERS:
         return Answer(text.strip(), ())
     raw = text.strip()
+    if _DATE.fullmatch(raw) is not None:
+        return Answer(raw, (Leaf("", words=raw),))
     if (time := _TIME.fullmatch(raw)) is not None:
         return Answer(raw, (_time(time), *_ratios(raw)))
     latex = normalize(raw)
@@ -211,7 +214,7 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
         return Answer(latex, (*readings, Leaf("", words=letter)), letter, rest)
     if (condition := _INTEGER_CONDITION.search(latex)) is not None and condition.start() > 0:
         readings += _of_all_integers(latex[: condition.start()], condition[1])
-    if is_reference and latex.count(r"\text{") >= 1 and (phrase := _last(_PHRASE, raw)) is not None:
+    if is_reference and latex.count(r"\text{") >= 1 and (phrase := _only(_PHRASE, raw)) is not None:
         readings += read_answer(raw[phrase.end() :], is_reference=True).readings
     return Answer(latex, tuple(readings))
 
@@ -227,11 +230,9 @@ def _of_all_integers(latex: str, name: str) -> list[Node]:
     return readings
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = None
-    for found in pattern.finditer(text):
-        pass
-    return found
+def _only(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = list(pattern.finditer(text))
+    return found[0] if len(found) == 1 else None
 
 
 def read_reply(text: str, enclosed: bool) -> Answer:
@@ -363,7 +364,8 @@ def _standalone(
         return None
     after = re.match(r"\s*(percent\b|°|\\?%)", text[end : end + 12])
     last = stripped + (r"\%" if after and after[1] != "°" else "")
-    if (listed := _LISTED.search(text[max(0, start - 160) : start])) is not None:
+    listed = _LISTED.search(text[max(0, start - 160) : start])
+    if listed is not None and re.search(r"and|or|,.*,", listed[0], re.DOTALL):
         return start - len(listed[0]), end, f"{listed[0]}{last}"
     return words[at][0], end, last
 
@@ -434,7 +436,7 @@ class _Structure:
                 members.append(node)
         if all(isinstance(node, Relation) and not node.is_equation for node in members):
             return Group("or" if r"\OR" in separators else "and", tuple(members))
-        return Group("list", tuple(members))
+        return Group("list", tuple(members), "or" if set(separators) == {r"\OR"} else "")
 
     def _item(self, latex: str) -> Node:
         self._nodes += 1

@@ -19,7 +19,7 @@ import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import latex2sympy2  # type: ignore[import-untyped]
 
 from scalerl_tasks import math_answer
-from scalerl_tasks.expression import UnreadableError, read_expression
+from scalerl_tasks.expression import MANY_BITS, TooLargeError, UnreadableError, bits_of, read_expression
 from scalerl_tasks.math_answer import Answer, Based, Group, Leaf, Node, Relation, Time
 from scalerl_tasks.number import Number, same_quantity
 
@@ -28,6 +28,7 @@ _TOLERANCE = sympy.Float("1e-32")
 _QUADRATURE_DIGITS = 15
 _QUADRATURE_TOLERANCE = sympy.Float("1e-10")
 _APPROXIMATION_DECIMALS = 6
+_MAX_APPROXIMATION_EXPONENT = 1000
 _MAX_LIBRARY_CHARACTERS = 256
 _MAX_LIBRARY_DEPTH = 6
 _MAX_WORDS = 12  # of a reference; one with more is a solution, not an answer
@@ -136,6 +137,8 @@ def _equal(a: Node, b: Node) -> bool:
     assert isinstance(group, Group)
     if group.kind in ("set", "list") and len(group.members) == 1:
         return _equal(group.members[0], other)
+    if group is a and group.kind == "list" and group.brackets == "or":
+        return all(_equal(member, other) for member in group.members)  # "3/2 or 1.5"
     if group.kind == "ratio" and len(group.members) == 2 and isinstance(other, Leaf):
         top, bottom = map(_value, group.members)
         value = _value(other)
@@ -158,7 +161,7 @@ def _groups_equal(a: Group, b: Group) -> bool:
             return False
         return _ordered_equal(a.members, b.members)
     if kinds == {"list", "tuple"}:
-        brackets = a.brackets or b.brackets
+        brackets = (a if a.kind == "tuple" else b).brackets
         if brackets == "[]" and len(a.members) == 2:
             return False  # an interval, and two values
         if brackets == "[]":
@@ -213,6 +216,10 @@ def _ratios_equal(a: Sequence[Node], b: Sequence[Node]) -> bool:
 def _times_equal(a: Node, b: Node) -> bool:
     if not (isinstance(a, Time) and isinstance(b, Time)):
         return False
+    if (a.half == "p") != (b.half == "p") and (a.half and b.half) == "":
+        late, other = (a, b) if a.half else (b, a)
+        if other.parts[0] > 12:  # 3:30 p.m. and 15:30
+            return (late.parts[0] + 12, *late.parts[1:]) == other.parts
     return a.parts == b.parts and (a.half == b.half or not (a.half and b.half))
 
 
@@ -278,6 +285,8 @@ def _value(node: Node) -> Any:
 def _expression(latex: str) -> Any:
     try:
         value = read_expression(latex)
+    except TooLargeError:
+        return None
     except (UnreadableError, ValueError, TypeError, AttributeError, NotImplementedError, ZeroDivisionError):
         return _library_expression(latex)
     except RecursionError:
@@ -298,6 +307,8 @@ def _same(a: Any, b: Any) -> bool:
     if (a.has(sympy.oo, -sympy.oo) and a.is_infinite) or (b.has(sympy.oo, -sympy.oo) and b.is_infinite):
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    if MANY_BITS in (bits_of(a), bits_of(b)):
+        return False
     if not symbols:
         return _same_constants(a, b)
     if any(
@@ -353,17 +364,27 @@ def _number(value: Any, digits: int) -> Any:
     )
 
 
+def _with_real_roots(value: Any) -> Any:
+    """Odd roots of functions as real ones: x^{2/3} of a negative x is real to most authors, and complex to sympy."""
+    return value.replace(
+        lambda part: (
+            part.is_Pow
+            and part.exp.is_Rational
+            and part.exp.q % 2
+            and part.exp.q > 1
+            and part.base.free_symbols
+        ),
+        lambda part: sympy.sign(part.base) ** (part.exp.p % 2) * sympy.Abs(part.base) ** part.exp,
+    )
+
+
 def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
     """Whether two functions have the same value at all points where both have one."""
     natural = a.has(sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial) or b.has(
         sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial
     )
     points = _NATURAL_POINTS if natural else _POINTS
-    # x^{2/3} of a negative x is real to most authors, and complex to sympy.
-    odd_roots = any(
-        power.exp.is_Rational and power.exp.q % 2 and power.exp.q > 1 and power.base.free_symbols
-        for power in a.atoms(sympy.Pow) | b.atoms(sympy.Pow)
-    )
+    a, b = _with_real_roots(a), _with_real_roots(b)
     agreed = 0
     for at in range(len(points)):
         values = {
@@ -374,12 +395,11 @@ def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
             left, right = a.subs(values), b.subs(values)
             if left.has(*_UNEVALUATED) or right.has(*_UNEVALUATED):
                 left, right = left.doit(), right.doit()
-            if (left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo)) or (
-                odd_roots and left.is_real is not right.is_real
-            ):
-                compared = None
-            else:
-                compared = _compare_values(left, right)
+            compared = (
+                None
+                if left.has(sympy.nan, sympy.zoo) and right.has(sympy.nan, sympy.zoo)
+                else _compare_values(left, right)
+            )
         except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError):
             continue
         if compared is False:
@@ -395,6 +415,8 @@ def _approximately(a: Leaf, b: Leaf) -> bool:
     for decimal, other in ((a, b), (b, a)):
         quantity = decimal.quantity
         if quantity is None or not quantity.decimals or quantity.decimals < _APPROXIMATION_DECIMALS:
+            continue
+        if abs(quantity.number[2]) > _MAX_APPROXIMATION_EXPONENT:
             continue
         if (quantity.unit != other.unit and quantity.unit and other.unit) or "%" in (
             quantity.unit,
