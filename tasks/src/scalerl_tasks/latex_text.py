@@ -173,9 +173,7 @@ _SCIENTIFIC = re.compile(
 )
 _DOTTED = re.compile(r"(?<=[0-9.])\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?")
 # Three repetitions before the dots: 0.333..., 1.272727\ldots
-_ELLIPSIS = re.compile(
-    r"(?<![0-9.])([0-9]*\.[0-9]{0,12}?)([0-9]{1,6}?)\2{2,12}(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
-)
+_ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]*\.[0-9]{0,12}?)([0-9]{1,6}?)\2{2,12}\s*\\dots(?![A-Za-z])")
 _REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
 _MIXED_SLASH = re.compile(r"(?<![0-9.^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.])")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
@@ -219,7 +217,9 @@ _SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:cent|cents|textcent)(?![A-Za-z])|¢", r"\\text{cents}"),
         (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
         (r"\\(?:R|reals)(?![A-Za-z])", r"\\mathbb{R}"),
-        (r"\\[lc]dots(?![A-Za-z])|…", r"\\dots "),
+        (r"\\[lc]dots(?![A-Za-z])|…|\.\.\.+", r"\\dots "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\(?:smallsetminus|backslash)(?![A-Za-z])", r"\\setminus "),
         (r"\\(?:euro|EUR|texteuro)(?![A-Za-z])(?:\{\})?", "€"),
         (r"\\textdollar(?![A-Za-z])|\\\$", "\N{FULLWIDTH DOLLAR SIGN}"),

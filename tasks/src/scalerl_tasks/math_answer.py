@@ -53,7 +53,8 @@ _GEOMETRIC_NAME = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,4}\}?|\|[A-Z]{2}\||\[[A-Z]{3,6}\]"
 )
 _CHOICE = re.compile(
-    r"(?:\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}|\(\s*([A-J])\s*\)(?=\s*[0-9\\]))\s*(?=\S)"
+    r"(?:\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}|\(\s*([A-J])\s*\)(?=\s*[0-9\\]))"
+    r"\s*(?=[^\s,;])(?!\\(?:AND|OR)(?![A-Za-z]))"
 )
 _REVERSED_INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
 _CASES = re.compile(
@@ -596,7 +597,7 @@ class _Structure:
         if latex.endswith((r"\degree", r"\%")) and not _TRIGONOMETRIC.search(latex):
             unit = "°" if latex.endswith(r"\degree") else "%"
             latex = latex[: -len(r"\degree")].strip() if unit == "°" else latex[:-2].strip()
-        words = _plain_words(latex) if re.fullmatch(r"[A-Za-z() .']+", latex) else ""
+        words = _plain_words(latex) if re.fullmatch(r"[A-Za-z() .']*[A-Za-z).]", latex) else ""
         return Leaf(latex, None, unit, words)
 
 

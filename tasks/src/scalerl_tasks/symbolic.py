@@ -25,6 +25,9 @@ from scalerl_tasks.number import Number, same_quantity
 
 _DIGITS = 40
 _TOLERANCE = sympy.Float("1e-32")
+_MAX_SMALL_BITS = 48  # constants of which _DIGITS tell neighbours apart
+_MAX_EXACT_BITS = 4e6
+_MAX_DIGITS = 5000
 _QUADRATURE_DIGITS = 15
 _QUADRATURE_TOLERANCE = sympy.Float("1e-10")
 _APPROXIMATION_DECIMALS = 6
@@ -114,7 +117,10 @@ def _answers_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _same_text(a: str, b: str) -> bool:
-    a, b = (re.sub(r"\\text\{([^{}]*)\}|\s+", r"\1", text).replace(" ", "") for text in (a, b))
+    a, b = (
+        re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
+        for text in (a, b)
+    )
     return a == b and bool(a)
 
 
@@ -189,17 +195,26 @@ def _unordered_equal(a: Sequence[Node], b: Sequence[Node], *, distinct: bool) ->
         return False
     left = list(b)
     for one in a:
-        at = next((index for index, other in enumerate(left) if _equal(one, other)), None)
+        at = next((index for index, other in enumerate(left) if _members_equal(one, other)), None)
         if at is None:
             return False
         del left[at]
     return True
 
 
+def _members_equal(a: Node, b: Node) -> bool:
+    """As :func:`_equal`, except that ``\\{2\\}`` is not 2."""
+    return _is_set(a) == _is_set(b) and _equal(a, b)
+
+
+def _is_set(node: Node) -> bool:
+    return isinstance(node, Group) and node.kind == "set"
+
+
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
     kept: list[Node] = []
     for node in nodes[:_MAX_UNORDERED]:
-        if not any(_equal(node, other) for other in kept):
+        if not any(_members_equal(node, other) for other in kept):
             kept.append(node)
     return kept
 
@@ -346,7 +361,25 @@ def _compare_values(a: Any, b: Any) -> bool | None:
         if 0 in (a, b) and scale < sympy.Float("1e-15"):
             return bool(sympy.simplify(a - b) == 0)
         return False
-    return True
+    return rough or _same_to_the_last_digit(a, b)
+
+
+def _same_to_the_last_digit(a: Any, b: Any) -> bool:
+    """Whether two large constants that agree in many digits agree in all: ``5000!`` and ``5000! + 1`` do not."""
+    bits = max(bits_of(a), bits_of(b))
+    if bits <= _MAX_SMALL_BITS:
+        return True
+    if a.is_rational and b.is_rational:
+        return bits <= _MAX_EXACT_BITS and bool(a.doit() == b.doit())
+    digits = _DIGITS + int(bits * 0.61)
+    if digits > _MAX_DIGITS:
+        return True
+    left, right = _number(a, digits), _number(b, digits)
+    return (
+        left is None
+        or right is None
+        or abs(left - right) <= sympy.Float(10, digits) ** (8 - digits) * abs(left)
+    )
 
 
 def _number(value: Any, digits: int) -> Any:
@@ -616,7 +649,7 @@ def _solutions(relation: Relation) -> Any:
     if len(symbols) != 1:
         return None
     (symbol,) = symbols
-    if len(values) == 2 and (between := _absolute(*values, relation.operators[0])) is not None:
+    if len(values) == 2 and (between := _absolute(values[0], values[1], relation.operators[0])) is not None:
         return _solutions_of(*between, symbol)
     return _solutions_of(values, relation.operators, symbol)
 
@@ -679,7 +712,7 @@ def _readable_by_library(latex: str) -> bool:
 
 
 def _library_expression(latex: str) -> Any:
-    if not _readable_by_library(latex) or r"\text{" in latex:
+    if not _readable_by_library(latex) or r"\text{" in latex or "'" in latex:
         return None
     try:
         value = _ExactReader(is_real=True).parse(latex.replace(r"\cr", "\\\\"))
