@@ -306,3 +306,36 @@ def test_read_quantity_refuses(text):
 )
 def test_canonical_unit(text, name):
     assert canonical_unit(text) == name
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        r"9^{9^{9^{9}}}",
+        r"x^{99999999}",
+        r"((((9!)!)!)!)!",
+        r"9!!!!!!!!!!",
+        r"\sum_{k=1}^{99999999999} \sin(k)",
+        r"\sum_{k=1}^{1000000} k!",
+        r"\sum_{k=1}^{x^{x}} k^{k^{k}}",
+        r"\prod_{k=1}^{99999999} (k+x)",
+        r"\log_{10^{10^{9}}} 5",
+        r"\lfloor \pi^{99999} \rfloor",
+        r"\lfloor e^{e^{e^{e}}}\rfloor",
+        r"\tan(10^{10^{6}})",
+        r"\sqrt{-" + "9" * 1500 + "}",
+        "1e-999999999",
+    ],
+)
+@pytest.mark.parametrize("reference", ["42", r"\frac{x^2}{1+x}", r"\sqrt{2}+\sqrt{3}"])
+def test_numbers_too_large_to_compute_score_0_at_once(reference, reply):
+    start = time.process_time()
+    assert grade("math-verify", reference, rf"\boxed{{{reply}}}") == 0
+    assert time.process_time() - start < 2
+
+
+def test_boxes_without_braces_are_read_in_linear_time():
+    start = time.process_time()
+    for bare in (r"\boxed", r"\boxed1", r"\boxed 5\x"):
+        extract(bare * 100_000)
+    assert time.process_time() - start < 5

@@ -14,7 +14,7 @@ from scalerl_tasks.text import THOUGHT, THOUGHT_END
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
 # Escaped characters are consumed, so that the braces of \{1, 2\} do not count.
 _BRACE = re.compile(r"\\(?:boxed|fbox)\b[ \t]*(\{?)|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[ \t]*([-+]?[0-9\\][^\s$]*)")
+_BARE_BOX = re.compile(r"[ \t]{0,8}((?!\\(?:boxed|fbox)\b)[-+]?[0-9\\][^\s$]{0,255})")
 _JOINTS = re.compile(
     r"[\s$]*(?:\\[()])?[\s$]*(?:,|;|,?\s*(?:and|or|\\text\{ ?(?:and|or) ?\}))?[\s$]*(?:\\[()])?[\s$]*"
 )

@@ -6,6 +6,7 @@ linear in the text, except for sympy's own evaluation. Implicit multiplication b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,14 @@ _MAX_TOKENS = 1500
 _MAX_RESULT_BITS = (
     20_000  # of a power or factorial that is computed when it is read; larger ones stay as they are
 )
+_MAX_ARGUMENT_BITS = 50_000.0  # of the argument of a function, which is needed to its last bit
+_MAX_EXPONENT_BITS = 50.0
+_MAX_EXACT_BITS = 2e5  # of a power of a function's value, which is computed exactly
+_MAX_RADICAND_BITS = 2000.0
+_SYMBOL_BITS = 4.0
+_MAX_TERMS = 10_000
+_MAX_LIMIT_BITS = 16.0  # of the number of terms at the points of comparison
+MANY_BITS = math.inf
 _END = ""
 
 _GREEK = frozenset(
@@ -125,6 +134,10 @@ _MULTI: dict[str, Callable[..., Any]] = {
 }
 FUNCTIONS = frozenset(name[1:] for name in (*_UNARY, *_MULTI))
 """Names of functions that plain text may use without a backslash."""
+
+
+class TooLargeError(ValueError):
+    """The text is an expression, and its value takes too long to compute."""
 
 
 class UnreadableError(ValueError):
@@ -345,7 +358,7 @@ class _Reader:
             return sympy.Abs(value)
         if text in (r"\lfloor", r"\lceil"):
             value = self._group(text)
-            return sympy.floor(value) if text == r"\lfloor" else sympy.ceiling(value)
+            return _bounded(sympy.floor if text == r"\lfloor" else sympy.ceiling)(value)
         if kind == "letter" or text in _GREEK:
             return self._symbol()
         if text in _UNARY or text in _MULTI:
@@ -415,20 +428,24 @@ class _Reader:
                 self._next()
                 arguments.append(self.sum())
             self._expect(")")
+            if any(bits_of(argument) > _MAX_ARGUMENT_BITS for argument in arguments):
+                raise TooLargeError(f"an argument of {name}")
             return _MULTI[name](*arguments)
-        apply = _UNARY[name]
+        apply = _bounded(_UNARY[name])
         if name == r"\sqrt":
             return self._root()
         if name in (r"\log", r"\lg") and self.peek() == "_":
             self._next()
             base = self._argument()
-            apply = lambda x: sympy.log(x, base)  # noqa: E731
+            if bits_of(base) > _MAX_ARGUMENT_BITS:
+                raise TooLargeError("a logarithm's base")
+            apply = _bounded(lambda x: sympy.log(x, base))
         exponent = None
         if self.peek() == "^":
             self._next()
             exponent = self._argument()
             if exponent == -1 and name in _INVERSES:
-                apply, exponent = _INVERSES[name], None
+                apply, exponent = _bounded(_INVERSES[name]), None
         if self.peek() in ("(", "[", "{"):
             value = apply(self._group(self.peek()))
         else:
@@ -450,6 +467,8 @@ class _Reader:
     def _root(self) -> Any:
         degree = self._group("[") if self.peek() == "[" else sympy.Integer(2)
         radicand = self._group("(") if self.peek() == "(" else self._argument()
+        if radicand.is_Rational and bits_of(radicand) > _MAX_RADICAND_BITS:
+            raise TooLargeError("a root")  # sympy looks for powers in it
         return sympy.root(radicand, degree)
 
     def fraction(self) -> Any:
@@ -475,7 +494,16 @@ class _Reader:
         self._bound.append(name)
         body = self._term()
         self._bound.pop()
-        return kind(body, (sympy.Symbol(name, real=True), lower, upper))
+        symbol = sympy.Symbol(name, real=True)
+        terms = upper - lower
+        many = (
+            terms > _MAX_TERMS
+            if terms.is_Rational
+            else bits_of(terms) > _MAX_LIMIT_BITS and upper is not sympy.oo
+        )
+        if many and not (kind is sympy.Sum and body.is_polynomial(symbol)):
+            raise TooLargeError("a sum or product of many terms")
+        return kind(body, (symbol, lower, upper))
 
     def integral(self) -> Any:
         limits = []
@@ -528,6 +556,41 @@ _PREFIXES: dict[str, Callable[[_Reader], Any]] = {
 }
 
 
+def bits_of(value: Any) -> float:
+    """About the logarithm of the largest number that evaluating an expression has to hold; :data:`MANY_BITS` if that takes long."""
+    if value.is_Rational:
+        return float(max(abs(value.p).bit_length(), value.q.bit_length()))
+    if not value.args:
+        return _SYMBOL_BITS
+    parts = [bits_of(part) for part in value.args]
+    largest = max(parts)
+    if isinstance(value, sympy.Pow):
+        exponent = value.exp
+        if exponent.is_Rational and parts[1] < _MAX_EXPONENT_BITS:
+            bits = parts[0] * float(abs(exponent))
+            exact = exponent.is_Integer and value.base.free_symbols
+            return MANY_BITS if exact and bits > _MAX_EXACT_BITS else max(bits, parts[1])
+        return parts[0] * 2.0 ** parts[1] if parts[1] < _MAX_EXPONENT_BITS else MANY_BITS
+    if isinstance(value, sympy.exp | sympy.factorial | sympy.gamma):
+        return max(largest, 2.0) * 2.0**largest if largest < _MAX_EXPONENT_BITS else MANY_BITS
+    if isinstance(value, sympy.Mul):
+        return sum(parts)
+    if isinstance(value, sympy.Function) and not isinstance(value, sympy.Abs | sympy.log):
+        return largest if largest <= _MAX_ARGUMENT_BITS else MANY_BITS
+    return largest
+
+
+def _bounded(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, refused for arguments that take long to compute."""
+
+    def apply(argument: Any) -> Any:
+        if bits_of(argument) > _MAX_ARGUMENT_BITS:
+            raise TooLargeError("the argument of a function")
+        return function(argument)
+
+    return apply
+
+
 def _add(a: Any, b: Any) -> Any:
     return sympy.Add(a, b)
 
@@ -550,6 +613,8 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _factorial(value: Any) -> Any:
+    if bits_of(value) > _MAX_EXPONENT_BITS and not value.free_symbols:
+        raise TooLargeError("a factorial")
     if value.is_Integer and value > 2000:
         return sympy.factorial(value, evaluate=False)
     return sympy.factorial(value)

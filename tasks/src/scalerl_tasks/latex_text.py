@@ -155,7 +155,12 @@ _TEXT_COMMAND = re.compile(
 )
 _OLD_FONT = re.compile(r"\{\s*\\(?:rm|bf|it|sf)\s+((?:[^{}]|\{[^{}]*\})*)\}")
 _SPACING = re.compile(
-    r"\\(?:[,;:> ]|quad|qquad|thinspace|enspace|displaystyle|textstyle|limits|nolimits|hfill|nobreak)(?![A-Za-z])|~"
+    r"\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace|displaystyle|textstyle|limits|nolimits|hfill|nobreak|tiny|small|normalsize"
+    r"|large|Large|LARGE|huge|Huge|rm|bf|it|sf|tt|boldmath)(?![A-Za-z])|~|\\$"
+)
+# Colours and lines around an answer: only what they hold counts.
+_DECORATION = re.compile(
+    r"\\(?:color|textcolor)\s*(?:\[[A-Za-z]*\])?\{[^{}]*\}|\\(?:underline|uline|underbar|mathstrut|strut)(?![A-Za-z])"
 )
 _HSPACE = re.compile(r"\\(?:h|v)space\*?\{[^{}]*\}|\\h?phantom\{[^{}]*\}")
 _SIZING = re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*(\.(?=\s*[^0-9]|\s*$))?")
@@ -166,6 +171,9 @@ _SPACED_THOUSANDS = re.compile(r"(?<![0-9./^_{}])[1-9][0-9]{0,2}(?: [0-9]{3})+(?
 _SCIENTIFIC = re.compile(
     r"(?<![A-Za-z0-9.\\])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([+-]?[0-9]+)(?![0-9.A-Za-z])"
 )
+_DOTTED = re.compile(r"(?<=[0-9.])\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?")
+# Three repetitions before the dots: 0.333..., 1.272727\ldots
+_ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]*\.[0-9]{0,12}?)([0-9]{1,6}?)\2{2,12}\s*\\dots(?![A-Za-z])")
 _REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\{?([0-9]+)\}?")
 _MIXED_SLASH = re.compile(r"(?<![0-9.^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9.])")
 _CHOOSE = re.compile(r"\{([^{}]*)\\choose([^{}]*)\}")
@@ -206,6 +214,13 @@ _SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:rightarrow|longrightarrow)(?![A-Za-z])", r"\\to "),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![A-Za-z])|\\textdegree(?![A-Za-z])", r"\\degree "),
         (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
+        (r"\\(?:cent|cents|textcent)(?![A-Za-z])|¢", r"\\text{cents}"),
+        (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
+        (r"\\(?:R|reals)(?![A-Za-z])", r"\\mathbb{R}"),
+        (r"\\[lc]dots(?![A-Za-z])|…|\.\.\.+", r"\\dots "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\(?:smallsetminus|backslash)(?![A-Za-z])", r"\\setminus "),
         (r"\\(?:euro|EUR|texteuro)(?![A-Za-z])(?:\{\})?", "€"),
         (r"\\textdollar(?![A-Za-z])|\\\$", "\N{FULLWIDTH DOLLAR SIGN}"),
         (r"\\?%", r"\\%"),
@@ -264,7 +279,8 @@ def normalize(text: str) -> str:
     s = _CERTAIN_COMMA.sub("", s)
     s = _DECIMAL_COMMA.sub(".", s)
     s = _THIN_THOUSANDS.sub("", s)
-    s = s.replace("\\!", "")
+    s = s.replace("\\!", "").replace("{:}", ":")
+    s = _DECORATION.sub(" ", s)
     s = _HSPACE.sub(" ", s)
     if "matrix" not in s and "array" not in s and "cases" not in s:
         s = re.sub(r"\\\\(?=[A-Za-z])", r"\\", s)  # "\\frac" of a string that was escaped twice
@@ -289,6 +305,8 @@ def normalize(text: str) -> str:
     s = _RATIO_WORD.sub(" : ", s)
     s = _UNIT_FRACTION.sub(r"\\text{\1/\2}", s)
     s = _ORDINAL.sub("", s)
+    s = _DOTTED.sub(lambda match: rf"\overline{{{match[1]}{match[2] or ''}{match[3] or ''}}}", s)
+    s = _ELLIPSIS.sub(r"\1\\overline{\2}", s)
     s = _REPEATING.sub(_repeating, s)
     s = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), s)
     s = _MIXED_SLASH.sub(r"\1\\frac{\2}{\3}", s)

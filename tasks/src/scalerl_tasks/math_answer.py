@@ -6,6 +6,7 @@ A text can have two readings (``1,234`` is a number or a list); each is tried. E
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +52,30 @@ _SYMBOL = re.compile(
 _GEOMETRIC_NAME = re.compile(
     r"(?:m\s*)?(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,4}\}?|\|[A-Z]{2}\||\[[A-Z]{3,6}\]"
 )
-_CHOICE = re.compile(r"\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}\s*(?=\S)")
+_CHOICE = re.compile(
+    r"(?:\\text\{\s*\(?\s*([A-Za-z])\s*\)?\s*[.:)]?\s*\}|\(\s*([A-J])\s*\)(?=\s*[0-9\\]))"
+    r"\s*(?=[^\s,;])(?!\\(?:AND|OR)(?![A-Za-z]))"
+)
+_REVERSED_INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
+_CASES = re.compile(
+    r"\s*(?:\\\{\s*)?\\begin\{(?:cases|array|aligned)\}(?:\{[lcr]+\})?([^&]*)\\end\{(?:cases|array|aligned)\}\s*\.?\s*"
+)
+_INTEGER_CONDITION = re.compile(
+    r"\s*(?:,|;)?\s*\(?(?:\\text\{(?:for|where|with)[^{}]*\})?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}\)?\s*\.?\s*"
+)
+_REALS_WITHOUT = re.compile(r"\s*(\\mathbb\{R\})\s*-\s*(?=\\\{)")
+_DATE = re.compile(r"[0-9]{4}([-/])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/])[0-9]{1,2}\2[12][0-9]{3}")
+_PHRASE = re.compile(
+    r"\b(?:is|are|was|were|be|get|gets|gives?|equals?|equal\s+to|has|have|there\s+are)\s*:?\s+(?=\S)"
+)
+_TUPLE_END = re.compile(r"(?:(?<=\s)|(?<=^))[(\[][^()\[\]{}A-Za-z]*,[^()\[\]{}A-Za-z]*[)\]]$")
+_LISTED = re.compile(
+    r"(?<![\S])(?:-?[0-9]+(?:\.[0-9]+|/[0-9]+)?(?:,\s+(?:and\s+|or\s+)?|\s+(?:and|or)\s+))+$"
+)
+_NEGATION = re.compile(
+    r"(?:\b(?:not|never|cannot)|n't|\\neq|≠)(?:\s+(?:be|equal|to|exactly|simply|just)){0,3}\s*[$(]*\s*$",
+    re.IGNORECASE,
+)
 _BUILDER = re.compile(r"\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _ANCHOR = re.compile(r"(?:answer|option|choice)s?\s*(?:is|are|was|:|=)+\s*:?|####", re.IGNORECASE)
@@ -103,12 +127,12 @@ class Group:
 
     Attributes:
         kind: ``list`` (without brackets), ``set``, ``tuple`` (in brackets), ``union``, ``ratio``, ``compound`` (``5 h 20 min``),
-            ``matrix`` (rows are tuples), ``and`` or ``or`` (of relations).
+            ``matrix`` (rows are tuples), ``and`` or ``or`` (of relations), ``difference`` (of two sets).
         members: the values.
-        brackets: of a tuple.
+        brackets: of a tuple; of a list that only "or" joins, ``or``.
     """
 
-    kind: Literal["list", "set", "tuple", "union", "ratio", "compound", "matrix", "and", "or"]
+    kind: Literal["list", "set", "tuple", "union", "ratio", "compound", "matrix", "and", "or", "difference"]
     members: tuple[Node, ...]
     brackets: str = ""
 
@@ -141,10 +165,17 @@ Node = Leaf | Time | Based | Group | Relation
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All readings of an answer, with its normalized text."""
+    """All readings of an answer, with its normalized text.
+
+    Attributes:
+        choice: the letter of an option that stands before its content, as in ``(C) 12``, in lower case; empty without one.
+        content: what follows that letter.
+    """
 
     text: str
     readings: tuple[Node, ...]
+    choice: str = ""
+    content: str = ""
 
 
 def read_answer(text: str, *, is_reference: bool = False) -> Answer:
@@ -158,6 +189,8 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
     if len(text) > MAX_CHARACTERS:
         return Answer(text.strip(), ())
     raw = text.strip()
+    if _DATE.fullmatch(raw) is not None:
+        return Answer(raw, (Leaf("", words=raw),))
     if (time := _TIME.fullmatch(raw)) is not None:
         return Answer(raw, (_time(time), *_ratios(raw)))
     latex = normalize(raw)
@@ -178,8 +211,29 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
     ):
         readings += read_answer(inside[1], is_reference=is_reference).readings
     if (choice := _CHOICE.match(latex)) is not None:
-        readings.append(Leaf("", words=choice[1].lower()))
+        letter, rest = (choice[1] or choice[2]).lower(), latex[choice.end() :]
+        return Answer(latex, (*readings, Leaf("", words=letter)), letter, rest)
+    if (condition := _INTEGER_CONDITION.search(latex)) is not None and condition.start() > 0:
+        readings += _of_all_integers(latex[: condition.start()], condition[1])
+    if is_reference and latex.count(r"\text{") >= 1 and (phrase := _only(_PHRASE, raw)) is not None:
+        readings += read_answer(raw[phrase.end() :], is_reference=True).readings
     return Answer(latex, tuple(readings))
+
+
+def _of_all_integers(latex: str, name: str) -> list[Node]:
+    r"""Readings of a formula before ``k \in \mathbb{Z}``: as it is, and with ``n`` for its integer."""
+    letter = re.compile(rf"(?<![\\A-Za-z]){name}(?![A-Za-z])")
+    texts = [latex] if re.search(r"(?<![\\A-Za-z])n(?![A-Za-z])", latex) else [latex, letter.sub("n", latex)]
+    readings: list[Node] = []
+    for text in texts:
+        with contextlib.suppress(_UnreadError):
+            readings.append(_Structure(False).read(text))
+    return readings
+
+
+def _only(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = list(pattern.finditer(text))
+    return found[0] if len(found) == 1 else None
 
 
 def read_reply(text: str, enclosed: bool) -> Answer:
@@ -291,6 +345,10 @@ def _standalone(
     text: str, words: list[tuple[int, int]], at: int, stripped: str
 ) -> tuple[int, int, str] | None:
     start, end = words[at]
+    if _NEGATION.search(text[max(0, start - 40) : start]) is not None:
+        return None
+    if (bracketed := _bracketed(text, end)) is not None:
+        return bracketed
     end = start + len(text[start:end].rstrip("$*_()[]:;!?.,"))
     if (named := re.fullmatch(r"[A-Za-z]=(\S+)", stripped)) is not None:
         stripped = named[1]
@@ -306,7 +364,18 @@ def _standalone(
     if number is None:
         return None
     after = re.match(r"\s*(percent\b|°|\\?%)", text[end : end + 12])
-    return words[at][0], end, stripped + (r"\%" if after and after[1] != "°" else "")
+    last = stripped + (r"\%" if after and after[1] != "°" else "")
+    listed = _LISTED.search(text[max(0, start - 160) : start])
+    if listed is not None and re.search(r"and|or|,.*,", listed[0], re.DOTALL):
+        return start - len(listed[0]), end, f"{listed[0]}{last}"
+    return words[at][0], end, last
+
+
+def _bracketed(text: str, end: int) -> tuple[int, int, str] | None:
+    """The tuple or interval that ends with the word, "(2, 3)."; None if it does not, or if it has words in it."""
+    word = text[:end].rstrip("$*_:;!?.,")
+    found = _TUPLE_END.search(word[-160:])
+    return None if found is None else (len(word) - len(found[0]), len(word), found[0])
 
 
 def _time(match: re.Match[str]) -> Time:
@@ -346,6 +415,13 @@ class _Structure:
         whole = read_normalized(latex, bare_units=not self._is_reference)
         if whole is not None:
             return self._leaf(latex, whole)
+        if (cases := _CASES.fullmatch(latex)) is not None and not latex.startswith("$"):
+            latex = ", ".join(row for row in re.split(r"\\cr(?![A-Za-z])", cases[1]) if row.strip(" ."))
+        reversed_ = _REVERSED_INTERVAL.fullmatch(latex.strip())
+        if reversed_ is not None and (reversed_[1] == "]" or reversed_[3] == "["):
+            latex = (
+                ("(" if reversed_[1] == "]" else "[") + reversed_[2] + (")" if reversed_[3] == "[" else "]")
+            )
         parts, separators = split(latex, (",", ";", r"\AND", r"\OR"))
         filled = [part for part in parts if part.strip(" .")]
         if len(filled) < 2:
@@ -361,7 +437,7 @@ class _Structure:
                 members.append(node)
         if all(isinstance(node, Relation) and not node.is_equation for node in members):
             return Group("or" if r"\OR" in separators else "and", tuple(members))
-        return Group("list", tuple(members))
+        return Group("list", tuple(members), "or" if set(separators) == {r"\OR"} else "")
 
     def _item(self, latex: str) -> Node:
         self._nodes += 1
@@ -388,6 +464,11 @@ class _Structure:
         parts, operators = split(latex, (r"\cup",))
         if operators:
             return Group("union", tuple(self._item(part) for part in parts))
+        parts, operators = split(latex, (r"\setminus",))
+        if not operators and (removed := _REALS_WITHOUT.match(latex)) is not None:
+            parts, operators = [removed[1], latex[removed.end() :]], [r"\setminus"]
+        if len(operators) == 1 and all(part.strip() for part in parts):
+            return Group("difference", tuple(self._item(part) for part in parts))
         parts, operators = split(latex, (":",))
         if operators and all(part.strip() for part in parts):
             return Group("ratio", tuple(self._item(part) for part in parts))
@@ -516,7 +597,7 @@ class _Structure:
         if latex.endswith((r"\degree", r"\%")) and not _TRIGONOMETRIC.search(latex):
             unit = "°" if latex.endswith(r"\degree") else "%"
             latex = latex[: -len(r"\degree")].strip() if unit == "°" else latex[:-2].strip()
-        words = _plain_words(latex) if re.fullmatch(r"[A-Za-z() .']+", latex) else ""
+        words = _plain_words(latex) if re.fullmatch(r"[A-Za-z() .']*[A-Za-z).]", latex) else ""
         return Leaf(latex, None, unit, words)
 
 

@@ -19,15 +19,19 @@ import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import latex2sympy2  # type: ignore[import-untyped]
 
 from scalerl_tasks import math_answer
-from scalerl_tasks.expression import UnreadableError, read_expression
+from scalerl_tasks.expression import MANY_BITS, TooLargeError, UnreadableError, bits_of, read_expression
 from scalerl_tasks.math_answer import Answer, Based, Group, Leaf, Node, Relation, Time
 from scalerl_tasks.number import Number, same_quantity
 
 _DIGITS = 40
 _TOLERANCE = sympy.Float("1e-32")
+_MAX_SMALL_BITS = 48  # constants of which _DIGITS tell neighbours apart
+_MAX_EXACT_BITS = 4e6
+_MAX_DIGITS = 5000
 _QUADRATURE_DIGITS = 15
 _QUADRATURE_TOLERANCE = sympy.Float("1e-10")
 _APPROXIMATION_DECIMALS = 6
+_MAX_APPROXIMATION_EXPONENT = 1000
 _MAX_LIBRARY_CHARACTERS = 256
 _MAX_LIBRARY_DEPTH = 6
 _MAX_WORDS = 12  # of a reference; one with more is a solution, not an answer
@@ -85,6 +89,11 @@ def can_be_met(reference: Answer) -> bool:
 def _answers_equal(reference: Answer, given: Answer) -> bool:
     if _same_text(reference.text, given.text):
         return True
+    if reference.choice and given.choice:
+        return reference.choice == given.choice and _answers_equal(
+            math_answer.read_answer(reference.content, is_reference=True),
+            math_answer.read_answer(given.content),
+        )
     times = any(isinstance(a, Time) for a in reference.readings) and any(
         isinstance(b, Time) for b in given.readings
     )
@@ -108,7 +117,10 @@ def _answers_equal(reference: Answer, given: Answer) -> bool:
 
 
 def _same_text(a: str, b: str) -> bool:
-    a, b = (re.sub(r"\\text\{([^{}]*)\}|\s+", r"\1", text).replace(" ", "") for text in (a, b))
+    a, b = (
+        re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", re.sub(r"\\text\{([^{}]*)\}", r"\1", text))
+        for text in (a, b)
+    )
     return a == b and bool(a)
 
 
@@ -131,13 +143,19 @@ def _equal(a: Node, b: Node) -> bool:
     assert isinstance(group, Group)
     if group.kind in ("set", "list") and len(group.members) == 1:
         return _equal(group.members[0], other)
+    if group is a and group.kind == "list" and group.brackets == "or":
+        return all(_equal(member, other) for member in group.members)  # "3/2 or 1.5"
     if group.kind == "ratio" and len(group.members) == 2 and isinstance(other, Leaf):
         top, bottom = map(_value, group.members)
         value = _value(other)
         return None not in (top, bottom, value) and bottom != 0 and _same(top / bottom, value)
-    if group.kind in ("union", "tuple") and isinstance(other, Leaf):
+    if group.kind in ("union", "tuple", "difference") and isinstance(other, Leaf):
         return _real_sets_equal(group, other)
-    return False
+    return group.kind == "set" and not group.members and _is_empty_set(other)
+
+
+def _is_empty_set(node: Node) -> bool:
+    return isinstance(node, Leaf) and node.words in _NO_SOLUTION
 
 
 def _groups_equal(a: Group, b: Group) -> bool:
@@ -149,7 +167,7 @@ def _groups_equal(a: Group, b: Group) -> bool:
             return False
         return _ordered_equal(a.members, b.members)
     if kinds == {"list", "tuple"}:
-        brackets = a.brackets or b.brackets
+        brackets = (a if a.kind == "tuple" else b).brackets
         if brackets == "[]" and len(a.members) == 2:
             return False  # an interval, and two values
         if brackets == "[]":
@@ -159,7 +177,7 @@ def _groups_equal(a: Group, b: Group) -> bool:
         return _ratios_equal(a.members, b.members)
     if kinds == {"compound"} or kinds == {"matrix"}:
         return _ordered_equal(a.members, b.members)
-    if "union" in kinds:
+    if kinds & {"union", "difference"}:
         if kinds == {"union"} and _unordered_equal(a.members, b.members, distinct=True):
             return True
         return _real_sets_equal(a, b)
@@ -177,17 +195,26 @@ def _unordered_equal(a: Sequence[Node], b: Sequence[Node], *, distinct: bool) ->
         return False
     left = list(b)
     for one in a:
-        at = next((index for index, other in enumerate(left) if _equal(one, other)), None)
+        at = next((index for index, other in enumerate(left) if _members_equal(one, other)), None)
         if at is None:
             return False
         del left[at]
     return True
 
 
+def _members_equal(a: Node, b: Node) -> bool:
+    """As :func:`_equal`, except that ``\\{2\\}`` is not 2."""
+    return _is_set(a) == _is_set(b) and _equal(a, b)
+
+
+def _is_set(node: Node) -> bool:
+    return isinstance(node, Group) and node.kind == "set"
+
+
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
     kept: list[Node] = []
     for node in nodes[:_MAX_UNORDERED]:
-        if not any(_equal(node, other) for other in kept):
+        if not any(_members_equal(node, other) for other in kept):
             kept.append(node)
     return kept
 
@@ -204,6 +231,10 @@ def _ratios_equal(a: Sequence[Node], b: Sequence[Node]) -> bool:
 def _times_equal(a: Node, b: Node) -> bool:
     if not (isinstance(a, Time) and isinstance(b, Time)):
         return False
+    if (a.half == "p") != (b.half == "p") and (a.half and b.half) == "":
+        late, other = (a, b) if a.half else (b, a)
+        if other.parts[0] > 12:  # 3:30 p.m. and 15:30
+            return (late.parts[0] + 12, *late.parts[1:]) == other.parts
     return a.parts == b.parts and (a.half == b.half or not (a.half and b.half))
 
 
@@ -225,9 +256,9 @@ def _leaves_equal(a: Leaf, b: Leaf) -> bool:
     if a.words and b.words and a.words == b.words:
         return True
     if a.words and b.words and (not a.latex or not b.latex):
-        return False
+        return a.words in _ALL_REALS and b.words in _ALL_REALS
     if not a.latex or not b.latex:
-        return _words_equal(a, b)
+        return _words_equal(a, b) or (bool({a.words, b.words} & _ALL_REALS) and _real_sets_equal(a, b))
     if a.quantity is not None and b.quantity is not None:
         return same_quantity(a.quantity, b.quantity) or _approximately(a, b)
     if a.unit and b.unit and a.unit != b.unit and {a.unit, b.unit} != {"°", "rad"}:
@@ -269,6 +300,8 @@ def _value(node: Node) -> Any:
 def _expression(latex: str) -> Any:
     try:
         value = read_expression(latex)
+    except TooLargeError:
+        return None
     except (UnreadableError, ValueError, TypeError, AttributeError, NotImplementedError, ZeroDivisionError):
         return _library_expression(latex)
     except RecursionError:
@@ -289,6 +322,8 @@ def _same(a: Any, b: Any) -> bool:
     if (a.has(sympy.oo, -sympy.oo) and a.is_infinite) or (b.has(sympy.oo, -sympy.oo) and b.is_infinite):
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    if MANY_BITS in (bits_of(a), bits_of(b)):
+        return False
     if not symbols:
         return _same_constants(a, b)
     if any(
@@ -326,7 +361,25 @@ def _compare_values(a: Any, b: Any) -> bool | None:
         if 0 in (a, b) and scale < sympy.Float("1e-15"):
             return bool(sympy.simplify(a - b) == 0)
         return False
-    return True
+    return rough or _same_to_the_last_digit(a, b)
+
+
+def _same_to_the_last_digit(a: Any, b: Any) -> bool:
+    """Whether two large constants that agree in many digits agree in all: ``5000!`` and ``5000! + 1`` do not."""
+    bits = max(bits_of(a), bits_of(b))
+    if bits <= _MAX_SMALL_BITS:
+        return True
+    if a.is_rational and b.is_rational:
+        return bits <= _MAX_EXACT_BITS and bool(a.doit() == b.doit())
+    digits = _DIGITS + int(bits * 0.61)
+    if digits > _MAX_DIGITS:
+        return True
+    left, right = _number(a, digits), _number(b, digits)
+    return (
+        left is None
+        or right is None
+        or abs(left - right) <= sympy.Float(10, digits) ** (8 - digits) * abs(left)
+    )
 
 
 def _number(value: Any, digits: int) -> Any:
@@ -344,12 +397,27 @@ def _number(value: Any, digits: int) -> Any:
     )
 
 
+def _with_real_roots(value: Any) -> Any:
+    """Odd roots of functions as real ones: x^{2/3} of a negative x is real to most authors, and complex to sympy."""
+    return value.replace(
+        lambda part: (
+            part.is_Pow
+            and part.exp.is_Rational
+            and part.exp.q % 2
+            and part.exp.q > 1
+            and part.base.free_symbols
+        ),
+        lambda part: sympy.sign(part.base) ** (part.exp.p % 2) * sympy.Abs(part.base) ** part.exp,
+    )
+
+
 def _same_functions(a: Any, b: Any, symbols: list[Any]) -> bool:
     """Whether two functions have the same value at all points where both have one."""
     natural = a.has(sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial) or b.has(
         sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial
     )
     points = _NATURAL_POINTS if natural else _POINTS
+    a, b = _with_real_roots(a), _with_real_roots(b)
     agreed = 0
     for at in range(len(points)):
         values = {
@@ -380,6 +448,8 @@ def _approximately(a: Leaf, b: Leaf) -> bool:
     for decimal, other in ((a, b), (b, a)):
         quantity = decimal.quantity
         if quantity is None or not quantity.decimals or quantity.decimals < _APPROXIMATION_DECIMALS:
+            continue
+        if abs(quantity.number[2]) > _MAX_APPROXIMATION_EXPONENT:
             continue
         if (quantity.unit != other.unit and quantity.unit and other.unit) or "%" in (
             quantity.unit,
@@ -451,6 +521,13 @@ def _consistent(relation: Relation) -> bool:
 def _equations_equal(a: Relation, b: Relation) -> bool:
     if not _consistent(b):
         return False
+    names = [re.fullmatch(r"([a-z])\(([a-z])\)", node.name or "") for node in (a, b)]
+    if names[0] and names[1] and names[0][1] == names[1][1] and names[0][2] != names[1][2]:
+        left, right = _value(a.parts[-1]), _value(b.parts[-1])
+        ours, theirs = (sympy.Symbol(name[2], real=True) for name in names if name)
+        if left is None or right is None or right.has(ours):
+            return False
+        return _same(left, right.subs(theirs, ours))
     if a.name is not None and b.name is not None:
         if a.name == b.name and _equal(a.parts[-1], b.parts[-1]):
             return True
@@ -521,9 +598,24 @@ def _real_sets_equal(a: Node, b: Node) -> bool:
     return bool(left == right) or bool(left.symmetric_difference(right) == sympy.S.EmptySet)
 
 
+_NO_SOLUTION = frozenset(("no solution", "no real solution", "empty set", "empty"))
+_ALL_REALS = frozenset(
+    (
+        "all real number",
+        "all real",
+        "real number",
+        "all real value",
+        "set of all real number",
+        "every real number",
+    )
+)
+
+
 def _real_set(node: Node) -> Any:
     """The set of reals that a node describes; None if it does not, or not simply."""
     if isinstance(node, Leaf):
+        if node.words in _ALL_REALS:
+            return sympy.S.Reals
         return {r"\mathbb{R}": sympy.S.Reals}.get(node.latex.replace(" ", ""))
     if isinstance(node, Relation):
         return _solutions(node)
@@ -537,6 +629,9 @@ def _real_set(node: Node) -> Any:
     if node.kind == "set":
         values = [_value(member) for member in node.members]
         return None if any(value is None for value in values) else sympy.FiniteSet(*values)
+    if node.kind == "difference":
+        whole, removed = map(_real_set, node.members)
+        return None if whole is None or removed is None else sympy.Complement(whole, removed)
     if node.kind in ("union", "and", "or"):
         sets = [_real_set(member) for member in node.members]
         if any(one is None for one in sets):
@@ -554,8 +649,23 @@ def _solutions(relation: Relation) -> Any:
     if len(symbols) != 1:
         return None
     (symbol,) = symbols
+    if len(values) == 2 and (between := _absolute(values[0], values[1], relation.operators[0])) is not None:
+        return _solutions_of(*between, symbol)
+    return _solutions_of(values, relation.operators, symbol)
+
+
+def _absolute(left: Any, right: Any, operator: str) -> tuple[list[Any], tuple[str, ...]] | None:
+    """``|f| < c`` as ``-c < f < c``; None for other inequalities."""
+    if isinstance(right, sympy.Abs):
+        left, right, operator = right, left, _FLIPPED[operator]
+    if not isinstance(left, sympy.Abs) or right.free_symbols or operator not in ("<", r"\leq"):
+        return None
+    return [-right, left.args[0], right], (operator, operator)
+
+
+def _solutions_of(values: list[Any], operators: Sequence[str], symbol: Any) -> Any:
     found = sympy.S.Reals
-    for (left, right), operator in zip(pairwise(values), relation.operators, strict=True):
+    for (left, right), operator in zip(pairwise(values), operators, strict=True):
         if sympy.oo in (left, right) or -sympy.oo in (left, right):
             continue  # x < \infty
         difference = sympy.expand(left - right)
@@ -602,7 +712,7 @@ def _readable_by_library(latex: str) -> bool:
 
 
 def _library_expression(latex: str) -> Any:
-    if not _readable_by_library(latex) or r"\text{" in latex:
+    if not _readable_by_library(latex) or r"\text{" in latex or "'" in latex:
         return None
     try:
         value = _ExactReader(is_real=True).parse(latex.replace(r"\cr", "\\\\"))
