@@ -71,6 +71,10 @@ class _Reads(ast.NodeVisitor):
             chain = self.chain(read)
             if isinstance(name, ast.Name) and chain is not None:
                 self.names[name.id] = chain
+                if len(chain) > 1:
+                    self.found.add(
+                        chain
+                    )  # a field or a property, or a section, of which nothing counts as read
             elif not (isinstance(name, ast.Attribute) and chain == ("RunSpec",)):  # self._spec = spec
                 self.visit(read)
 

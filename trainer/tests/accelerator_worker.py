@@ -31,8 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import scalerl_trainer
 from scalerl_api.weight_layout import lay_out
 from scalerl_trainer.algo.aggregation import sequence_weights
-from scalerl_trainer.algo.corrections import Corrected
+from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
 from scalerl_trainer.algo.distillation import Distilled
+from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import (
     Cispo,
@@ -61,7 +62,7 @@ MAY_WAIT = {
     "engine/engine.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
     "engine/engine.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
     "engine/engine.py:_outlier_counts": "only in skipped steps",
-    "algo/losses/gspo.py:__call__": "the number of sequences, once per micro-batch",
+    "algo/losses/base.py:sequence_sums": "the number of sequences, for each use of their sums in a micro-batch",
     "algo/losses/supervised.py:__call__": "the number of sequences, once per micro-batch",
     "engine/deepspeed_engine.py:step": "the gradient norm decides whether the step is applied",
     "publish/buckets.py:checksum_u8": "the checksum goes into the trailer, once per bucket",
@@ -209,12 +210,22 @@ def gathered_vectors(vector: torch.Tensor) -> torch.Tensor:
     return torch.zeros(1, *vector.shape, dtype=vector.dtype)
 
 
-def engine(*, fp32_head: bool = True, reference: bool = False) -> Engine:
-    """Without activation checkpointing: the private backend's thread cannot run its Python code in the backward pass."""
-    settings = EngineSettings(micro_batch_tokens=16, fp32_head=fp32_head, ratio_guard=None)
+def engine(*, fp32_head: bool = True, frozen: bool = False) -> Engine:
+    """With ``frozen``, it has a reference policy and a proximal one.
+
+    Without activation checkpointing: the private backend's thread cannot run its Python code in the backward pass.
+    """
+    settings = EngineSettings(
+        micro_batch_tokens=16,
+        fp32_head=fp32_head,
+        ratio_guard=None,
+        gradient_guard=GradientGuard(min_tokens=1),
+    )
     made = Engine(model(tied=True), settings, torch.device(ACCELERATOR))
-    if reference:
+    if frozen:
         made.set_reference(model(tied=False))
+        made.keep_proximal(model(tied=True))
+        made._proximal_updates = 1
     return made
 
 
@@ -227,6 +238,9 @@ LOSSES: dict[str, Loss] = {
     "supervised": Supervised(),
     "truncated": Corrected(Cispo(), 2.0, "truncate"),
     "masked": Corrected(PpoClip(), 2.0, "mask"),
+    "masked, geometric": Corrected(Dppo(), 5.0, "mask", "Geometric", 0.5),
+    "dual clip": PpoClip(dual_clip=3.0),
+    "off-policy mask": OffPolicyMasked(Corrected(Cispo(), 2.0, "truncate", "Sequence"), 0.5),
     "distilled": Distilled(Cispo(), 0.5),
     "distilled gspo, corrected": Distilled(Corrected(Gspo(), 2.0, "mask"), 0.5),
     **{f"kl {name}": WithKl(Cispo(), name, 0.1) for name in ("k1", "k2", "k3")},
@@ -300,7 +314,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     with Accelerator() as mode:
         for name, loss in LOSSES.items():
-            found[f"loss {name}"] = outcome(mode, lambda loss=loss: stepped(loss, reference=True))
+            found[f"loss {name}"] = outcome(mode, lambda loss=loss: stepped(loss, frozen=True))
         found["bfloat16 head"] = outcome(mode, lambda: stepped(Cispo(), fp32_head=False))
         found["logprobs"] = outcome(mode, lambda: len(engine().logprobs(batch().sequences).logprobs_n))
         found["publish"] = outcome(mode, lambda: publish(engine()))

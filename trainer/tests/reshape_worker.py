@@ -1,6 +1,7 @@
 """One rank of the tests of saved engines: runs its jobs, writes the results to ``<out>/<name>-<r>.pt``.
 
-``save``  3 steps, save, 3 more: what an uninterrupted run of this shape comes to
+``save``  3 steps, save, 3 more: what an uninterrupted run of this shape comes to; the weights after the first are kept as the
+          proximal policy
 ``load``  load what another shape saved, save it again, 3 more steps
 """
 
@@ -37,8 +38,8 @@ def folder(name: str) -> Path:
     return out / name
 
 
-def steps(engine: Engine, first: int) -> list[float]:
-    return [engine.step(share(step, rank, world), Cispo()).loss for step in range(first, first + 3)]
+def steps(engine: Engine, first: int, end: int) -> list[float]:
+    return [engine.step(share(step, rank, world), Cispo()).loss for step in range(first, end)]
 
 
 results = {}
@@ -47,8 +48,13 @@ for job in given["jobs"]:
     settings = EngineSettings(zero_stage=stage, dtype=dtype, **SETTINGS)
     engine = Engine(load_model(given["model"], dtype="float32"), settings, device)
     found: dict[str, Any] = {}
+    if not job.get("native"):
+        engine.keep_proximal(load_model(given["model"], dtype="float32"))
     if job["do"] == "save":
-        found["before"] = steps(engine, 0)
+        steps(engine, 0, 1)
+        if not job.get("native"):
+            engine.set_proximal()
+        steps(engine, 1, 3)
         if job.get("native"):
             state = {"steps_done": 3, "world": world, "zero_stage": stage, "dtype": dtype}
             engine._deepspeed.engine.save_checkpoint(
@@ -61,7 +67,7 @@ for job in given["jobs"]:
         engine.save(folder(job["name"]))
         found["loaded"] = parameters(engine)
     found["steps_done"] = engine.steps_done
-    found["after"] = steps(engine, 3)
+    found["after"] = steps(engine, 3, 6)
     found["parameters"] = parameters(engine)
     engine.close()
     results[job["name"]] = found

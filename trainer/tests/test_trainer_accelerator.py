@@ -34,12 +34,12 @@ def found() -> dict[str, dict[str, Any]]:
 def test_step_with_every_loss_stays_on_device(found: dict[str, dict[str, Any]]) -> None:
     steps = {name: one for name, one in found.items() if name.startswith("loss ")}
     steps |= {"bfloat16 head": found["bfloat16 head"]}
-    assert len(steps) == 14
+    assert len(steps) == 17
     for name, one in steps.items():
         assert one.get("result") == {"applied": True, "micro_batches": 3}, (name, one)
         own = {place for place in one["waits"] if place.startswith("algo/")}
         assert set(one["waits"]) - own == A_STEP, (name, one)
-        assert own <= {"algo/losses/gspo.py:__call__", "algo/losses/supervised.py:__call__"}, (name, one)
+        assert own <= {"algo/losses/base.py:sequence_sums", "algo/losses/supervised.py:__call__"}, (name, one)
         # Once a step, or once in each micro-batch (three indices by a mask).
         assert one["waits"]["engine/deepspeed_engine.py:step"] == 1
         assert one["waits"]["engine/engine.py:_tables"] == 9

@@ -254,6 +254,16 @@ def test_masked_token_is_not_trained_under_gspo() -> None:
     assert gradient(Corrected(Gspo(), 2.0, "mask"), tokens) == [0.0, -0.5]
 
 
+def test_gspo_clips_all_tokens_of_a_completion_alike() -> None:
+    """At the upper clip, in float32, with log-probabilities down to -25: a ratio with a rounding of its own would be on the other
+    side of the clip than its neighbours'."""
+    random = torch.Generator().manual_seed(0)
+    for excess in (-2e-7, 2e-7):
+        new_n = -25 * torch.rand(64, generator=random)
+        tokens = batch(new_n.tolist(), (new_n - math.log1p(4e-4 + excess)).tolist(), 1.0)
+        assert len(set(gradient(Gspo(), tokens))) == 1
+
+
 E = math.e
 
 

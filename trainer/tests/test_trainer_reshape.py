@@ -9,7 +9,7 @@ import pytest
 import torch
 from free_port import free_port
 
-from scalerl_trainer.saved_state import KEYS, SavedState
+from scalerl_trainer.saved_state import KEYS, PROXIMAL, SavedState
 
 pytestmark = pytest.mark.slow
 
@@ -102,11 +102,11 @@ def ranks(
 
 
 def whole(directory: Path) -> dict[str, torch.Tensor]:
-    """Weights and moments of all parameters."""
+    """Weights and moments of all parameters, and the proximal policy's weights where there are any."""
     saved = SavedState(directory)
     found = {"steps": torch.tensor(saved.header.optimizer_steps)}
     for parameter, shape in saved.header.parameters.items():
-        for key in KEYS:
+        for key in (*KEYS, *([PROXIMAL] if saved.has(PROXIMAL) else [])):
             found[f"{parameter}/{key}"] = torch.empty(torch.Size(shape).numel())
             saved.read(parameter, key, 0, found[f"{parameter}/{key}"])
     return found
@@ -119,7 +119,9 @@ class TestEveryShapeLoadsEveryOther:
         before = whole(ranks.out / name(source))
         after = whole(ranks.out / on(source, target))
         assert before.keys() == after.keys()
-        for key, expected in before.items():
+        assert any(key.endswith(PROXIMAL) for key in before)
+        for key, value in before.items():
+            expected = value.to(getattr(torch, target[2])).float() if key.endswith(PROXIMAL) else value
             torch.testing.assert_close(after[key], expected, rtol=0, atol=0, msg=key)
 
     def test_reshape_restores_model_weights(self, source: Shape, target: Shape, ranks: Ranks) -> None:

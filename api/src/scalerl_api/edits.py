@@ -122,6 +122,11 @@ EDITS: Final[Mapping[str, Edit]] = {
     "recipe.promptsPerStep": _NEXT_STEP,
     "recipe.preset": Edit(Effect.ALL),
     "recipe.offPolicy": _NEXT_STEP,
+    "recipe.offPolicy.ppo": Edit(
+        Effect.ALL,
+        "With recipe.correction the trainer keeps the policy before a batch's first update. Accepted rollouts are kept as after an "
+        "edit of recipe.offPolicy.pipeline.",
+    ),
     "recipe.zeroVarianceFilter": Edit(Effect.COORDINATOR, "Applies from the first incomplete step."),
     "recipe.refill": Edit(Effect.COORDINATOR, "Applies to groups accepted afterwards."),
     "recipe.completionsPerPrompt": Edit(

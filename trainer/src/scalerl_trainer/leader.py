@@ -269,7 +269,7 @@ class Leader:
         self._consecutive_skipped_steps = 0
         if step_stats.guard_masked_tokens:
             log.warning(
-                "step %d: %d tokens, each with more than half of the squared gradient of the loss, were left out of it",
+                "step %d: %d tokens that would have had most of the step's squared gradient were left out of it",
                 *(step, step_stats.guard_masked_tokens),
             )
         publish = self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)

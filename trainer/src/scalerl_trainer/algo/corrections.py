@@ -13,8 +13,9 @@ decoupled PPO (arXiv 2110.00641 [P]; verl's rollout correction in decoupled mode
 C is about 2 [S]. With one update for each set of sampled weights π_prox is π itself, so the ratio of the loss is 1 and its clip
 is never active: ``scalerl_api.spec_warnings`` warns of the fields without effect.
 
-``level`` is what ρ is of (verl's terms [S]): a ``Token``; a ``Sequence``, the product over the completion, unbiased for it and of
-high variance; ``Geometric``, the |y|-th root of that product, whose spread does not grow with the length. Forced tokens have no ratio.
+``level`` is what ρ is of: a ``Token``; a ``Sequence``, the product over the completion, unbiased for it and of high variance;
+``Geometric``, the |y|-th root of that product, whose spread does not grow with the length. verl has weights of the first two, and only
+masks by the third, with weights of their own [S]. Forced tokens have no ratio.
 
 :class:`OffPolicyMasked` is independent of the other two: it masks whole completions.
 """

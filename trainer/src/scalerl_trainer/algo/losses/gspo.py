@@ -58,7 +58,9 @@ class Gspo:
         own_n = tokens.logprobs_n.detach()
         total_n, length_n = sequence_sums(own_n - tokens.generator_logprobs_n, tokens.sequence_n)
         mean_n = (total_n / length_n).to(own_n.dtype)
-        ratio_n = (mean_n + tokens.logprobs_n - own_n).clamp(max=LOG_RATIO_LIMIT).exp()
+        # The difference, which is 0, comes first: a sum with a log-probability of -20 would round the ratio by 1e-6, differently
+        # for each token, and the clip range is 3e-4 wide.
+        ratio_n = (mean_n + (tokens.logprobs_n - own_n)).clamp(max=LOG_RATIO_LIMIT).exp()
         objective_n, clipped_n = clipped_surrogate(
             ratio_n, tokens.advantages_n, self.clip_low, self.clip_high, self.dual_clip
         )
