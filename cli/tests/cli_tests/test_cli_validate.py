@@ -695,5 +695,6 @@ def test_validate_shows_every_value_of_the_recipe_and_its_origin(
     assert sections == {field.alias for field in RecipeSpec.model_fields.values()} - {
         "preset",
         "distillation",
+        "offPolicyMask",
         "refill",
     }
