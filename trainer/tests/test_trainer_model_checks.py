@@ -126,6 +126,11 @@ def dangling(folder: Path) -> None:
     (folder / WEIGHTS).symlink_to("../../blobs/0")
 
 
+def as_folder(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
 def other_format(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / name)
@@ -251,7 +256,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     ("an architecture by itself", config(architectures="LlamaForCausalLM"), "has no list of architectures"),
     ("a link to nothing", dangling, f"{WEIGHTS} is a link to a file that does not exist (download it again"),
-    ("a folder of weights", lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), "no weights (*.safe"),
+    ("a folder of weights", as_folder, "no weights (*.safe"),
     (
         "latent attention",
         config(kv_lora_rank=512),
