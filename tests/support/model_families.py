@@ -65,6 +65,10 @@ class Family:
 
 _OWN: Final = "a row of its own for each sequence"
 _NO_SDPA: Final = "transformers has no sdpa for "
+_MLA: Final = "its attention is multi-head latent attention (kv_lora_rank in config.json)"
+_LATENT: Final = (
+    "multi-head latent attention, of which vLLM keeps derived weights that a publish does not renew"
+)
 _BUFFERS: Final = "the model of this folder has weights that are buffers and not parameters"
 
 FAMILIES: Final[tuple[Family, ...]] = (
@@ -192,7 +196,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         ("granitemoe", {**_ONE_KEY, **_EXPERTS, "logits_scaling": 6.0}),
         note="`logits_scaling`",
     ),
-    Family("DeepSeek-V2", "deepseek-v2"),
+    Family("DeepSeek-V2", "deepseek-v2", refused=_MLA, note=_LATENT),
     Family(
         "DeepSeek-V3",
         (
@@ -208,14 +212,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
                 "v_head_dim": 32,
             },
         ),
-        refused=_BUFFERS,
-        note="the router's bias is a buffer, which is neither published nor exported",
+        refused=_MLA,
+        note="as DeepSeek-V2; and the router's bias is a buffer",
     ),
     Family(
         "GLM-4.5",
         ("glm4_moe", {**_GROUPED, **_DEEPSEEK}),
         refused=_BUFFERS,
-        note="the router's bias is a buffer, as in DeepSeek-V3",
+        note="the router's bias is a buffer, which is neither published nor exported",
     ),
     Family(
         "Apertus",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -118,6 +119,16 @@ def both(folder: Path) -> None:
 def cut(folder: Path) -> None:
     weights = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(weights[:-100])
+
+
+def dangling(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("../../blobs/0")
+
+
+def as_folder(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
 
 
 def other_format(name: str) -> Change:
@@ -238,6 +249,24 @@ REFUSED: list[tuple[str, Change, str]] = [
         vocabulary(token="<think>", special=True),
         "has 1 tokens beyond the 300 of the model's embedding (vocab_size in config.json): '<think>' (300)",
     ),
+    (
+        "no architecture",
+        config(architectures=None),
+        "config.json has no list of architectures, by which vLLM",
+    ),
+    ("an architecture by itself", config(architectures="LlamaForCausalLM"), "has no list of architectures"),
+    ("a link to nothing", dangling, f"{WEIGHTS} is a link to a file that does not exist (download it again"),
+    ("a folder of weights", as_folder, "no weights (*.safe"),
+    (
+        "latent attention",
+        config(kv_lora_rank=512),
+        "multi-head latent attention (kv_lora_rank in config.json)",
+    ),
+    (
+        "latent attention of a part",
+        config(text_config={"kv_lora_rank": 512}),
+        "multi-head latent attention (kv_lora_rank",
+    ),
     ("capped attention", config(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0), which sdpa"),
     ("a short context", config(max_position_embeddings=63), "contextTokens: 64 is more than the model's 63"),
 ]
@@ -258,16 +287,40 @@ def test_folder_is_refused(folder: Path, change: Change, message: str) -> None:
     [
         shard,
         config(quantization_config=None),
+        config(kv_lora_rank=None, vision_config=None, _attn_implementation="sdpa"),
         config(architectures=["llamaforcausallm", "LlamaForCausalLM"]),
         vocabulary(token="<image_soft_token>", special=True),
         lambda folder: save_file({"a": torch.zeros(2)}, folder / "consolidated.safetensors"),
         lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"),
     ],
-    ids=["shards", "no quantisation", "two names", "a place for images", "another copy", "pickles too"],
+    ids=[
+        "shards",
+        "no quantisation",
+        "nothing of null",
+        "two names",
+        "a place for images",
+        "another copy",
+        "pickles too",
+    ],
 )
 def test_folder_is_accepted(folder: Path, change: Change) -> None:
     change(folder)
     assert found(folder) == []
+
+
+def test_folder_that_cannot_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(folder / WEIGHTS) == [
+        f"spec.model.path: {folder / WEIGHTS}: not a folder (a relative path starts at the run file's folder)"
+    ]
+    assert "cannot be read: File name too long (check path" in found(folder / ("x" * 300))[0]
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert found(folder) == [
+        f"spec.model.path: {folder}: cannot be read: Permission denied (check path and permissions)"
+    ]
 
 
 def test_attention_caps_are_for_flash_attention(folder: Path) -> None:
@@ -309,6 +362,7 @@ STRUCTURES: list[tuple[str, str, Callable[[Tensors], Tensors], list[str]]] = [
     ("a layer too many", "llama", again("layers.1.", "layers.2."), ["9 tensors are not part of the model: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate_proj.weight and 6 more"]),
     ("a bias of the head", "llama", lambda t: t | {"lm_head.bias": torch.zeros(300)}, ["1 tensor is not part of the model: lm_head.bias"]),
     ("another name", "llama", lambda t: drop(NORM)(t) | {"model.final.weight": t[NORM]}, [f"1 tensor is missing: {NORM}", "1 tensor is not part of the model: model.final.weight"]),
+    ("a name of two lines", "llama", lambda t: t | {"a\nb": torch.zeros(1)}, ["1 tensor is not part of the model: 'a\\nb'"]),
     ("another shape", "llama", lambda t: t | {NORM: torch.zeros(63)}, [f"1 tensor is of the wrong shape: {NORM} is [63], not [64]"]),
     ("an expert of another shape", "mixtral", lambda t: t | {f"{EXPERT}.2.w1.weight": torch.zeros(40, 64)}, [f"1 tensor is of the wrong shape: {EXPERT}.2.w1.weight is [40, 64], not [128, 64]"]),
     ("a smaller embedding", "llama-tied", lambda t: t | {"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200]}, ["1 tensor is of the wrong shape: model.embed_tokens.weight is [200, 64], not [300, 64]"]),
@@ -368,6 +422,10 @@ def test_loader_names_what_is_missing(folder: Path) -> None:
             "its architecture is MiniCPMForCausalLM, and the causal language model of 'llama' is LlamaForCausalLM",
         ),
         ({"hidden_size": 63}, "transformers cannot "),
+        (
+            {"num_hidden_layers": "2"},
+            "transformers cannot use config.json: Validation error for field 'num_hidden_layers': TypeError: ",
+        ),
     ],
 )
 def test_structure_of_config(folder: Path, values: dict[str, Any], message: str) -> None:

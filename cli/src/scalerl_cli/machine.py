@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -19,12 +18,10 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import BYTES, ModelSize, device_memory_problem, host_memory
+from scalerl_api.memory import ModelSize, device_memory_problem, host_memory
 from scalerl_api.spec import RunSpec
 
 _GIB = 2**30
-_BYTES_BY_NAME = {**BYTES, "float16": 2}
-WEIGHTS = "*.safetensors"
 
 
 def model_size(spec: RunSpec) -> ModelSize | None:
@@ -33,14 +30,16 @@ def model_size(spec: RunSpec) -> ModelSize | None:
         return ModelSize.of_scratch(spec.model.scratch)
     if spec.model.path is None:
         return None
+    from scalerl_trainer.errors import ModelError
+    from scalerl_trainer.models.files import read_json, stored_tensors
+
     folder = Path(spec.model.path)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        saved_as = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        stored = sum(file.stat().st_size for file in folder.glob(WEIGHTS))
-    except (OSError, ValueError, AttributeError):
+        config = read_json(folder / "config.json")
+        elements = sum(tensor.elements for tensor in stored_tensors(folder).values())
+    except (OSError, ModelError):
         return None  # model_problems() reports a folder without a readable model
-    return ModelSize.of_config(config, stored // _BYTES_BY_NAME.get(saved_as, 2))
+    return ModelSize.of_config(config, elements)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

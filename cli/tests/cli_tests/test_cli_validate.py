@@ -294,9 +294,17 @@ def model_folder(tmp: Path) -> Path:
     return folder
 
 
+def sparse(file: Path, elements: int) -> None:
+    """Write weights of bfloat16 that take no space."""
+    entry = {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}
+    header = json.dumps({"weight": entry}).encode()
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + 2 * elements)
+
+
 def grow(folder: Path) -> None:
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(1 << 42)  # sparse: 4 TiB of weights in no space
+    sparse(folder / "model.safetensors", 1 << 41)  # 4 TiB
 
 
 def no_end(folder: Path) -> None:
@@ -413,13 +421,14 @@ def installed(folder: Path, name: str, version: str) -> None:
 
 
 def test_validate_compares_estimate_with_device_memory(tmp_path: Path) -> None:
-    """Also for another machine: 8 billion parameters on 4 × 80 GB at stage 1, from a folder's config and the size of its file."""
+    """Also for another machine: 8 billion parameters on 4 × 80 GB at stage 1, from a folder's config and the headers of its files."""
     model = tmp_path / "model"
     model.mkdir()
     sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
-    (model / "config.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"}))
-    with (model / "model.safetensors").open("wb") as file:
-        file.truncate(2 * 8_190_735_360)  # sparse: it takes no space
+    # What config.json says of the dtype does not count, nor does another copy of the weights.
+    (model / "config.json").write_text(json.dumps(sizes | {"dtype": "float32"}))
+    sparse(model / "model.safetensors", 8_190_735_360)
+    sparse(model / "consolidated.safetensors", 8_190_735_360)
     trainer = {"devices": 4, "deviceMemory": "80Gi", "activationCheckpointing": True}
     roles = {"trainer": trainer, "generator": {"devices": 1, "deviceMemory": "80Gi"}}
     spec = GOOD["spec"] | {"model": {"path": "model", "contextTokens": 8192}} | roles
@@ -686,5 +695,6 @@ def test_validate_shows_every_value_of_the_recipe_and_its_origin(
     assert sections == {field.alias for field in RecipeSpec.model_fields.values()} - {
         "preset",
         "distillation",
+        "offPolicyMask",
         "refill",
     }

@@ -57,7 +57,7 @@ class TokenizerConfig:
         """Read the files of ``model``, each of which may be absent.
 
         Raises:
-            TokenizerError: a file is not JSON.
+            TokenizerError: a file is not JSON, or the chat template not text.
         """
         config = _json(model / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # transformers, too, reads the older file only then
@@ -68,9 +68,16 @@ class TokenizerConfig:
             value = _json(model / name).get("eos_token_id")
             ends += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
         file = model / "chat_template.jinja"
-        template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+            if isinstance(template, list):
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"model: {file.name} is not UTF-8: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise TokenizerError(
+                "model: chat_template in tokenizer_config.json is a list without names and templates"
+            ) from error
         return cls(
             {name: text for name, text in tokens.items() if text is not None},
             ends,

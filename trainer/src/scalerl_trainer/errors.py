@@ -63,5 +63,12 @@ class MidTrainingError(TrainerError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error message, or the error's type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of a library's error message, or the error's type if the message is empty.
+
+    A line that ends with a colon comes with the next one.
+
+    >>> first_line(ValueError("field 'layers':\\n    expected int"))
+    "field 'layers': expected int"
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -49,12 +49,16 @@ def model_problems(folder: Path, spec: RunSpec, *, structure: bool = True) -> It
             other check found a problem; it takes seconds.
     """
     where = f"spec.model.{_source(spec)}"
-    if not folder.is_dir():
-        yield SpecProblem(
-            where, f"{folder}: no such directory", "a relative path starts at the run file's folder"
-        )
-        return
-    found = [*config_problems(folder, spec), *_file_problems(folder, spec, where)]
+    try:
+        if not folder.is_dir():
+            wrong = "not a folder" if folder.exists() else "no such directory"
+            yield SpecProblem(where, f"{folder}: {wrong}", "a relative path starts at the run file's folder")
+            return
+        found = [*config_problems(folder, spec), *_file_problems(folder, spec, where)]
+    except OSError as error:  # of a folder that may not be read, or a name that is too long
+        found = [
+            SpecProblem(where, f"{folder}: cannot be read: {error.strerror}", "check path and permissions")
+        ]
     yield from found
     if structure and not found and _has_torch():
         for problem in _structure(folder.resolve(), spec.model.dtype, spec.model.attention):
@@ -95,8 +99,31 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
     if kind := _kind_problem(config):
         yield SpecProblem(where, f"{folder}: {kind}", "choose a causal language model of text")
         return
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        yield SpecProblem(
+            where,
+            f"{folder}: config.json has no list of architectures, by which vLLM chooses its own class",
+            'add it, such as "architectures": ["LlamaForCausalLM"]',
+        )
+        return
+    if (own := config.get("_attn_implementation")) not in (None, spec.model.attention):
+        yield SpecProblem(
+            where,
+            f"{folder}: config.json sets _attn_implementation = {own!r}, which loaders prefer to model.attention",
+            "remove it there",
+        )
+        return
     text = config.get("text_config")
     settings = {**config, **text} if isinstance(text, Mapping) else config
+    if settings.get("kv_lora_rank"):
+        yield SpecProblem(
+            where,
+            f"{folder}: its attention is multi-head latent attention (kv_lora_rank in config.json), whose weights in vLLM cannot "
+            "be updated",
+            "choose a model with another attention",
+        )
+        return
     for name in _ATTENTION_CAPS:
         if settings.get(name) and spec.model.attention == "sdpa":
             yield SpecProblem(
@@ -139,7 +166,9 @@ def _kind_problem(config: Mapping[str, Any]) -> str | None:
     if config.get("is_encoder_decoder"):
         return f"{kind} is an encoder-decoder model"
     media = [
-        name for name in config if name in ("vision_config", "audio_config", "video_config", "vq_config")
+        name
+        for name in ("vision_config", "audio_config", "video_config", "vq_config")
+        if config.get(name) is not None
     ]
     if media:
         return f"{kind} has a part for other media than text ({media[0]})"
@@ -185,7 +214,7 @@ def _file_problems(folder: Path, spec: RunSpec, where: str) -> Iterator[SpecProb
     try:
         tensors = stored_tensors(folder)
     except ModelError as error:
-        yield SpecProblem(where, f"{folder}: {error}", "save the model there as safetensors")
+        yield SpecProblem(where, f"{folder}: {error}", "download it again, or save it there as safetensors")
         tensors = {}
     try:
         config = read_json(folder / "config.json")
@@ -213,9 +242,13 @@ def _tokenizer_problems(
             if (folder / name).is_file():
                 with (folder / name).open("rb") as file:
                     check_not_lfs(folder / name, file.read(64))
+        if (folder / "generation_config.json").is_file():
+            read_json(folder / "generation_config.json")
         settings = TokenizerConfig.read(folder)
     except (ModelError, TokenizerError, OSError) as error:
-        yield SpecProblem(where, f"{folder}: {error}", "save the tokenizer there again")
+        yield SpecProblem(
+            where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
+        )
         return
     if (
         "eos_token" not in settings.special

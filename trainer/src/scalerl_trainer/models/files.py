@@ -57,7 +57,7 @@ def named(names: Iterable[str]) -> str:
     >>> named(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    every = sorted(names)
+    every = [name if name.isprintable() else repr(name) for name in sorted(names)]
     return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
@@ -95,8 +95,10 @@ def weight_files(folder: Path) -> list[Path]:
         )
     if single.is_file():
         return [single]
+    if absent := [file.name for file in (single, index) if file.is_symlink() and not file.exists()]:
+        raise ModelError(f"{absent[0]} is a link to a file that does not exist")
     if not index.is_file():
-        others = {file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern)}
+        others = {file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern) if file.is_file()}
         if any(name.endswith(".safetensors") for name in others):
             found = named(name for name in others if name.endswith(".safetensors"))
             raise ModelError(f"no weights: neither {WEIGHTS} nor {INDEX}, only {found}: add the index")
@@ -169,7 +171,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ) from error
     stored = size - 8 - length
     if stored < end:
-        raise ModelError(f"{path.name} is truncated: it has {stored:,} of {end:,} bytes: download it again")
+        raise ModelError(f"{path.name} is truncated: it has {stored:,} of {end:,} bytes")
     if stored > end:
         raise ModelError(f"{path.name} is damaged: {stored - end:,} bytes follow its last tensor")
     return tensors
@@ -201,7 +203,7 @@ def quantisation(config: Mapping[str, Any], folder: Path, tensors: Mapping[str, 
         if not isinstance(settings, Mapping):
             continue
         for key in ("quantization_config", "compression_config"):
-            if given := settings.get(key):
+            if (given := settings.get(key)) is not None:
                 method = (
                     given.get("quant_method", "of an unnamed method") if isinstance(given, Mapping) else given
                 )

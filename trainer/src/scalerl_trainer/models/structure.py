@@ -80,7 +80,8 @@ def _meta_model(folder: Path, dtype: Dtype, attention: str) -> Any:
             shown = "eager" if attention == "flash_attention_2" else attention
             return cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=shown)
     except Exception as error:  # what a model's constructor raises, for sizes that do not fit
-        raise ModelError(f"transformers cannot make the model of config.json: {first_line(error)}") from error
+        said = f"no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise ModelError(f"transformers cannot make the model of config.json: {said}") from error
 
 
 def _model_problems(model: Any, tensors: Mapping[str, StoredTensor], dtype: Dtype) -> Iterator[str]:
