@@ -341,7 +341,7 @@ class TrainerRequests:
             core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
         return state.rows[report.step]
 
-    def supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
+    def supervised(self, report: wire.SupervisedReport, now: float) -> wire.SupervisedReported:
         """Record the progress of mid-training, whose time counts towards the run's. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
@@ -352,6 +352,7 @@ class TrainerRequests:
                 "out-of-step",
                 "the trainer reported mid-training after the first step of RL; send hello again",
             )
+        core.flush_usage(now)  # this time is no waiting time
         # Once a lease was issued, the core's meter counts this time.
         seconds = 0.0 if state.leased else max(0.0, report.seconds - state.supervised_seconds)
         settings = core.settings
