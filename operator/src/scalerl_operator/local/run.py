@@ -236,12 +236,12 @@ class LocalRun:
 
     def _report_warnings(self, status: Status) -> None:
         self._checkpoint_problem = status.checkpoint_problem or self._checkpoint_problem
-        unsaved, before = status.unsaved_version, self._unsaved_version
-        if unsaved >= 0 and before < 0:
+        unsaved, held = status.unsaved_version, self._unsaved_version
+        if unsaved >= 0 and held < 0:
             text = f"training has ended, but version {unsaved} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
             text += "weights in memory and retries: free space, or interrupt this command to give them up"
             self._on_event(Event("trainer", text, is_problem=True))
-        elif unsaved < 0 <= before and self._paths.checkpoint(before).is_dir():
+        elif unsaved < 0 <= held and self._paths.checkpoint(held).is_dir():
             # Without it, the coordinator has restarted, or the trainer, whose end is reported elsewhere.
             self._on_event(Event("trainer", "the last version is saved"))
         self._unsaved_version = unsaved
