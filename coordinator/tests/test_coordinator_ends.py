@@ -141,6 +141,17 @@ def test_time_before_the_first_lease_is_counted_and_a_stop_then_ends_the_run():
     assert build_status(world.core).phase is Phase.FINISHED
 
 
+def test_time_of_mid_training_is_no_waiting_time():
+    world = World(make_settings(max_steps=5))
+    world.hello("t")
+    for seconds in (20.0, 40.0, 60.0):
+        world.pass_time(20.0)
+        message = wire.SupervisedReport(incarnation="t", steps=1, tokens=1, seconds=seconds)
+        world.training.supervised(message, world.now)
+        status = build_status(world.core)
+        assert (status.waiting_seconds, status.wall_seconds) == (0.0, seconds)
+
+
 def test_time_after_the_first_lease_is_no_waiting_time():
     world = ready(World(make_settings(max_steps=5)))
     waited = build_status(world.core).waiting_seconds

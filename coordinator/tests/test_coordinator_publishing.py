@@ -95,7 +95,9 @@ def test_refused_version_is_not_committed_and_gets_no_lease(world):
     assert world.lease(again, 1) == [], "it holds the version and computes something else with it"
     assert "; the last publish failed: a KL of 3 nats" in build_status(world.core).waiting_for
     world.hello("t2", 1)
-    assert [m.member_id for m in world.begin_publish("t2").members] == [again], "at once, without back-off"
+    world.pass_time(6, {again: 1})
+    permit = world.begin_publish("t2")
+    assert ([m.member_id for m in permit.members], permit.holders) == ([again], 0)
     world.commit_publish("t2", [again])
     assert world.state.published == 1
     world.beat(again, 1)
@@ -114,6 +116,13 @@ def test_refused_member_waits_while_others_hold_the_version(world):
     assert world.lease(world.member, 1)
     assert world.next("t").action is not NextAction.PUBLISH, "its back-off"
     world.pass_time(6, {world.member: 1, again: 1})
+    permit = world.begin_publish("t")
+    assert ([m.name for m in permit.members], permit.holders) == (["bad"], 1)
+    world.commit_publish("t", [], [], [again], "a KL of 3 nats")
+    again = world.register("bad", version=1)
+    world.pass_time(6, {world.member: 1, again: 1})
+    assert world.begin_publish("t").members == [], "each refusal waits longer"
+    world.pass_time(6, {world.member: 1, again: 1})
     assert [m.name for m in world.begin_publish("t").members] == ["bad"]
     assert world.lease(again, 1) == []
     # Its server restarts and holds no weights: the mark ends, and the next weights count.
@@ -121,6 +130,23 @@ def test_refused_member_waits_while_others_hold_the_version(world):
     world.commit_publish("t", [again])
     world.beat(again, 1)
     assert world.core.membership.members[again].version == 1
+
+
+def test_first_weights_get_no_lease_before_their_probe(world):
+    train(world, publish=False)
+    late = world.register("late")
+    assert {m.member_id for m in world.begin_publish("t").members} == {world.member, late}
+    world.beat(late, 1)
+    assert world.lease(late, 1) == [], "the probe may refuse them"
+    world.commit_publish("t", [world.member, late])
+    assert world.lease(late, 1)
+    later = world.register("later")
+    assert world.begin_publish("t").holders == 2
+    world.beat(later, 1)
+    assert world.core.membership.members[later].version == -1
+    world.hello("t2", 1)
+    world.beat(later, 1)
+    assert world.core.membership.members[later].version == 1, "the trainer of that publish is gone"
 
 
 def test_failed_publish_is_named_while_no_generator_has_weights(world):

@@ -121,8 +121,10 @@ def test_cause_of_an_engine_process_that_configures_its_logging_again() -> None:
         print(vllm_failures.cause_of(RuntimeError("Engine core initialization failed. See root cause above. {}")).text)
         vllm_failures.forget_reports()
         print(vllm_failures.cause_of(RuntimeError("Engine core initialization failed. See root cause above. {}")).transient)
+        logging.getLogger("vllm").error("of a request", exc_info=ValueError())
+        print(os.path.exists(os.environ[vllm_failures.CAUSES_FILE]))
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
     )
-    assert ended.stdout.splitlines() == ["AssertionError: a tensor has 3 rows", "True"], ended.stderr
+    assert ended.stdout.splitlines() == ["AssertionError: a tensor has 3 rows", "True", "False"], ended.stderr

@@ -238,7 +238,7 @@ def test_rank_batch_ignores_masked_tokens() -> None:
     assert done.batch.fresh_n.tolist() == [False, False, False]
     assert done.staleness == Staleness(tokens=3, total=3, largest=3)
     assert done.batch.weights_s.tolist() == pytest.approx([1 / 5])  # of 3 + 2 tokens
-    assert probe_sequences(shard, 8) == []
+    assert probe_sequences(shard, 8, 100) == []
     one = msgspec.structs.replace(one, versions=[wire.VersionSpan(4, 0)])
     with pytest.raises(BadBatchError, match="5 tokens are not masked, 3 announced"):
         rank_batch(wire.Shard(step=STEP, groups=metas, sequences=[one]), RecipeSpec())
@@ -292,12 +292,15 @@ def test_rank_batch_inconsistent_shard_raises(change: dict[str, Any], message: s
 def test_probe_sequences_are_evenly_spaced() -> None:
     metas, sequences = make_step(1, 6, 4)
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
-    chosen = probe_sequences(shard, 3)
+    chosen = probe_sequences(shard, 3, 100)
     assert len(chosen) == 3
     assert chosen[0].token_ids.tobytes() == sequences[0].prompt_token_ids + sequences[0].token_ids
     assert chosen[0].prompt_tokens == len(sequences[0].prompt_token_ids) // 4
-    assert len(probe_sequences(shard, 1000)) == len(sequences)
-    assert probe_sequences(shard, 0) == []
+    assert len(probe_sequences(shard, 1000, 100)) == len(sequences)
+    assert probe_sequences(shard, 0, 100) == []
+    lengths = sorted(len(s.prompt_token_ids + s.token_ids) // 4 for s in sequences)
+    # A server refuses a prompt that fills its context, and one such sequence would fail the whole probe.
+    assert max(len(s.token_ids) for s in probe_sequences(shard, 1000, lengths[-1])) < lengths[-1]
 
 
 # --- distillation -----------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class Membership:
     """Back-offs after failed publishes, by name."""
     _refused: dict[str, int] = field(default_factory=dict)
     """The version that a member holds and computes wrongly, by name; it counts as a member without weights."""
+    publishing: dict[str, int] = field(default_factory=dict)
+    """The version that the trainer sends or probes now, by member id."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -110,9 +112,12 @@ class Membership:
     def report_version(self, member: Member, version: int, now: float) -> bool:
         """Set the version that the member reports; returns whether it changed.
 
-        A lower version shortly after a committed publish is ignored: the member sent it before the publish.
+        A lower version shortly after a committed publish is ignored: the member sent it before the publish. The first weights
+        of a member count from the commit on: the trainer probes them before.
         """
-        if self._refused.get(member.name) == version:
+        if self._refused.get(member.name) == version or (
+            member.version < 0 and self.publishing.get(member.member_id) == version
+        ):
             version = -1
         else:
             self._refused.pop(member.name, None)

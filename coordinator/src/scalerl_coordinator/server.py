@@ -489,7 +489,7 @@ class Server:
         return wire.StepReported(publish=self._training.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
-        return await self._decided(lambda _: self._training.supervised(report))
+        return await self._decided(lambda now: self._training.supervised(report, now))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
         permit = await self._poll(

@@ -93,6 +93,7 @@ class TrainerRequests:
         core.flush_usage(now)
         core.commit(r.TrainerJoined(request.incarnation, request.version))
         core.failed_checkpoint = None
+        core.membership.publishing.clear()
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
         self._stalled_since = None
@@ -340,7 +341,7 @@ class TrainerRequests:
             core.commit(r.StepTrained(report.step, report.stats, report.busy_seconds, report.trained_tokens))
         return state.rows[report.step]
 
-    def supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
+    def supervised(self, report: wire.SupervisedReport, now: float) -> wire.SupervisedReported:
         """Record the progress of mid-training, whose time counts towards the run's. Raises Refusal."""
         self.check(report.incarnation)
         core, state = self.core, self.core.state
@@ -351,6 +352,7 @@ class TrainerRequests:
                 "out-of-step",
                 "the trainer reported mid-training after the first step of RL; send hello again",
             )
+        core.flush_usage(now)  # this time is no waiting time
         # Once a lease was issued, the core's meter counts this time.
         seconds = 0.0 if state.leased else max(0.0, report.seconds - state.supervised_seconds)
         settings = core.settings
@@ -380,7 +382,12 @@ class TrainerRequests:
             )
             for m in outdated
         ]
-        return wire.PublishPermit(ready=True, members=members)
+        membership = self.core.membership
+        membership.publishing = {m.member_id: request.version for m in outdated}
+        serving = [m for m in membership.members.values() if m.healthy and m.version == request.version]
+        return wire.PublishPermit(
+            ready=True, members=members, holders=sum(m not in outdated for m in serving)
+        )
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
@@ -438,6 +445,7 @@ class TrainerRequests:
         self._check_version("the trainer published version", request.version)
         _check_finite(request.stats)
         core, members = self.core, self.core.membership
+        members.publishing.clear()
         for member_id in request.updated:
             member = members.members.get(member_id)
             if member is not None:
@@ -453,9 +461,7 @@ class TrainerRequests:
                 )
                 if member_id in request.refused:
                     members.refuse(member.name, request.version)
-                if request.updated or member_id in request.failed:
-                    # Not if all were refused: the trainer ends, and its next attempt publishes to them at once.
-                    members.failed_publish(member.name, now)
+                members.failed_publish(member.name, now)
                 core.reassign_leases(member.name)
         ahead = any(
             m.healthy and (m.version > request.version or not m.version_reported)

@@ -88,9 +88,14 @@ class _Reporter:
         error = record.exc_info[1] if record.exc_info else None
         of_vllm = record.name.startswith("vllm") and record.levelno >= logging.ERROR
         if of_vllm and error is not None and not _POINTER.search(str(error)):
-            with contextlib.suppress(OSError), self.path.open("ab") as file:
+            # After the start the file is gone, and errors of requests must not fill the disk.
+            with contextlib.suppress(OSError), open(self.path, "ab", opener=_existing) as file:
                 file.write(msgspec.json.encode(Cause.of(error)) + b"\n")
         return record
+
+
+def _existing(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_CREAT)
 
 
 def cause_of(error: Exception) -> Cause:

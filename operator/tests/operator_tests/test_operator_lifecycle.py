@@ -200,14 +200,22 @@ def test_coordinator_has_a_budget_of_restarts() -> None:
     assert (wrong.memory.outcome.reason, "no tokenizer" in wrong.memory.outcome.message) == ("BadInput", True)
 
 
-@pytest.mark.parametrize(("published", "ready", "ends"), [(-1, 0, True), (0, 0, False), (-1, 1, False)])
+@pytest.mark.parametrize(
+    ("published", "ready", "starting", "ends"),
+    [(-1, 0, 0, True), (0, 0, 0, False), (None, 0, 0, False), (-1, 1, 0, False), (-1, 0, 1, False)],
+)
 def test_generators_that_reject_their_input_end_a_run_without_weights(
-    published: int, ready: int, ends: bool
+    published: int | None, ready: int, starting: int, ends: bool
 ) -> None:
+    """The coordinator that does not answer (None) may be of a run that has trained for days."""
     bad = Service(
-        ready=ready, bad_input=Ended(2, "vllm_server: vLLM does not start: ValueError: no such architecture")
+        ready=ready,
+        starting=starting,
+        bad_input=Ended(2, "vllm_server: vLLM does not start: ValueError: no such architecture"),
     )
-    waiting = status([], phase=CoordinatorPhase.WAITING, published_version=published)
+    waiting = None
+    if published is not None:
+        waiting = status([], phase=CoordinatorPhase.WAITING, published_version=published)
     decision = decide(SPEC, replace(RUNNING, generators=bad, status=waiting), FIRST)
     outcome = decision.memory.outcome
     assert (outcome is not None) == ends

@@ -42,14 +42,19 @@ async def local(tmp_path: Path) -> AsyncIterator[tuple[LocalRun, list[Event], Ru
 async def test_unsaved_weights_are_reported_once_with_what_to_do(
     local: tuple[LocalRun, list[Event], RunDirectory],
 ) -> None:
-    run, events, _ = local
+    run, events, directory = local
     run._report_warnings(HELD)
     run._report_warnings(HELD)
     (event,) = events
     assert event.is_problem
     assert "version 4 cannot be saved: No space left on device" in event.text
     assert "interrupt this command to give them up" in event.text
-    run._report_warnings(msgspec.structs.replace(HELD, unsaved_version=-1, checkpoint_problem=""))
+    later = msgspec.structs.replace(HELD, unsaved_version=-1, checkpoint_problem="")
+    run._report_warnings(later)
+    assert events == [event], "a coordinator that has restarted does not know it yet"
+    run._report_warnings(HELD)
+    directory.paths.checkpoint(4).mkdir(parents=True)
+    run._report_warnings(later)
     assert (events[-1].text, events[-1].is_problem) == ("the last version is saved", False)
 
 

@@ -142,9 +142,17 @@ def check_logprobs(shard: wire.Shard) -> None:
         )
 
 
-def probe_sequences(shard: wire.Shard, count: int) -> list[ProbeSequence]:
-    """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish."""
-    usable = [s for s in shard.sequences if s.token_ids and all(v.version != wire.MASKED for v in s.versions)]
+def probe_sequences(shard: wire.Shard, count: int, context_tokens: int) -> list[ProbeSequence]:
+    """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish.
+
+    They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
+    """
+    usable = [
+        s
+        for s in shard.sequences
+        if s.token_ids and all(v.version != wire.MASKED for v in s.versions)
+        if len(s.prompt_token_ids) + len(s.token_ids) < context_tokens * Int32.itemsize
+    ]
     chosen = [usable[i * len(usable) // count] for i in range(count)] if len(usable) > count else usable
     return [
         ProbeSequence(

@@ -114,7 +114,7 @@ class Leader:
         self._probed: set[str] = set()
         """Ids of the members that computed the same as the trainer in a probe."""
         self._agreed_version = -1
-        """The newest version at which a member did."""
+        """The newest version at which a member did, or with which other members generate."""
         self._held_weights = False
         """Whether a generator has held weights of this run."""
         self._publish_failures: list[str] = []
@@ -331,9 +331,13 @@ class Leader:
     def _publish(self) -> None:
         """Publish the current version to the members that the coordinator lists, once it permits that."""
         worker = self._worker
-        members = self._permit()
-        if members is None:
+        permit = self._permit()
+        if permit is None:
             return
+        members = permit.members
+        # Also from an earlier trainer: a member that joins them and disagrees is at fault, not the weights.
+        if permit.holders:
+            self._agreed_version = worker.version
         outcome = self._publisher.publish(worker.version, Weights(self._manifest(), self._stream), members)
         stats = dict(outcome.stats)
         probed = self._probe([m for m in members if m.member_id in outcome.updated])
@@ -438,8 +442,8 @@ class Leader:
         self._command(Command.PUBLISH_REFUSED)
         raise PublishRefusedError(message)
 
-    def _permit(self) -> list[wire.Member] | None:
-        """Wait for the permission to publish; returns the members, or None if a stop or the run's end comes first."""
+    def _permit(self) -> wire.PublishPermit | None:
+        """Wait for the permission to publish; None if a stop or the run's end comes first."""
         worker = self._worker
         while True:
             begin = time.perf_counter()
@@ -447,7 +451,7 @@ class Leader:
                 permit = self._coordinator.publish_begin(worker.version, POLL_SECONDS)
                 self._answered = time.monotonic()
                 if permit.ready:
-                    return permit.members
+                    return permit
             except CoordinatorUnreachable as error:
                 self._no_answer(error)
             finally:

@@ -135,7 +135,8 @@ class Worker:
         if updates and (self.version % updates == 0 or not self.engine.has_proximal):
             self.engine.set_proximal()
         step_stats = self.engine.step(shard_batch.batch, self.loss)
-        self.probes = probe_sequences(shard, self.spec.weight_sync.probe_sequences) or self.probes
+        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
+        self.probes = probe_sequences(shard, count, context_tokens) or self.probes
         self.version += 1
         self.metrics.version.set(self.version)
         own_seconds = {

@@ -203,6 +203,8 @@ class PublishPermit(Struct, frozen=True, kw_only=True):
     """False: an evaluation of the previous version is in progress; repeat the request."""
     members: list[Member]
     """Members to publish to: healthy, with an older version."""
+    holders: int = 0
+    """Number of other members that generate with the version."""
 
 
 class PublishCommit(Struct, frozen=True, kw_only=True):

@@ -116,6 +116,7 @@ class RunObservation:
         worst = max(pods, key=lambda p: p.restarts, default=None)
         return Service(
             ready=sum(p.ready for p in pods),
+            starting=sum(not p.ready and p.bad_input is None for p in pods),
             restarts=worst.restarts if worst is not None else 0,
             restarted=worst.name if worst is not None else "",
             bad_input=next((p.bad_input for p in pods if p.bad_input is not None), None),

@@ -154,8 +154,8 @@ class LocalRun:
         self._reported = dict.fromkeys(_WARNINGS, 0)
         self._checkpoint_problem = ""
         """Why the last failed checkpoint failed."""
-        self._unsaved = False
-        """Whether the trainer keeps its last weights in memory because they cannot be saved."""
+        self._unsaved_version = -1
+        """The version that the trainer keeps in memory because it cannot be saved; -1 otherwise."""
         self._learning_problems = ("", "")
         """Those of the last status; each is reported when it begins."""
 
@@ -182,7 +182,7 @@ class LocalRun:
             if self._autoscaler is not None:
                 self._autoscaler.close()
             await self._client.aclose()
-        if self._unsaved and self._status is not None:
+        if self._unsaved_version >= 0 and self._status is not None:
             self._report_lost(self._status)
         self._report()
         self._note_ready()
@@ -206,7 +206,7 @@ class LocalRun:
         self._interrupts += 1
         if self._interrupts == 1:
             # A trainer that keeps unsaved weights has no more to do than to try once more.
-            self._drain_until = time.monotonic() + (0.0 if self._unsaved else DRAIN_SECONDS)
+            self._drain_until = time.monotonic() + (0.0 if self._unsaved_version >= 0 else DRAIN_SECONDS)
             self._wake.set()
         else:
             self._runtime.kill()
@@ -236,13 +236,15 @@ class LocalRun:
 
     def _report_warnings(self, status: Status) -> None:
         self._checkpoint_problem = status.checkpoint_problem or self._checkpoint_problem
-        if (status.unsaved_version >= 0) is not self._unsaved:
-            self._unsaved = not self._unsaved
-            text = "the last version is saved"
-            if self._unsaved:
-                text = f"training has ended, but version {status.unsaved_version} cannot be saved: {status.checkpoint_problem}. "
-                text += "The trainer keeps the weights in memory and retries: free space, or interrupt this command to give them up"
-            self._on_event(Event("trainer", text, is_problem=self._unsaved))
+        unsaved, held = status.unsaved_version, self._unsaved_version
+        if unsaved >= 0 and held < 0:
+            text = f"training has ended, but version {unsaved} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
+            text += "weights in memory and retries: free space, or interrupt this command to give them up"
+            self._on_event(Event("trainer", text, is_problem=True))
+        elif unsaved < 0 <= held and self._paths.checkpoint(held).is_dir():
+            # Without it, the coordinator has restarted, or the trainer, whose end is reported elsewhere.
+            self._on_event(Event("trainer", "the last version is saved"))
+        self._unsaved_version = unsaved
         problems = (status.learning_problem, status.logprob_problem)
         for problem, before in zip(problems, self._learning_problems, strict=True):
             if problem and not before:
@@ -272,7 +274,7 @@ class LocalRun:
             if self._autoscaler is not None:
                 self._autoscaler.update(self._status)
             wanted, given = self._stop_reason(self._status), self._status.stop_reason
-            if not self._unsaved and must_send_stop(wanted, given, self._revocable):
+            if self._unsaved_version < 0 and must_send_stop(wanted, given, self._revocable):
                 # Without an answer, the next tick sends the request again.
                 with contextlib.suppress(CoordinatorUnreachable):
                     await self._client.stop(wanted)

@@ -206,9 +206,13 @@ def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
 
 
 def _generator_failure(observed: LifecycleInput) -> Outcome | None:
-    """The outcome of a run whose generators reject their input before any of them has held weights. Later, the others go on."""
-    end, status = observed.generators.bad_input, observed.status
-    if end is None or observed.generators.ready or (status is not None and status.published_version >= 0):
+    """The outcome of a run whose generators all reject their input before any of them has held weights, which only the
+    coordinator knows. Otherwise, the others go on."""
+    generators, status = observed.generators, observed.status
+    end = generators.bad_input
+    if end is None or generators.ready or generators.starting:
+        return None
+    if status is None or status.published_version >= 0:
         return None
     return Outcome(End.FAILED, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
 

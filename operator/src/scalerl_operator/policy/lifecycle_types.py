@@ -59,9 +59,11 @@ class Service:
     restarts: most restarts of any one container.
     restarted: that container.
     bad_input: the end of a container with wrong input, for which a restart cannot help.
+    starting: number of replicas that are not ready and had no such end.
     """
 
     ready: int = 0
+    starting: int = 0
     restarts: int = 0
     restarted: str = ""
     bad_input: Ended | None = None
