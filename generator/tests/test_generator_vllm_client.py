@@ -127,6 +127,16 @@ async def test_prompt_logprobs_are_of_given_tokens(serve: Serve) -> None:
         await client.prompt_logprobs([5, 7])
 
 
+@pytest.mark.parametrize("bad", [-9999.0, None])
+async def test_prompt_logprobs_of_broken_weights_are_no_numbers(serve: Serve, bad: float | None) -> None:
+    """So that the trainer refuses the publish."""
+    rows = [None, {"7": {"logprob": -2.0}}, {"8": {"logprob": bad}}]
+    client = await serve({"/inference/v1/generate": answer(prompt_logprobs=rows)})
+    scored = await client.prompt_logprobs([5, 7, 8])
+    assert scored[0] == -2.0
+    assert np.isnan(scored[1])
+
+
 async def test_client_errors_are_typed(serve: Serve) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)

@@ -421,6 +421,15 @@ def test_probe_failure_is_reported(actors: FakeActors) -> None:
     assert measured.above(0.0) == [], "a probe without an answer is not a disagreement"
 
 
+def test_probe_of_weights_that_are_no_numbers_blames_no_generator(actors: FakeActors) -> None:
+    (member,) = actors.start([])
+    control = ActorControl(TOKEN)
+    sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
+    measured = probe(control, [member], 3, sequences, lambda _: [torch.full((5,), torch.nan)])
+    control.close()
+    assert (measured.stats, measured.above(1e-6)) == ({"probe_failed": 1.0}, [])
+
+
 @pytest.mark.parametrize(
     ("k3", "limit", "above"),
     [

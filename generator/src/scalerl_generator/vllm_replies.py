@@ -262,13 +262,14 @@ class StreamedAnswer:
 
 
 def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    """Log-probabilities of the tokens after the first, nats, shape ``[len(token_ids) - 1]``.
+    """Log-probabilities of the tokens after the first, nats, shape ``[len(token_ids) - 1]``; NaN where the server has no finite
+    value, which shows that its weights are broken.
 
     Raises:
         BadReply, GenerationFailed
     """
-    used = np.ones(len(token_ids) - 1, np.bool_)
-    return _of_tokens(_decoded(_GENERATE, content).prompt_logprobs, token_ids, used)
+    logprobs = _of_tokens(_decoded(_GENERATE, content).prompt_logprobs, token_ids)
+    return np.where(_are_usable(logprobs), logprobs, np.float32(np.nan))
 
 
 def read_completion_prompt_logprobs(
@@ -283,21 +284,26 @@ def read_completion_prompt_logprobs(
         BadReply, GenerationFailed
     """
     choices = _decoded(_COMPLETION, content).choices
-    return _of_tokens(choices[0].prompt_logprobs if choices else None, token_ids, used)
+    logprobs = _of_tokens(choices[0].prompt_logprobs if choices else None, token_ids)
+    if not _are_usable(logprobs)[used].all():
+        raise GenerationFailed("a prompt token has no finite log-probability")
+    return np.where(used, logprobs, np.float32(0.0))
+
+
+def _are_usable(logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
+    usable: NDArray[np.bool_] = np.isfinite(logprobs) & (logprobs > _CLAMPED)
+    return usable
 
 
 def _of_tokens(
-    rows: list[dict[str, _LogprobReply] | None] | None, token_ids: Sequence[int], used: NDArray[np.bool_]
+    rows: list[dict[str, _LogprobReply] | None] | None, token_ids: Sequence[int]
 ) -> NDArray[np.float32]:
     if rows is None or len(rows) != len(token_ids):
         raise GenerationFailed(f"asked to score {len(token_ids)} tokens, got {rows and len(rows)} rows")
     missing = _LogprobReply(None)
-    logprobs = _floats(
+    return _floats(
         [(row or {}).get(str(token), missing) for token, row in zip(token_ids[1:], rows[1:], strict=True)]
     )
-    if not (np.isfinite(logprobs) & (logprobs > _CLAMPED))[used].all():
-        raise GenerationFailed("a prompt token has no finite log-probability")
-    return np.where(used, logprobs, np.float32(0.0))
 
 
 def read_weight_version(content: bytes) -> int:
@@ -427,7 +433,7 @@ def _part(choice: _ChoiceReply) -> Part:
             f"completion {choice.index}: {len(token_ids)} tokens, {len(content)} log-probabilities"
         )
     logprobs = _floats(content)
-    masked = ~(np.isfinite(logprobs) & (logprobs > _CLAMPED))
+    masked = ~_are_usable(logprobs)
     logprobs[masked] = 0.0
     return Part(token_ids, logprobs, masked)
 

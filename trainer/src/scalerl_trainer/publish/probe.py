@@ -76,7 +76,10 @@ def probe(
     sequences: Sequence[ProbeSequence],
     score: Score,
 ) -> Measured:
-    """Score ``sequences`` by the trainer and by each of ``members``, concurrently."""
+    """Score ``sequences`` by the trainer and by each of ``members``, concurrently.
+
+    Nothing is measured if the trainer's own log-probabilities are not finite: the weights are broken then, not the generators.
+    """
     message = wire.Probe(
         version=version,
         sequences=[s.token_ids.astype("<i4").tobytes() for s in sequences],
@@ -87,6 +90,11 @@ def probe(
     of_trainer = score(sequences)
     answers = calls.wait()
     trainer_n = torch.cat(of_trainer)
+    if not bool(trainer_n.isfinite().all()):
+        log.warning(
+            "version %d has log-probabilities that are not finite; generators are not compared", version
+        )
+        return Measured({"probe_failed": 1.0}, {})
     position_n = torch.cat([torch.arange(s.prompt_tokens, len(s.token_ids)) for s in sequences])
     stats: dict[str, float] = {}
     k3: dict[str, torch.Tensor] = {}
