@@ -274,7 +274,7 @@ def test_vllm_options_that_break_a_run_are_refused(argument: str) -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ["--tokenizer-mode=slow", "--seed=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"],
+    ["--tokenizer-mode=slow", "--max-logprobs=1", "--model-impl=vllm", "--max-num-batched-tokens=1", "-O3"],
 )
 def test_other_names_are_allowed(argument: str) -> None:
     assert free_option(argument) == argument

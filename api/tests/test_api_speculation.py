@@ -52,10 +52,10 @@ def test_default_memory_of_drafts_follows_what_runs(
     "option", ["--speculative-config={}", "--speculative_config", "--spec-method=ngram", "-sc"]
 )
 def test_speculation_in_two_places_is_refused(option: str) -> None:
-    generator(extraArgs=["--seed=1", option])
+    generator(extraArgs=["--max-logprobs=1", option])
     generator(extraArgs=["--specialize-active-lora"], speculation={"history": {}})
     with pytest.raises(ValidationError, match=r"generator\.extraArgs and generator\.speculation both"):
-        generator(extraArgs=["--seed=1", option], speculation={"history": {}})
+        generator(extraArgs=["--max-logprobs=1", option], speculation={"history": {}})
 
 
 def test_responses_are_the_same_after_the_wire() -> None:

@@ -277,7 +277,7 @@ def test_abbreviations_of_refused_options_are_refused() -> None:
     ):
         assert option in broken
     harmless = {
-        "--seed",
+        "--max-logprobs",
         "--enforce-eager",
         "--max-num-batched-tokens",
         "--block-size",

@@ -38,14 +38,14 @@ class CoordinatorSpec(Model):
 SERVER_OPTIONS: Final = (
     *("--model", "--host", "--port", "--uds", "--api-key", "--middleware", "--dtype", "--max-model-len"),
     *("--max-num-seqs", "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--logprobs-mode"),
-    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config"),
+    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config", "--seed"),
     *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
 )
 """Options of vLLM that other fields determine, or that the interaction of actor, trainer and server requires. Abbreviations of
 them are rejected too, because vLLM accepts abbreviations."""
 UNSUPPORTED_OPTIONS: Final = (
     # short abbreviations of SERVER_OPTIONS
-    *("--dt", "--ge", "--gp", "--ho", "--mi", "--por", "--te", "--ud", "--we"),
+    *("--dt", "--ge", "--gp", "--ho", "--mi", "--por", "--see", "--te", "--ud", "--we"),
     # several engines, pipelines or hosts, whose workers do not join the weight transfer; splits of experts and contexts
     *(
         "--data-parallel",
