@@ -75,8 +75,12 @@ class Engine:
         sender = Sender(version)
         opening = threading.Thread(target=sender.open, daemon=True)
         opening.start()
-        self.call("init_weight_transfer_engine", init_info=_fields(sender.join()))
+        join = sender.join()
+        self.call("init_weight_transfer_engine", init_info=_fields(join))
         opening.join(60)
+        while (problem := self.call("scalerl_join_problem", epoch=str(join.epoch))) is None:
+            time.sleep(0.01)
+        assert not problem, problem
         self.call("start_weight_update")
 
         def send() -> None:
