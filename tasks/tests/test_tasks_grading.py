@@ -140,13 +140,12 @@ async def test_score_group_survives_hostile_mathematics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Good ones between the bad ones: each must get its own verdict.
     completions = [text for bad in HOSTILE_MATH for text in (bad, r"\boxed{0.5}")]
-    async with GradingPool(VerifierConfig("math-verify"), workers=2, timeout_seconds=1.5) as pool:
+    async with GradingPool(VerifierConfig("math-verify"), workers=2, timeout_seconds=30) as pool:
         graded = await pool.score_group(HALF, completions)
         assert pool.counts.graded == len(completions)
-        assert pool.counts.timeouts >= 2
+        assert pool.counts.timeouts == 0, "numbers that take too long to compute score 0 at once"
     assert [g.score for g in graded] == [0.0, 1.0] * len(HOSTILE_MATH)
-    assert all(g.error is None for g in graded[1::2])
-    assert graded[0] == Graded(None, "grading took longer than 1.5 s and was killed")
+    assert all(g.error is None for g in graded)
     assert not list(tmp_path.iterdir())
 
 
