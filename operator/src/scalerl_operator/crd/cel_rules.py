@@ -273,17 +273,18 @@ _MOUNT: Final[dict[str, Any]] = {
 
 # --- functions of the models ---------------------------------------------------------------------
 
-_OPTION: Final = "self.split('=')[0].split('.')[0].replace('_', '-')"
+_OPTION: Final = "[self.split('=')[0].split('.')[0].replace('_', '-')]"
+"""A list of one, whose macros name it: computed for each name of a list, it would exceed the API server's budget."""
 
 _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
         Rule(
-            f"!{list(SERVER_OPTIONS)}.exists(option, option == {_OPTION} || (size({_OPTION}) >= {SHORTEST_ABBREVIATION} "
-            f"&& option.startsWith({_OPTION}))) && !{_OPTION}.startsWith('--ssl-')",
+            f"{_OPTION}.all(name, !name.startsWith('--ssl-') && !{list(SERVER_OPTIONS)}.exists(option, option == name || "
+            f"(size(name) >= {SHORTEST_ABBREVIATION} && option.startsWith(name))))",
             "this option is set from other fields, or by the operator itself; leave it out",
         ),
         Rule(
-            f"!{list(UNSUPPORTED_OPTIONS)}.exists(beginning, ({_OPTION} + '=').startsWith(beginning))",
+            f"{_OPTION}.all(name, !{list(UNSUPPORTED_OPTIONS)}.exists(beginning, (name + '=').startsWith(beginning)))",
             f"this option {UNSUPPORTED}",
         ),
     ),
