@@ -105,7 +105,7 @@ class OpGraphSource:
 
     >>> prompt = OpGraphSource(OpGraphTask((3, 3)))[5]
     >>> prompt.labels, prompt.answer
-    ({'operations': '3', 'edges': '4', 'context': 'zoo', 'mode': 'forward'}, '2')
+    ({'operations': '3', 'edges': '5', 'context': 'zoo', 'mode': 'forward'}, '2')
     """
 
     def __init__(self, task: OpGraphTask) -> None:

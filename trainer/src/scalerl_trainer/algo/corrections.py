@@ -57,6 +57,7 @@ class Corrected:
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, its sums, and the number of tokens with a ratio above the cap or below the floor (``corrected``).
 
+        >>> import torch
         >>> from scalerl_trainer.algo.losses import Reinforce
         >>> one = torch.ones(1)
         >>> batch = TokenBatch(-one, -3 * one, one, one, torch.zeros(1, dtype=torch.long))
@@ -105,6 +106,7 @@ class OffPolicyMasked:
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, its sums, and the number of masked tokens (``off_policy_masked``).
 
+        >>> import torch
         >>> from scalerl_trainer.algo.losses import Reinforce
         >>> one = torch.ones(1)
         >>> batch = TokenBatch(-2 * one, -one, -one, one, torch.zeros(1, dtype=torch.long))
