@@ -25,7 +25,7 @@ CAUSES_FILE = "SCALERL_VLLM_CAUSES"
 """Environment variable with the file for exceptions of vLLM's processes; set by the server for its children."""
 MAX_CAUSE_CHARACTERS = 600
 MEMORY_SECONDS = 3600.0
-"""How long the cause of a failed start is remembered."""
+"""How long the cause of a failed start is kept."""
 _POINTER = re.compile(r"root cause", re.IGNORECASE)
 """In messages that only refer to the exception of another process."""
 _TRANSIENT = re.compile(

@@ -56,7 +56,7 @@ BLIND_RETRY_SECONDS = 120.0
 """The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
 attempt fills it for all that write to it."""
 LAST_RETRY_SECONDS = 3.0
-"""Pause before the last attempt of a trainer that was told to end."""
+"""Pause before the last attempt of a trainer that received SIGTERM."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
@@ -143,7 +143,7 @@ class Leader:
             saved_first: if given, write a checkpoint before the first step, and call this once it is on disk.
 
         Raises:
-            CheckpointError: the last version is in no checkpoint, and the trainer was told to end.
+            CheckpointError: the last version is in no checkpoint, and SIGTERM arrived.
             Unresumable: the coordinator cannot resume from this version; all ranks raise it.
             CoordinatorError, RankLost: the coordinator or a rank is lost.
             DivergedError: too many consecutive steps were skipped; all ranks raise it.
@@ -517,8 +517,8 @@ class Leader:
             self._save()
 
     def _save_last(self) -> str:
-        """Save the last version. If that fails, keep the weights in memory and retry until it succeeds or the trainer is told
-        to end (SIGTERM), which leaves one more attempt. Returns what is lost, empty if nothing is.
+        """Save the last version. If that fails, keep the weights in memory and retry until it succeeds or SIGTERM
+        arrives, which leaves one more attempt. Returns what is lost, empty if nothing is.
 
         Raises:
             CoordinatorUnreachable: the checkpoint is on disk, but the coordinator does not acknowledge it.
