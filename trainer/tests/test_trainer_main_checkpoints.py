@@ -124,9 +124,9 @@ def small_volume(path: Path, size: str) -> Iterator[None]:
 
 
 def fill(path: Path) -> Path:
-    """Fill the volume at ``path``; returns the file to remove."""
+    """Fill what is free of the volume at ``path``; returns the file to remove, which a later call extends."""
     ballast = path / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+    with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))
     return ballast
@@ -162,11 +162,16 @@ def test_full_checkpoint_volume_holds_the_last_weights(new_run: Any) -> None:
 def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
     """The journal is on the same volume: the trainer waits for it, the coordinator restarts on the full volume."""
     with small_volume(tmp_path / "volume", "24m"):
-        run = new_run(root=tmp_path / "volume", budget__maxSteps=6)
+        run = new_run(root=tmp_path / "volume", budget__maxSteps=10)
         run.start(seconds_per_group=0.1)
         until(lambda: run.step() >= 2)
+
+        def journal_refuses() -> bool:
+            fill(tmp_path / "volume")  # again: a checkpoint that failed was deleted and freed its space
+            return bool(run.status().journal_error)
+
+        until(journal_refuses, what="a journal that refuses")
         ballast = fill(tmp_path / "volume")
-        until(lambda: run.status().journal_error, what="a journal that refuses")
         held = run.status()
         os.kill(run.coordinator.pid, signal.SIGKILL)
         run.coordinator.join()
@@ -179,11 +184,11 @@ def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
         assert all(process.is_alive() for process in run.ranks)
         ballast.unlink()
         assert run.wait_trainer() == [0, 0]
-        assert run.step() == 6
+        assert run.step() == 10
         assert run.log("trainer-0").count("registered: ") == 1
-        assert [row["step"] for row in run.rows()] == list(range(6))
+        assert [row["step"] for row in run.rows()] == list(range(10))
         counts = run.status().counts
-        assert counts.trained + counts.filtered == 6 * 4 * 3
+        assert counts.trained + counts.filtered == 10 * 4 * 3
 
 
 def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
