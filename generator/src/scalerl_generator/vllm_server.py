@@ -205,7 +205,7 @@ def vllm_namespace(options: ServerOptions, on_cpu: bool, seed: int = 0) -> argpa
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
-    arguments = parser.parse_args(vllm_arguments(options, on_cpu, seed))
+    arguments: argparse.Namespace = parser.parse_args(vllm_arguments(options, on_cpu, seed))
     arguments.hf_overrides = overrides(options, arguments.hf_overrides)
     return arguments
 
