@@ -7,6 +7,7 @@ from typing import Any
 
 from registered_metrics import Registered, registered
 
+from scalerl_api.vllm_options import GROUPS, VLLM_RELEASE, Use
 from scalerl_operator import crd
 
 _NOTE = "<!-- Written by `make docs`; changes here are lost. -->\n\n"
@@ -110,5 +111,23 @@ def _metric(metric: Registered) -> str:
     return f"| `{name}` | {metric.kind} | {labels} | {text} |"
 
 
-PAGES = {"spec.md": spec_page, "metrics.md": metrics_page}
+def vllm_page() -> str:
+    """Every option of vLLM's server, by what a run does with it."""
+    lines = [
+        "# Options of vLLM\n\n" + _NOTE,
+        "What `generator.extraArgs` does with each option of vLLM's server "
+        f"{VLLM_RELEASE}. Options are written in full: an abbreviation is refused,\nthough vLLM's own parser would accept it. "
+        "Underscores and fields of JSON options (`--compilation-config.mode=3`) are accepted. A value\nthat begins with `-` is "
+        "written as `--option=value`. `scalerl validate`, the API server and the start of the generator's server apply\nthe same table.\n",
+    ]
+    for use in Use:
+        lines += [f"\n## {use.capitalize()}\n", "| options | |", "| --- | --- |"]
+        for group in GROUPS:
+            if group.use is use:
+                options = ", ".join(f"`{option}`" for option in group.written.split())
+                lines.append(f"| {options} | {group.effect} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"spec.md": spec_page, "metrics.md": metrics_page, "vllm-options.md": vllm_page}
 """Files of docs/reference, and what writes each."""

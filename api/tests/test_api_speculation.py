@@ -53,7 +53,7 @@ def test_default_memory_of_drafts_follows_what_runs(
 )
 def test_speculation_in_two_places_is_refused(option: str) -> None:
     generator(extraArgs=["--max-logprobs=1", option])
-    generator(extraArgs=["--specialize-active-lora"], speculation={"history": {}})
+    generator(extraArgs=["--enforce-eager"], speculation={"history": {}})
     with pytest.raises(ValidationError, match=r"generator\.extraArgs and generator\.speculation both"):
         generator(extraArgs=["--max-logprobs=1", option], speculation={"history": {}})
 

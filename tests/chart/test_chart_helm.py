@@ -115,6 +115,10 @@ CIDR = "must be a range of addresses like 10.0.0.0/8 or fd00::/8"
         ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.0/8", "10.0.0.0/33"]}}}, f'cidrs[1]: "10.0.0.0/33": {CIDR}'),
         ({"networkPolicy": {"apiServer": {"cidrs": ["fd00:::/8"]}}}, CIDR),
         ({"networkPolicy": {"apiServer": {"cidrs": [""]}}}, CIDR),
+        ({"admission": {"images": ["registry.example.com/team"]}}, 'admission.images[0]: "registry.example.com/team": must be a prefix with / at its end'),
+        ({"admission": {"enabled": True}}, "admission.namespaces: is empty, so that nothing is restricted"),
+        ({"admission": {"namespaces": ["Team"]}}, 'admission.namespaces[0]: "Team": must be a namespace\'s name'),
+        ({"admission": {"volumeKinds": ["host path"]}}, 'admission.volumeKinds[0]: "host path": must be a kind of volume'),
         # Durations.
         ({"metrics": {"serviceMonitor": {"interval": "0s"}}}, 'metrics.serviceMonitor.interval: "0s": must be greater than 0'),
         ({"metrics": {"serviceMonitor": {"interval": "15"}}}, 'metrics.serviceMonitor.interval: "15": must be a duration like 15s'),

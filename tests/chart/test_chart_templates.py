@@ -16,8 +16,11 @@ from scalerl_operator.workloads import Role
 CHARTS = snapshots()
 
 
-def of_kind(name: str, *kinds: str) -> list[Object]:
-    return [obj for obj in CHARTS[name] if obj["kind"] in kinds]
+def of_kind(name: str, *kinds: str, admission: bool = False) -> list[Object]:
+    """Of the operator, or of the admission kit."""
+    found = [obj for obj in CHARTS[name] if obj["kind"] in kinds]
+    component = "app.kubernetes.io/component"
+    return [o for o in found if (o["metadata"]["labels"].get(component) == "admission") == admission]
 
 
 def operators_roles(name: str) -> list[Object]:
@@ -95,7 +98,7 @@ def environment(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_pods_are_restricted(name):
-    assert len(pods(name)) == 2
+    assert len(pods(name)) == (3 if name == "default" else 2)
     for _, pod in pods(name):
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -223,9 +226,36 @@ def test_monitoring_is_off_by_default_without_prometheus_crds():
 
 @pytest.mark.parametrize("name", VALUES)
 def test_helm_test_requests_the_service(name):
-    (pod,) = of_kind(name, "Pod")
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (service,) = of_kind(name, "Service")
-    script = pod["spec"]["containers"][0]["command"][-1]
-    compile(script, "answers.yaml", "exec")
-    assert f"http://{service['metadata']['name']}.scalerl-system.svc:8080" in script
+    for pod in of_kind(name, "Pod"):
+        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+        script = pod["spec"]["containers"][0]["command"][-1]
+        compile(script, "answers.yaml", "exec")
+        assert f"http://{service['metadata']['name']}.scalerl-system.svc:8080" in script
+
+
+def test_only_scrapers_and_the_helm_test_reach_the_operator():
+    """By default namespaces with the label that lets them scrape runs; the pod that helm test has denied is none of them."""
+    (policy,) = of_kind("default", "NetworkPolicy")
+    (let_in,) = policy["spec"]["ingress"]
+    namespaces, tests = let_in["from"]
+    assert namespaces == {"namespaceSelector": {"matchLabels": {names.SCRAPE: "true"}}}
+    admitted = tests["podSelector"]["matchLabels"].items()
+    pods = {pod["metadata"]["name"]: pod["metadata"]["labels"].items() for pod in of_kind("default", "Pod")}
+    assert admitted <= pods["scalerl-test"]
+    assert not admitted <= pods["scalerl-test-denied"]
+    assert len(of_kind("everything", "Pod")) == 1  # its own scrapers may include it
+
+
+def test_tenants_namespaces_deny_by_default_and_runs_still_talk():
+    policies = of_kind("everything", "NetworkPolicy", admission=True)
+    assert [policy["metadata"]["namespace"] for policy in policies] == ["team-a", "team-b"]
+    for policy in policies:
+        assert policy["spec"]["podSelector"] == {}
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        assert "ingress" not in policy["spec"]
+        _, runs, values = policy["spec"]["egress"]
+        labels = names.labels("a-run", "uid", Role.TRAINER).items()
+        assert runs["to"][0]["podSelector"]["matchLabels"].items() <= labels
+        assert values == {"ports": [{"port": 443, "protocol": "TCP"}]}
+    assert not of_kind("default", "NetworkPolicy", "ClusterRole", "ResourceQuota", admission=True)

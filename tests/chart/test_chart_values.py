@@ -75,7 +75,7 @@ def test_every_value_is_demanded():
     def leaves(value: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for name, below in value.items():
             yield (*path, name)
-            free = name in ("resources", "labels")
+            free = name in ("resources", "labels", "quota")
             if isinstance(below, dict) and not free:
                 yield from leaves(below, (*path, name))
 

@@ -54,6 +54,10 @@ _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
 PLAIN_PATH_MESSAGE = "must be written plainly: no //, no /./ and no /../"
 RESERVED_PATH_MESSAGE = "the operator mounts there itself, or below it; choose another path"
+RESERVED_MOUNT_MESSAGE = (
+    f"volumes whose names start with {RESERVED_VOLUMES} are the operator's, with the files of every run that shares the claim; "
+    "mount a volume of your own"
+)
 SYSTEM_PATH_MESSAGE = "a mount there hides the image's own programs; choose another path"
 
 Raw = dict[str, Any]
@@ -92,10 +96,12 @@ def text_value(entry: Raw) -> Raw:
 
 
 def own_path(mount: Raw) -> Raw:
-    """Require the name of a volume, and an absolute mount path that the operator does not use."""
+    """Require the name of a user's volume, and an absolute mount path that the operator does not use."""
     name, path = mount.get("name"), mount.get("mountPath")
     if not isinstance(name, str) or not name or not isinstance(path, str) or not path:
         raise ValueError("every mount needs a name (of a volume) and a mountPath")
+    if name.startswith(RESERVED_VOLUMES):
+        raise ValueError(f"{name}: {RESERVED_MOUNT_MESSAGE}")
     if not path.startswith("/"):
         raise ValueError(f"mountPath {path} must be absolute")
     if not PLAIN_PATH.fullmatch(path):
@@ -213,7 +219,8 @@ class PodTemplate(Model):
     volumes: Annotated[list[Volume], Field(max_length=32), AfterValidator(Unique("name"))] = []
     """Additional volumes, as Kubernetes' ``Volume``: data, a hub cache, a Secret."""
     volume_mounts: Annotated[list[Mount], Field(max_length=32), AfterValidator(Unique("mountPath"))] = []
-    """Mounts of those volumes in every container of the role, as Kubernetes' ``VolumeMount``."""
+    """Mounts of those volumes in every container of the role, as Kubernetes' ``VolumeMount``. The actor, which grades untrusted
+    text, may write to an ``emptyDir`` and an ``ephemeral`` volume only; its other mounts are read-only."""
     resources: PodResources = PodResources()
     """Resources of the role's main container: the trainer, the coordinator, a generator's vLLM server."""
     runtime_class_name: ObjectName | None = None

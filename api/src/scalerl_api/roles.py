@@ -22,6 +22,7 @@ from scalerl_api.speculation import (
     SpeculationSpec,
     is_speculation_option,
 )
+from scalerl_api.vllm_options import free_option
 
 MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
 
@@ -33,72 +34,6 @@ class CoordinatorSpec(Model):
     """Consecutive restarts, without ten minutes of stable operation in between, after which the run fails."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for the coordinator."""
-
-
-SERVER_OPTIONS: Final = (
-    *("--model", "--host", "--port", "--uds", "--api-key", "--middleware", "--dtype", "--max-model-len"),
-    *("--max-num-seqs", "--tensor-parallel-size", "-tp", "--gpu-memory-utilization", "--logprobs-mode"),
-    *("--generation-config", "--weight-transfer-config", "--worker-extension-cls", "--config", "--seed"),
-    *("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
-)
-"""Options of vLLM that other fields determine, or that the interaction of actor, trainer and server requires. Abbreviations of
-them are rejected too, because vLLM accepts abbreviations."""
-UNSUPPORTED_OPTIONS: Final = (
-    # short abbreviations of SERVER_OPTIONS
-    *("--dt", "--ge", "--gp", "--ho", "--mi", "--por", "--see", "--te", "--ud", "--we"),
-    # several engines, pipelines or hosts, whose workers do not join the weight transfer; splits of experts and contexts
-    *(
-        "--data-parallel",
-        "-dp",
-        "--pi",
-        "-p",
-        "--enable-ex",
-        "-e",
-        "--enable-ep",
-        "--enable-el",
-        "--dec",
-        "-dcp",
-        "--prefill-c",
-    ),
-    *(
-        "--nn",
-        "-n",
-        "--nod",
-        "-r",
-        "--master",
-        "--hea",
-        "--api",
-        "-as",
-        "--distributed-e",
-        "-t",
-        "--device-",
-        "--worker",
-    ),
-    # parameters with other names, shapes, dtypes or places than the trainer's
-    *("--quant", "-q", "--loa", "--hf-o", "--hf-c", "--model-c", "--enable-lor", "--lora", "--cpu-o", "--of"),
-    # another tokenizer, task, distribution or interface than the actor and the trainer use
-    *("--tokenizer=", "--ru", "--conv", "--ov", "--logi", "--grpc", "--tokens", "--ro", "--no-enable-sc"),
-)
-"""Beginnings of vLLM's options that break a run, each as short as vLLM accepts it as an abbreviation; an option that starts
-with one is rejected. One with ``=`` is a whole name."""
-SHORTEST_ABBREVIATION: Final = 6
-"""Minimum length of an abbreviation, in characters; a shorter prefix is ambiguous."""
-
-
-UNSUPPORTED: Final = "is not supported: the weights of a run could not be updated, or its completions not be trained on; leave it out"
-
-
-def free_option(argument: str) -> str:
-    """Reject an argument of vLLM's command line that the operator sets itself, or that breaks a run."""
-    name = argument.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-    abbreviates = len(name) >= SHORTEST_ABBREVIATION and any(
-        option.startswith(name) for option in SERVER_OPTIONS
-    )
-    if name in SERVER_OPTIONS or abbreviates or name.startswith("--ssl-"):
-        raise ValueError(f"{name} is set from other fields, or by the operator itself; leave it out")
-    if f"{name}=".startswith(UNSUPPORTED_OPTIONS):
-        raise ValueError(f"{name} {UNSUPPORTED}")
-    return argument
 
 
 class GeneratorSpec(Model):
@@ -129,8 +64,9 @@ class GeneratorSpec(Model):
     extra_args: Annotated[
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
     ] = []
-    """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected,
-    and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA, offloading."""
+    """Appended to the vLLM command line, each option written in full. Options set by other fields, like ``--model``, are
+    rejected, and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA,
+    offloading. ``--hf-overrides`` is merged with the project's own. All: docs/reference/vllm-options.md."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
     max_restarts: MaxRestarts = 20
@@ -141,7 +77,7 @@ class GeneratorSpec(Model):
     rules = (
         Rule(
             "!has(self.speculation) || !has(self.extraArgs) || self.extraArgs.all(a, "
-            f"!(a.split('=')[0].replace('_', '-') in {list(SPECULATION_OPTIONS)}))",
+            f"!(a.split('=')[0].split('.')[0].replace('_', '-') in {list(SPECULATION_OPTIONS)}))",
             "generator.extraArgs and generator.speculation both configure speculative decoding: leave one of them out",
             "extraArgs",
             lambda generator: (

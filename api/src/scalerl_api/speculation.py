@@ -7,6 +7,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, exactly_one
+from scalerl_api.vllm_options import option_name
 
 HistoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("64Ti"))]
 
@@ -59,7 +60,7 @@ class SpeculationSpec(Model):
 def is_speculation_option(argument: str) -> bool:
     """Whether an argument of vLLM's command line configures speculative decoding.
 
-    >>> is_speculation_option("--speculative_config={}"), is_speculation_option("--specialize-active-lora")
+    >>> is_speculation_option("--speculative_config.model=x"), is_speculation_option("--spec")
     (True, False)
     """
-    return argument.split("=", 1)[0].replace("_", "-") in SPECULATION_OPTIONS
+    return option_name(argument) in SPECULATION_OPTIONS

@@ -49,6 +49,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{ include "scalerl.commonLabels" . }}
 {{- end }}
 
+{{/* Of what restricts tenants, which is not of the operator. */}}
+{{- define "scalerl.admissionLabels" -}}
+app.kubernetes.io/name: scalerl
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+app.kubernetes.io/component: admission
+{{ include "scalerl.commonLabels" . }}
+{{- end }}
+
 {{/* (dict "root" $ "image" .Values.images.operator) → registry/repository:tag or @digest */}}
 {{- define "scalerl.image" -}}
 {{- $registry := .root.Values.images.registry | trimSuffix "/" }}

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIR, NAME, TOKEN_FILE
+from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
 from scalerl_generator import vllm_failures
 from scalerl_generator.draft_protocol import MEMORY_TOKENS
 from scalerl_generator.sampling_seed import start_seed, vllm_seed
@@ -94,11 +95,15 @@ class ServerOptions:
     """Serve vLLM's own metrics at ``/metrics``; they add time to every step."""
     log_level: str = "warning"
     extra: tuple[str, ...] = ()
-    """Appended unchanged to vLLM's command line."""
+    """Appended to vLLM's command line; ``--hf-overrides`` is merged (:func:`overrides`)."""
 
 
 def parse(argv: Sequence[str]) -> ServerOptions:
-    """Parse the command line; names and defaults are those of :class:`ServerOptions`."""
+    """Parse the command line; names and defaults are those of :class:`ServerOptions`.
+
+    Raises:
+        ServerProblem: an argument for vLLM that a run must not give it, as the run's validation says.
+    """
     p = argparse.ArgumentParser(
         prog="python -m scalerl_generator.vllm_server", description="vLLM for one run"
     )
@@ -123,6 +128,11 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--log-level", default=d.log_level)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
     values = vars(p.parse_args(argv))
+    try:
+        for argument in values["extra"]:
+            free_option(argument)
+    except ValueError as error:
+        raise ServerProblem(f"generator.extraArgs: {error}") from None
     return ServerOptions(**values | {"extra": tuple(values["extra"])})
 
 
@@ -166,13 +176,38 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         }
         argv += ["--speculative-config", json.dumps(speculation)]
         argv += ["--additional-config", json.dumps({MEMORY_TOKENS: options.draft_memory_tokens})]
-    if options.fp32_head:
-        argv += ["--hf-overrides", json.dumps({"head_dtype": "float32"})]
     if on_cpu:
         argv.append("--enforce-eager")  # compilation needs a C++ compiler and takes minutes
         if options.tensor_parallel == 1:
             argv += ["--distributed-executor-backend", "uni"]
     return [*argv, *options.extra]
+
+
+def overrides(options: ServerOptions, given: object) -> dict[str, Any]:
+    """``--hf-overrides``: those that vLLM's parser read from ``options.extra``, and over them the type of the LM head.
+
+    Raises:
+        ServerProblem: they have that type too, are no JSON object, or are given twice, of which vLLM would drop one.
+    """
+    forms = ["." in x.split("=", 1)[0] for x in options.extra if option_name(x) == OVERRIDES_OPTION]
+    if len(forms) > 1 and not all(forms):
+        raise ServerProblem(f"generator.extraArgs: {OVERRIDES_OPTION} is given twice: write one JSON object")
+    if not isinstance(given, dict):
+        raise ServerProblem(f"generator.extraArgs: {OVERRIDES_OPTION} must be a JSON object")
+    if HEAD_TYPE in given:
+        raise ServerProblem(f"generator.extraArgs: {HEAD_MESSAGE}")
+    return given | ({HEAD_TYPE: "float32"} if options.fp32_head else {})
+
+
+def vllm_namespace(options: ServerOptions, on_cpu: bool, seed: int = 0) -> argparse.Namespace:
+    """The settings of :func:`vllm_arguments` as vLLM's own parser reads them, which here takes no abbreviations."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
+    arguments: argparse.Namespace = parser.parse_args(vllm_arguments(options, on_cpu, seed))
+    arguments.hf_overrides = overrides(options, arguments.hf_overrides)
+    return arguments
 
 
 def prepared_environment(
@@ -370,15 +405,13 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
     """Run the server until SIGTERM, in the environment of :func:`prepared_environment`."""
     gc.disable()  # imports create millions of permanent objects
     import uvloop
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 
     member, start = os.environ.get(NAME, ""), secrets.token_hex(16)
     seed = start_seed(options.seed, member, start)
-    argv = vllm_arguments(options, on_cpu, vllm_seed(seed))
     # For accounts of a run: the seed follows from these three.
     print(f"sampling seed: run {options.seed}, member {member!r}, start {start}", file=sys.stderr, flush=True)
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    arguments = vllm_namespace(options, on_cpu, vllm_seed(seed))
     vllm_failures.watch()
     one_cpu_worker = on_cpu and options.tensor_parallel == 1
     try:

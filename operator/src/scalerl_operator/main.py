@@ -42,6 +42,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.leader_election import Leader
+from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
 from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
@@ -326,9 +327,22 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         on_status=parts.metrics.run,
         wake=parts.wake,
     )
-    parts.on_lost.append(runs.forget_all)
+    claims = NamespaceClaims(parts.api, f"{parts.settings.operator_namespace}/{parts.settings.lease}")
+    parts.metrics.foreign_namespaces.set_function(claims.of_others)
+
+    async def reconcile(key: Key) -> float | None:
+        if await claims.mine(key[0]):
+            return await runs.reconcile(key)
+        parts.metrics.run(key, None)
+        return RENEW_SECONDS
+
+    async def forget() -> None:
+        claims.forget()
+        await runs.forget_all()
+
+    parts.on_lost.append(forget)
     try:
-        yield runs.reconcile
+        yield reconcile
     finally:
         await runs.forget_all()
 

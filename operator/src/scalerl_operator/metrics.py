@@ -56,6 +56,8 @@ class Metrics:
         self._decisions = counter(names.DECISIONS, "Decisions of the autoscaler.", ["state"])
         self._events = counter(names.WATCH_EVENTS, "Events received from watches.", ["kind"])
         self.repairs = counter(names.CACHE_REPAIRS, "Objects that the watches missed and a list found.")
+        text = "Namespaces whose runs another release reconciles."
+        self.foreign_namespaces = Gauge(names.FOREIGN_NAMESPACES, text, registry=self.registry)
         for result in ("ok", "error", "cancelled"):
             # Without it, a series without samples looks like a failed scrape.
             self._reconciles.labels(result)

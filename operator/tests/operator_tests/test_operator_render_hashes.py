@@ -62,7 +62,7 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"trainer": {"replicas": 2}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),
         ({"recipe": {"promptsPerStep": 9}}, {Role.COORDINATOR}),
         ({"recipe": {"completionsPerPrompt": 9}}, {Role.COORDINATOR, Role.GENERATOR}),
-        ({"generator": {"extraArgs": ["-x"]}}, {Role.GENERATOR}),
+        ({"generator": {"extraArgs": ["--enforce-eager"]}}, {Role.GENERATOR}),
         ({"generator": {"speculation": {"history": {}}}}, {Role.COORDINATOR, Role.GENERATOR}),
         ({"recipe": {"refill": {}}}, {Role.COORDINATOR}),
         ({"trackers": {"tensorBoard": {}}}, {Role.COORDINATOR}),

@@ -57,6 +57,47 @@ def test_mounts_have_volumes_and_containers_share_no_tmp() -> None:
         assert container(generators, name)["volumeMounts"][0]["readOnly"] is True
 
 
+WRITABLE = {
+    "prepare": {"/run/scalerl/run", "/tmp", "/dev/shm", "/claim", "/scratch", "/own"},
+    "coordinator": {"/run/scalerl/run", "/tmp", "/dev/shm", "/claim", "/scratch", "/own"},
+    "trainer": {"/run/scalerl/run", "/tmp", "/dev/shm", "/claim", "/scratch", "/own"},
+    "server": {"/tmp", "/dev/shm", "/claim", "/scratch", "/own"},
+    "actor": {"/tmp", "/scratch", "/own"},
+}
+"""Every path that a container may write to, with one volume of each kind from ``podTemplate``."""
+
+
+def test_each_container_writes_only_where_it_must() -> None:
+    template = {
+        "volumes": [
+            {"name": "claim", "persistentVolumeClaim": {"claimName": "shared"}},
+            {"name": "nfs", "nfs": {"server": "s", "path": "/"}},
+            {"name": "scratch", "emptyDir": {}},
+            {"name": "own", "ephemeral": {"volumeClaimTemplate": {}}},
+        ],
+        "volumeMounts": [
+            {"name": "claim", "mountPath": "/claim", "readOnly": False},
+            {"name": "nfs", "mountPath": "/nfs", "readOnly": True},
+            {"name": "scratch", "mountPath": "/scratch"},
+            {"name": "own", "mountPath": "/own"},
+        ],
+    }
+    run = cluster_run(storage={"claimName": "shared"}, podTemplate=template)
+    found = {
+        each["name"]: {m["mountPath"] for m in each["volumeMounts"] if not m.get("readOnly")}
+        for _, each in every_container(rendered(run))
+    }
+    assert found == WRITABLE
+
+
+def test_each_container_sees_only_its_runs_folder_of_a_shared_claim() -> None:
+    run = cluster_run(storage={"claimName": "shared"})
+    for pod, each in every_container(rendered(run)):
+        claims = {v["name"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+        (mount,) = (m for m in each["volumeMounts"] if m["name"] in claims)
+        assert mount["subPath"] == run.metadata.name
+
+
 def test_actor_tmp_has_a_size_limit() -> None:
     pod = rendered(cluster_run())["Deployment/generator"]["spec"]["template"]["spec"]
     actor = container(rendered(cluster_run())["Deployment/generator"], "actor")
@@ -70,7 +111,7 @@ def test_actor_tmp_has_a_size_limit() -> None:
 
 
 def test_variables_refer_only_to_those_before_them() -> None:
-    run = cluster_run(generator={"extraArgs": ["--x=$(HOME)"]}, trainer={"replicas": 2})
+    run = cluster_run(generator={"extraArgs": ["--hf-token=$(HOME)"]}, trainer={"replicas": 2})
     for _, each in every_container(rendered(run)):
         known: dict[str, str] = {}
         for entry in each["env"]:
@@ -82,7 +123,7 @@ def test_variables_refer_only_to_those_before_them() -> None:
         assert known["SCALERL_COORDINATOR_URL"] == "http://math-coordinator.ml.svc:8080"
         assert known["HOME"].startswith("/tmp/")
     server = container(rendered(run)["Deployment/generator"], "server")
-    assert expand(server["command"][-1], {}) == "--x=$(HOME)"
+    assert expand(server["command"][-1], {}) == "--hf-token=$(HOME)"
 
 
 def test_commands_are_the_plans() -> None:
@@ -166,7 +207,10 @@ def test_pod_templates_of_run_and_role_are_merged() -> None:
     assert not {"tolerations", "affinity", "priorityClassName"} & pod_spec(generator).keys()
     for name in ("server", "actor"):
         assert environment(container(generator, name))["B"] == "all"
-        assert {"name": "data", "mountPath": "/data"} in container(generator, name)["volumeMounts"]
+        read_only = {"readOnly": True} if name == "actor" else {}
+        assert {"name": "data", "mountPath": "/data", **read_only} in container(generator, name)[
+            "volumeMounts"
+        ]
     metadata = generator["spec"]["template"]["metadata"]
     assert metadata["labels"]["team"] == "x"
     assert metadata["annotations"]["prometheus.io/scrape"] == "no"

@@ -21,7 +21,7 @@ from scalerl_operator.policy.resume_changes import forbidden_changes
             {"recipe": {"temperature": "0.5"}},
             ["spec.recipe.temperature: 1 → 0.5 (the recipe's temperature cannot change: accepted rollouts"],
         ),
-        ({"trainer": {"replicas": 2, "zeroStage": 3}, "generator": {"extraArgs": ["--x"]}}, []),
+        ({"trainer": {"replicas": 2, "zeroStage": 3}, "generator": {"extraArgs": ["--enforce-eager"]}}, []),
         (
             {"seed": 3, "warmStart": {"steps": 5}},
             ["spec.seed: 0 → 3 (", "spec.warmStart.batchSize: (not set) → 64 (warmStart cannot change"],

@@ -148,9 +148,12 @@ def test_expand_replaces_each_variable_once(variables: dict[str, str], tail: str
 
 def test_literal_text_is_never_expanded() -> None:
     argv = (
-        plan(run_spec(generator={"extraArgs": ["--x=$(HOME)$"]})).workload(Role.GENERATOR).containers[0].argv
+        plan(run_spec(generator={"extraArgs": ["--hf-token=$(HOME)$"]}))
+        .workload(Role.GENERATOR)
+        .containers[0]
+        .argv
     )
-    assert expand(argv[-1], {}) == "--x=$(HOME)$"
+    assert expand(argv[-1], {}) == "--hf-token=$(HOME)$"
 
 
 def test_expand_refuses_an_unknown_variable() -> None:

@@ -36,6 +36,9 @@ TMP_LIMITS: Final = {"actor": {"sizeLimit": "1Gi"}}
 """Of ``/tmp``, by container. The actor grades untrusted text: if that fills ``/tmp``, its pod is evicted, and the node's disk is
 not full. The caches of other containers' libraries have no common bound."""
 
+READ_ONLY_CONTAINERS: Final = ("actor",)
+"""Containers that grade untrusted text: of a user's volumes they may write to those only that end with the pod."""
+
 NEVER_EVICT: Final = {
     # For node autoscalers; `kubectl drain` ignores it.
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -140,7 +143,7 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             shm=quantity_bytes(_shm_size(given, workload)) if shared else 0,
         ),
         **probes(container),
-        "volumeMounts": [*_mounts(scope, container, main), *given.volume_mounts],
+        "volumeMounts": [*_mounts(scope, container, main), *_given_mounts(given, container)],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -295,4 +298,15 @@ def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
         {"name": _tmp(container), "mountPath": "/tmp"},  # noqa: S108
         *([{"name": _SHM, "mountPath": "/dev/shm"}] if main else []),  # noqa: S108
+    ]
+
+
+def _given_mounts(given: PodTemplate, container: Container) -> list[Object]:
+    if container.name not in READ_ONLY_CONTAINERS:
+        return given.volume_mounts
+    of_the_pod = {
+        volume["name"] for volume in given.volumes if not volume.keys().isdisjoint(("emptyDir", "ephemeral"))
+    }
+    return [
+        mount if mount["name"] in of_the_pod else {**mount, "readOnly": True} for mount in given.volume_mounts
     ]

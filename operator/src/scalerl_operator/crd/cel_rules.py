@@ -30,8 +30,10 @@ from scalerl_api.pods import (
     PLAIN_PATH,
     PLAIN_PATH_MESSAGE,
     RESERVED_LABELS,
+    RESERVED_MOUNT_MESSAGE,
     RESERVED_PATH_MESSAGE,
     RESERVED_PATHS,
+    RESERVED_VOLUMES,
     SYSTEM_PATH_MESSAGE,
     SYSTEM_PATHS,
     Named,
@@ -41,15 +43,19 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.roles import (
-    SERVER_OPTIONS,
-    SHORTEST_ABBREVIATION,
-    UNSUPPORTED,
-    UNSUPPORTED_OPTIONS,
-    free_option,
-)
 from scalerl_api.source import JsonlSource, ModelSpec, parameter_value
 from scalerl_api.spec import RunSpec
+from scalerl_api.vllm_options import (
+    ALLOWED_OPTIONS,
+    BREAKING_OPTIONS,
+    BREAKS_MESSAGE,
+    HEAD_MESSAGE,
+    HEAD_TYPE,
+    SET_MESSAGE,
+    SET_OPTIONS,
+    UNKNOWN_MESSAGE,
+    free_option,
+)
 
 
 class NotExpressible(Exception):
@@ -245,7 +251,15 @@ _VARIABLE_VALUE: Final = {
 }
 
 _MOUNT: Final[dict[str, Any]] = {
-    "name": {"type": "string", "description": "Name of a volume.", "minLength": 1, "maxLength": 253},
+    "name": {
+        "type": "string",
+        "description": "Name of a volume.",
+        "minLength": 1,
+        "maxLength": 253,
+        "x-kubernetes-validations": [
+            Rule(f"!self.startsWith('{RESERVED_VOLUMES}')", RESERVED_MOUNT_MESSAGE).as_validation()
+        ],
+    },
     "mountPath": {
         "type": "string",
         "description": "Absolute path in the container.",
@@ -278,14 +292,14 @@ _OPTION: Final = "[self.split('=')[0].split('.')[0].replace('_', '-')]"
 
 _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
+        Rule(f"!self.contains('{HEAD_TYPE}')", HEAD_MESSAGE),
+        Rule(f"{_OPTION}.all(name, !(name in {list(SET_OPTIONS)}))", f"this option {SET_MESSAGE}"),
+        Rule(f"{_OPTION}.all(name, !(name in {list(BREAKING_OPTIONS)}))", f"this option {BREAKS_MESSAGE}"),
         Rule(
-            f"{_OPTION}.all(name, !name.startsWith('--ssl-') && !{list(SERVER_OPTIONS)}.exists(option, option == name || "
-            f"(size(name) >= {SHORTEST_ABBREVIATION} && option.startsWith(name))))",
-            "this option is set from other fields, or by the operator itself; leave it out",
-        ),
-        Rule(
-            f"{_OPTION}.all(name, !{list(UNSUPPORTED_OPTIONS)}.exists(beginning, (name + '=').startsWith(beginning)))",
-            f"this option {UNSUPPORTED}",
+            # vLLM's parser replaces underscores in names that begin with --.
+            "!self.startsWith('-') || self.matches('^-[0-9]+$') || (!self.startsWith('-_') && "
+            f"{_OPTION}.all(name, name in {[*ALLOWED_OPTIONS, *SET_OPTIONS, *BREAKING_OPTIONS]}))",
+            f"this {UNKNOWN_MESSAGE}",
         ),
     ),
     unreserved: (
