@@ -16,7 +16,7 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     Rule,
 )
-from scalerl_api.pods import PodTemplate
+from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.speculation import (
     SPECULATION_OPTIONS,
     SpeculationSpec,
@@ -101,6 +101,13 @@ def free_option(argument: str) -> str:
     return argument
 
 
+class CompileCacheSpec(Model):
+    """Where compiled code is kept. It is executed by the servers that read it, so runs share it only if they name one claim."""
+
+    claim_name: ObjectName | None = None
+    """An existing claim in the run's namespace, for all runs that name it; default: the run's volume, for this run."""
+
+
 class GeneratorSpec(Model):
     """vLLM servers and their actors. Elastic: generators may join, leave or fail at any time."""
 
@@ -131,6 +138,10 @@ class GeneratorSpec(Model):
     ] = []
     """Appended unchanged to the vLLM command line; options set by other fields, like ``--model``, are rejected,
     and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA, offloading."""
+    compile_cache: CompileCacheSpec | None = None
+    """Keeps the code that vLLM compiles at its start on a volume that only the server's container can write, so that later pods
+    start without compiling; default: in the pod, for restarts of the container. On CPUs only drafters are compiled. Ignored by the
+    local runtime, where vLLM's own cache is kept."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
     max_restarts: MaxRestarts = 20

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_snake
 
 from scalerl_api.edits import EDITS, Effect, edit_of, entry_model, nested_model
+from scalerl_api.memory import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
@@ -60,12 +61,16 @@ class Desired:
 
 @dataclass(frozen=True)
 class Scope:
-    """The run to render, and the settings outside of its spec."""
+    """The run to render, and the settings outside of its spec.
+
+    prepared: size of the model, as the preparation found it; None before.
+    """
 
     run: ScaleRLRun
     uid: str
     images: Images
     operator_namespace: str
+    prepared: ModelSize | None = None
 
     @property
     def spec(self) -> RunSpec:
@@ -82,6 +87,12 @@ class Scope:
     @cached_property
     def plan(self) -> Plan:
         return plan(self.run)
+
+    @cached_property
+    def size(self) -> ModelSize | None:
+        """Size of the model; None before the preparation of a model that is not created from the spec."""
+        scratch = self.spec.model.scratch
+        return self.prepared if scratch is None else ModelSize.of_scratch(scratch)
 
     def workload(self, role: Role) -> Workload:
         return self.plan.workload(role)
@@ -185,7 +196,7 @@ def _excluded(role: Role) -> dict[str, Any]:
 
 _SWITCHES: Final = frozenset(
     [
-        *("by_length", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
+        *("by_length", "compile_cache", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )
