@@ -86,10 +86,13 @@ def test_requests_of_pods_with_several_ranks_and_devices() -> None:
     assert 9 < found["server"] < 12
 
 
-def test_size_of_a_scratch_model_is_known_from_the_spec() -> None:
-    run = cluster_run(model={"scratch": {"layers": 24, "hiddenSize": 2048, "intermediateSize": 8192}})
-    assert requested(run, None) == requested(run, QWEN_1_5B.size)
-    assert requested(run, None)["trainer"] > 20
+def test_preparation_of_a_scratch_model_is_known_from_the_spec() -> None:
+    """The other requests wait for the report: a run that an earlier release prepared keeps its pods at an upgrade."""
+    run = cluster_run(model={"scratch": {"hiddenSize": 8192, "attentionHeads": 64, "vocabularySize": 65536}})
+    found = requested(run, None)
+    assert found["prepare"] == pytest.approx(1 + 1.1 * 16 * 65536 * 8192 / GIB, abs=0.01)
+    assert (found["server"], found["trainer"]) == (1.0, 1.0)
+    assert requested(run, QWEN_1_5B.size)["trainer"] > 20
 
 
 def test_requests_of_the_user_win() -> None:

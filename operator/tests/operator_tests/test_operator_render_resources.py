@@ -10,16 +10,10 @@ from operator_tests.manifests import (
 )
 from scalerl_operator.kube.types import Object
 
-UNKNOWN: Object = {"path": "/models/one"}
-"""A model whose size is not known before the preparation."""
-
 
 def test_devices_are_requested_and_limited_by_resource_name() -> None:
     run = cluster_run(
-        model=UNKNOWN,
-        deviceResource="amd.com/gpu",
-        generator={"devices": 4},
-        trainer={"devices": 1, "cpuThreads": 6},
+        deviceResource="amd.com/gpu", generator={"devices": 4}, trainer={"devices": 1, "cpuThreads": 6}
     )
     objects = rendered(run)
     assert container(objects["Deployment/generator"], "server")["resources"] == {
@@ -36,9 +30,7 @@ def test_devices_are_requested_and_limited_by_resource_name() -> None:
 
 def test_trainer_pod_requests_what_its_ranks_need_together() -> None:
     """Also the shared memory, which counts against the container's memory: a GiB a rank where the spec names none."""
-    job = rendered(cluster_run(model=UNKNOWN, trainer={"replicas": 2, "devices": 4, "cpuThreads": 3}))[
-        "Job/trainer"
-    ]
+    job = rendered(cluster_run(trainer={"replicas": 2, "devices": 4, "cpuThreads": 3}))["Job/trainer"]
     assert container(job, "trainer")["resources"] == {
         "requests": {"cpu": "12", "memory": "8192Mi", "nvidia.com/gpu": "4"},
         "limits": {"nvidia.com/gpu": "4"},
@@ -48,7 +40,7 @@ def test_trainer_pod_requests_what_its_ranks_need_together() -> None:
 
 def test_trainer_pod_requests_the_shared_memory_of_the_spec() -> None:
     template = {"shmSize": "16Gi", "resources": {"limits": {"cpu": "32"}}}
-    job = rendered(cluster_run(model=UNKNOWN, trainer={"devices": 8, "podTemplate": template}))["Job/trainer"]
+    job = rendered(cluster_run(trainer={"devices": 8, "podTemplate": template}))["Job/trainer"]
     assert container(job, "trainer")["resources"] == {
         "requests": {"cpu": "32", "memory": "24576Mi", "nvidia.com/gpu": "8"},
         "limits": {"cpu": "32", "nvidia.com/gpu": "8"},
@@ -69,7 +61,7 @@ def shared_memory(workload: Object) -> Object:
 
 
 def test_cpu_threads_set_the_request_and_omp_num_threads() -> None:
-    objects = rendered(cluster_run(model=UNKNOWN, generator={"cpuThreads": 3, "kvCache": "512Mi"}))
+    objects = rendered(cluster_run(generator={"cpuThreads": 3, "kvCache": "512Mi"}))
     server = container(objects["Deployment/generator"], "server")
     assert server["resources"] == {"requests": {"cpu": "3", "memory": "1536Mi"}}
     assert environment(server)["OMP_NUM_THREADS"] == "3"

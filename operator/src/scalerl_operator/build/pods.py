@@ -19,6 +19,7 @@ from scalerl_api import endpoints
 from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
+from scalerl_api.memory import ModelSize
 from scalerl_api.pod_memory import container_bytes, has_estimate
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
@@ -171,9 +172,9 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
 
 def estimate(scope: Scope, container: str) -> int:
     """Memory of one process of a container by the model's size; 0 where that is not known, or does not matter."""
-    if scope.size is None or not has_estimate(container):
-        return 0
-    return container_bytes(container, scope.size, scope.spec)
+    scratch = scope.spec.model.scratch
+    size = ModelSize.of_scratch(scratch) if container == "prepare" and scratch is not None else scope.size
+    return container_bytes(container, size, scope.spec) if size is not None and has_estimate(container) else 0
 
 
 def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:

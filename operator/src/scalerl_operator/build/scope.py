@@ -63,14 +63,15 @@ class Desired:
 class Scope:
     """The run to render, and the settings outside of its spec.
 
-    prepared: size of the model, as the preparation found it; None before.
+    size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
+        upgrade must not replace.
     """
 
     run: ScaleRLRun
     uid: str
     images: Images
     operator_namespace: str
-    prepared: ModelSize | None = None
+    size: ModelSize | None = None
 
     @property
     def spec(self) -> RunSpec:
@@ -87,12 +88,6 @@ class Scope:
     @cached_property
     def plan(self) -> Plan:
         return plan(self.run)
-
-    @cached_property
-    def size(self) -> ModelSize | None:
-        """Size of the model; None before the preparation of a model that is not created from the spec."""
-        scratch = self.spec.model.scratch
-        return self.prepared if scratch is None else ModelSize.of_scratch(scratch)
 
     def workload(self, role: Role) -> Workload:
         return self.plan.workload(role)
