@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from operator_tests.builders import container as container_status
-from operator_tests.builders import pod
+from operator_tests.builders import job, pod
 from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, container, context
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.fields import quantity_bytes
@@ -21,7 +21,7 @@ from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.observe import RunObservation, observe, pod_view
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.lifecycle_types import JobState, LifecycleDecision, Memory
 from scalerl_operator.workloads import Role
 
 QWEN_1_5B = ModelStatus(
@@ -155,6 +155,24 @@ def test_newest_report_counts() -> None:
     ]
     found = observe({("Pod", str(n)): one for n, one in enumerate(pods)}, UID, dict.fromkeys(Role, ""))
     assert found.model == newer
+
+
+def test_preparation_ends_with_its_pod() -> None:
+    """A Job may be seen as complete before the end of its pod is, with the report that the trainer's requests need."""
+    complete = job(Role.PREPARE, {"type": "Complete", "status": "True"}, name="prepare")
+    running = pod("p", Role.PREPARE, container_status({"running": {}}, name="prepare"), job="prepare")
+    hashes = dict.fromkeys(Role, "")
+    assert (
+        observe({("Job", "a"): complete, ("Pod", "p"): running}, UID, hashes).prepare.state is JobState.ACTIVE
+    )
+    finished = ended(QWEN_1_5B.model_dump_json(by_alias=True), job="prepare")
+    assert (
+        observe({("Job", "a"): complete, ("Pod", "p"): finished}, UID, hashes).prepare.state
+        is JobState.COMPLETE
+    )
+    assert observe({("Job", "a"): complete}, UID, hashes).prepare.state is JobState.COMPLETE, (
+        "the pod is gone"
+    )
 
 
 def test_report_is_stored_and_kept_without_its_pod() -> None:

@@ -383,6 +383,13 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _failed(job)
+    if (
+        state is JobState.COMPLETE
+        and label(job, COMPONENT) == Role.PREPARE
+        and any(not (p.over or p.leaving) for p in own)
+    ):
+        # The watch of pods is behind that of Jobs, and the pod has the model's size. Its change wakes the run.
+        state = JobState.ACTIVE
     return Job(
         state=state,
         attempt=_attempt(job),
