@@ -421,7 +421,10 @@ def _archive(options: ServerOptions) -> Path | None:
     folder = os.environ.get(COMPILE_CACHE)
     if not folder:
         return None
-    config = (Path(options.model) / "config.json").read_bytes()
+    try:
+        config = (Path(options.model) / "config.json").read_bytes()
+    except OSError:
+        return None  # vLLM says so
     # Neither the run, the port nor the token is compiled into the code.
     same = repr(replace(options, model="", port=0, host="", seed=0, log_level="", stats=False))
     return Path(folder) / f"{compile_cache.key([same], config)}.tar"
