@@ -297,9 +297,9 @@ def _cached(cache: ModelCache, hub: HubModel, revision: str, spec: RunSpec) -> P
     except NotCached as problem:
         raise PrepareError(f"model.cache: {problem}") from problem
     except Exception as error:  # as in _download()
-        problem = _hub_problem(hub, error)
+        advice = _hub_problem(hub, error)
         # After any other error, such as of an unreachable hub or a full volume, the Job tries again.
-        raise (problem if _is_permanent(error) else CacheError(str(problem))) from error
+        raise (advice if _is_permanent(error) else CacheError(str(advice))) from error
 
 
 def _is_permanent(error: Exception) -> bool:

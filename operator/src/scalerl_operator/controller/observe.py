@@ -270,7 +270,9 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
 
 def _memory_bound(pod: Object, name: str) -> str:
     """What a container that was killed for its memory has exceeded, and what to do."""
-    given = next((c for c in (pod.get("spec") or {}).get("containers") or () if c["name"] == name), {})
+    given: Object = next(
+        (c for c in (pod.get("spec") or {}).get("containers") or () if c["name"] == name), {}
+    )
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
     if limit:
