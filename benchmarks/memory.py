@@ -125,7 +125,7 @@ def estimate(settings: dict[str, Any], parameters: int) -> int:
         world=settings["world"],
         micro_batch_tokens=settings["tokens"],
         activation_checkpointing=settings["checkpointing"],
-        reference=settings["reference"],
+        frozen=int(settings["reference"]),
         fp32_head=settings["fp32_head"],
         bucket_elements=settings["bucket"],
     ).total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from stage import ROOT, Stage, condition, evaluations, own_control_plane, stage,
 from testcluster import Cluster
 
 from scalerl_api import wire
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import run_from_object
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.observe import rfc3339
@@ -442,6 +444,28 @@ async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
         lambda r: there.coordinator.stop_requests == [""] and not r["status"]["resumed"]
     )
     assert run["spec"]["suspend"] is False
+
+
+async def test_requests_follow_from_the_size_that_the_preparation_reports(there: Stage) -> None:
+    model = {"parameters": 494_032_768, "hiddenSize": 896, "layers": 24, "intermediateSize": 4864}
+    model |= {"vocabularySize": 151_936, "largestTensor": 136_134_656, "checkpointBytes": 988_097_824}
+    await there.create(tiny())
+    await there.reconcile_until(phase("Preparing"))
+    await there.end("prepare", 0, json.dumps(model | {"dtype": "BF16"}))
+    run = await there.reconcile_until(phase("Running"))
+    assert run["status"]["model"] == model | {"dtype": "BF16"}
+    for role, name, least in (("generator", "server", 2 << 30), ("trainer", "trainer", 6 << 30)):
+        (first, *_) = await there.pods(role)
+        container = next(c for c in first["spec"]["containers"] if c["name"] == name)
+        assert quantity_bytes(container["resources"]["requests"]["memory"]) > least
+    small = {"podTemplate": {"resources": {"limits": {"memory": "1Gi"}}}}
+    await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"generator": small}})
+    run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "AcceptedWithWarnings")
+    (message,) = [c["message"] for c in run["status"]["conditions"] if c["type"] == "Accepted"]
+    assert "spec.generator.podTemplate.resources.limits.memory: 1Gi is below the estimate of" in message
+    await there.fresh_operator()
+    run = await there.reconcile_until(phase("Running"))
+    assert run["status"]["model"]["parameters"] == 494_032_768
 
 
 async def test_failed_preparation_is_retried(there: Stage) -> None:

@@ -58,6 +58,12 @@ _MIX: Final[Object] = {
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
+    "model.cache.claimName": {
+        "model": {"scratch": None, "hub": {"name": "a/b"}, "cache": {"claimName": "models"}}
+    },
+    "model.cache.readOnly": {
+        "model": {"scratch": None, "hub": {"name": "a/b"}, "cache": {"claimName": "models", "readOnly": True}}
+    },
     "model.path": {"model": {"scratch": None, "path": "/data/model"}},
     "model.scratch.hiddenSize": {"model": {"scratch": {"hiddenSize": 64}}},
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
@@ -124,6 +130,7 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.curriculum.difficultyPools.weights": {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.5"], "weights": [2, 3]}}}
     },
+    "generator.compileCache.claimName": {"generator": {"compileCache": {"claimName": "compiled"}}},
     "generator.speculation.history.memoryTokens": {
         "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
     },

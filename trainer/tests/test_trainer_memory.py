@@ -36,3 +36,15 @@ def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
     assert config["bf16"]["immediate_grad_update"] == (dtype == "bfloat16")
     # The estimate's buckets are the engine's.
     assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_requests_are_above_what_containers_use() -> None:
+    """``test_api_pod_memory`` compares the estimates with recorded figures."""
+    module: dict[str, Any] = runpy.run_path(str(BENCHMARK.with_name("pod_memory.py")))
+    found, estimates = module["measure"](module["CASES"]["99 M, bfloat16, 2 ranks"])
+    for container, estimate in estimates.items():
+        assert 0 < found[container] < estimate, container

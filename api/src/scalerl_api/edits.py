@@ -173,6 +173,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.deviceMemory": Edit(Effect.ALL, "Checked before the roles start."),
     "generator.leaseSeconds": Edit(Effect.COORDINATOR),
     "generator.extraArgs": Edit(Effect.GENERATOR),
+    "generator.compileCache": Edit(Effect.GENERATOR),
     "generator.speculation": Edit(Effect.GENERATORS),
     "generator.maxRestarts": Edit(Effect.AT_ONCE),
     "generator.podTemplate": Edit(Effect.GENERATOR),

@@ -49,6 +49,8 @@ class ModelSize:
     layers: int
     intermediate_size: int
     vocabulary_size: int
+    largest_tensor: int = 0
+    """Elements of the largest tensor; 0 where it is not known."""
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
@@ -66,11 +68,12 @@ class ModelSize:
             layers=model.layers,
             intermediate_size=model.intermediate_size,
             vocabulary_size=model.vocabulary_size,
+            largest_tensor=max(model.vocabulary_size, model.intermediate_size, h) * h,
         )
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], parameters: int) -> Self | None:
-        """Size from a ``config.json`` and the number of parameters; None if the config lacks sizes."""
+    def of_config(cls, config: Mapping[str, Any], parameters: int, largest_tensor: int = 0) -> Self | None:
+        """Size from a ``config.json`` and the weights files; None if the config lacks sizes."""
         text = config.get("text_config", config)
         if not isinstance(text, Mapping):
             return None
@@ -80,7 +83,8 @@ class ModelSize:
         if not (isinstance(hidden, int) and isinstance(layers, int) and isinstance(vocabulary, int)):
             return None
         wide = text.get("intermediate_size")
-        return cls(parameters, hidden, layers, wide if isinstance(wide, int) else 4 * hidden, vocabulary)
+        wide = wide if isinstance(wide, int) else 4 * hidden
+        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor)
 
 
 @dataclass(frozen=True, slots=True)

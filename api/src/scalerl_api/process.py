@@ -24,6 +24,14 @@ restarts the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
 """Trainers only: address of this rank's weight store for generators; default: loopback."""
 
+MODEL_CACHE = "SCALERL_MODEL_CACHE"
+"""Preparation only: folder of ``model.cache``."""
+COMPILE_CACHE = "SCALERL_COMPILE_CACHE"
+"""vLLM servers only: folder for compiled code that outlives the pod, by ``generator.compileCache``."""
+REPORT_FILE = "SCALERL_REPORT_FILE"
+"""Preparation only: file for the size of the model, as :class:`scalerl_api.status.ModelStatus`; on a cluster, the container's
+termination message."""
+
 BAD_INPUT_EXIT_CODE = 2
 """Exit code of a role whose input is invalid, so that a restart cannot help."""
 DIVERGED_EXIT_CODE = 3

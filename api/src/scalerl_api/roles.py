@@ -16,7 +16,7 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     Rule,
 )
-from scalerl_api.pods import PodTemplate
+from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.speculation import (
     SPECULATION_OPTIONS,
     SpeculationSpec,
@@ -34,6 +34,13 @@ class CoordinatorSpec(Model):
     """Consecutive restarts, without ten minutes of stable operation in between, after which the run fails."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for the coordinator."""
+
+
+class CompileCacheSpec(Model):
+    """Where compiled code is kept. It is executed by the servers that read it, so runs share it only if they name one claim."""
+
+    claim_name: ObjectName | None = None
+    """An existing claim in the run's namespace, for all runs that name it; default: the run's volume, for this run."""
 
 
 class GeneratorSpec(Model):
@@ -67,6 +74,10 @@ class GeneratorSpec(Model):
     """Appended to the vLLM command line, each option written in full. Options set by other fields, like ``--model``, are
     rejected, and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA,
     offloading. ``--hf-overrides`` is merged with the project's own. All: docs/reference/vllm-options.md."""
+    compile_cache: CompileCacheSpec | None = None
+    """Keeps the code that vLLM compiles at its start on a volume that only the server's container can write, so that later pods
+    start without compiling; default: in the pod, for restarts of the container. On CPUs only drafters are compiled. Ignored by the
+    local runtime, where vLLM's own cache is kept."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
     max_restarts: MaxRestarts = 20

@@ -16,6 +16,7 @@ from scalerl_api.fields import (
     Rule,
     exactly_one,
 )
+from scalerl_api.pods import ObjectName
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -65,6 +66,15 @@ class ScratchModel(Model):
     )
 
 
+class ModelCacheSpec(Model):
+    """A claim that holds models of the hub for many runs, each commit once, stored and verified by the first preparation."""
+
+    claim_name: ObjectName
+    """An existing claim in the run's namespace that pods on several nodes can mount. Only preparations write to it."""
+    read_only: bool = False
+    """The claim is filled already (``ReadOnlyMany``): nothing is downloaded, and ``hub.revision`` has to be a commit."""
+
+
 class ModelSpec(Model):
     """Source and data type of the initial weights and the tokenizer."""
 
@@ -74,6 +84,9 @@ class ModelSpec(Model):
     """A directory with ``config.json``, weights and tokenizer: local, or on a mounted volume."""
     scratch: ScratchModel | None = None
     """A small randomly initialized model."""
+    cache: ModelCacheSpec | None = None
+    """Where runs share the files of ``hub``; default: each run downloads them to its own volume. Ignored by the local runtime,
+    where the hub's client has a cache for all runs."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the weights; for bfloat16, the optimizer keeps float32 copies."""
     context_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 16384
@@ -81,7 +94,15 @@ class ModelSpec(Model):
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     """Attention kernel of the trainer; generators use vLLM's."""
 
-    rules = (exactly_one("hub", "path", "scratch"),)
+    rules = (
+        exactly_one("hub", "path", "scratch"),
+        Rule(
+            "!has(self.cache) || has(self.hub)",
+            "model.cache is for models of a hub: leave it out, or set model.hub",
+            "cache",
+            lambda model: model.cache is None or model.hub is not None,
+        ),
+    )
 
 
 def parameter_value(value: Any) -> Any:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from scalerl_api.conditions import Phase as Phase
 from scalerl_api.fields import Model
+from scalerl_api.memory import ModelSize
 from scalerl_api.pods import Unique
 
 Count = Annotated[int, Field(ge=0)]
@@ -184,6 +185,44 @@ class DecisionStatus(StatusModel):
     """The deciding reason."""
 
 
+Size = Annotated[int, Field(ge=0, le=2**53)]
+"""Larger numbers are not exact in JSON."""
+
+
+class ModelStatus(StatusModel):
+    """Size of the model, as the preparation found it: the pods' default memory requests follow from it."""
+
+    parameters: Size
+    """Number of parameters."""
+    hidden_size: Size
+    """Width of the residual stream."""
+    layers: Size
+    """Number of blocks."""
+    intermediate_size: Size
+    """Width of a feed-forward layer."""
+    vocabulary_size: Size
+    """Rows of the embedding."""
+    largest_tensor: Size = 0
+    """Elements of the largest tensor."""
+    checkpoint_bytes: Size = 0
+    """Bytes of the model's weights files."""
+    dtype: Annotated[str, Field(max_length=64)] = ""
+    """Data types in these files, like ``BF16``."""
+
+    @property
+    def size(self) -> ModelSize:
+        """For estimates of memory."""
+        return ModelSize(**self.model_dump(exclude={"checkpoint_bytes", "dtype"}))
+
+    @classmethod
+    def read_report(cls, text: str) -> Self | None:
+        """The report in a preparation's termination message; None for any other text, which an image may write."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError:
+            return None
+
+
 class RecipeValue(StatusModel):
     """An effective value of the recipe."""
 
@@ -250,6 +289,8 @@ class RunStatus(StatusModel):
     """Problems that have not ended the run."""
     exports: ExportsStatus = ExportsStatus()
     """Exported models and their locations."""
+    model: ModelStatus | None = None
+    """Size of the model; none before the preparation of a model from a hub or a volume."""
 
     @classmethod
     def read(cls, status: Mapping[str, Any] | None) -> Self:

@@ -34,9 +34,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIR, NAME, TOKEN_FILE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
-from scalerl_generator import vllm_failures
+from scalerl_generator import compile_cache, vllm_failures
 from scalerl_generator.draft_protocol import MEMORY_TOKENS
 from scalerl_generator.sampling_seed import start_seed, vllm_seed
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
@@ -360,6 +360,7 @@ async def _serve(
     fork_engine: bool,
     drafts: bool,
     last_failure: vllm_failures.LastFailure,
+    archive: Path | None,
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve
@@ -391,12 +392,19 @@ async def _serve(
     vllm_failures.forget_reports()
     gc.collect()
     gc.freeze()  # imported objects are permanent, so collections skip them
+    storing = (
+        None
+        if archive is None
+        else asyncio.create_task(asyncio.to_thread(compile_cache.store, archive, _compiled()))
+    )
     try:
         stopped: asyncio.Task[None] = await build_and_serve(engine, listen_address, sock, arguments)
     finally:
         engine.shutdown(timeout=0)
     try:
         await stopped
+        if storing is not None:
+            await storing
     finally:
         sock.close()
 
@@ -428,12 +436,31 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
             fork_engine=one_cpu_worker,
             drafts=options.max_draft_tokens > 0,
             last_failure=last_failure(options),
+            archive=_archive(options),
         )
     )
 
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl"
+
+
+def _compiled() -> Path:
+    return _cache() / "compiled"
+
+
+def _archive(options: ServerOptions) -> Path | None:
+    """The archive of compiled code for a server with these options; None without ``generator.compileCache``."""
+    folder = os.environ.get(COMPILE_CACHE)
+    if not folder:
+        return None
+    try:
+        config = (Path(options.model) / "config.json").read_bytes()
+    except OSError:
+        return None  # vLLM says so
+    # Neither the run, the port nor the token is compiled into the code.
+    same = repr(replace(options, model="", port=0, host="", seed=0, log_level="", stats=False))
+    return Path(folder) / f"{compile_cache.key([same], config)}.tar"
 
 
 def last_failure(options: ServerOptions) -> vllm_failures.LastFailure:
@@ -448,6 +475,8 @@ def end_failed_start(failure: StartFailure, options: ServerOptions) -> NoReturn:
     The exit code is that of wrong input if the same cause, independent of the machine, also ended the start before.
     """
     traceback.print_exception(failure.__cause__)
+    if os.environ.get(COMPILE_CACHE):
+        compile_cache.discard(_compiled())  # it may be the cause
     repeated = last_failure(options).repeats(failure.cause)
     vllm_failures.forget_reports()
     again = " (the second start in a row that fails so)" if repeated else ""
@@ -482,9 +511,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not on_cpu:
             _require_a_gpu()
         vllm_dir = _package_dir("vllm")
+        environ = dict(os.environ)
+        if (archive := _archive(options)) is not None:
+            compile_cache.restore(archive, _compiled())
+            environ |= compile_cache.environment(_compiled(), environ)
         env = prepared_environment(
             options,
-            os.environ,
+            environ,
             on_cpu,
             _package_dir("torch"),
             _cache(),

@@ -51,6 +51,10 @@ PORTS: Final = {"http": 8080, "control": 8081, "vllm": 8000}
 MASTER_PORT_NUMBER: Final = 29500
 
 RUN_DIR: Final = "/run/scalerl/run"
+MODELS_DIR: Final = "/run/scalerl/models"
+"""The claim of ``model.cache``, at one path in all containers, since the run's model has links to it."""
+COMPILE_CACHE_DIR: Final = "/run/scalerl/compile-cache"
+"""Of ``generator.compileCache``, in the container of the vLLM server only."""
 SPEC_DIR: Final = "/etc/scalerl/spec"
 SPEC_KEY: Final = "run.yaml"
 TOKEN_DIR: Final = "/etc/scalerl/token"

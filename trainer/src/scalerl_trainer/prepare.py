@@ -1,7 +1,7 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
 The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. Exit code: 0 on success; 2 for bad input,
-with a line for each problem that names the field; 1 if no grader could be started.
+with a line for each problem that names the field; 1 if no grader could be started, or a download failed its verification.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
 from scalerl_api.load import SpecError
 from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_api.spec import ModelSpec, RunSpec
+from scalerl_api.process import MODEL_CACHE, REPORT_FILE, EnvironmentProblem, ProcessEnvironment
+from scalerl_api.spec import HubModel, ModelSpec, RunSpec
+from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, JsonlSource, PromptSource, RunTasks, Task, TaskError, open_tasks
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
@@ -37,8 +39,9 @@ from scalerl_trainer.checks import (
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
+from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
-from scalerl_trainer.models.files import weight_files
+from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -60,7 +63,8 @@ def main() -> int:
         environment = ProcessEnvironment.read()
         spec = environment.load_run().spec
         prepare(environment.paths, spec, one_machine="KUBERNETES_SERVICE_HOST" not in os.environ)
-    except GradingError as problem:
+        report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
+    except (GradingError, CacheError) as problem:
         log.error("%s", problem)
         return 1
     except PrepareError as problem:
@@ -74,6 +78,32 @@ def main() -> int:
         log.error("%s: %s", problem.filename or "file", problem.strerror)
         return 2
     return 0
+
+
+def report_model(directory: Path, file: str | None) -> None:
+    """Write the size of the prepared model to ``file``, for the operator. A failure is logged only: requests have defaults."""
+    if not file:
+        return
+    tensors = stored_tensors(directory).values()
+    size = ModelSize.of_config(
+        read_json(directory / "config.json"),
+        sum(tensor.elements for tensor in tensors),
+        max((tensor.elements for tensor in tensors), default=0),
+    )
+    if size is None:
+        log.warning(
+            "config.json has no sizes: the memory requests of the run's pods do not depend on the model"
+        )
+        return
+    report = ModelStatus(
+        **asdict(size),
+        checkpoint_bytes=sum(weights.stat().st_size for weights in weight_files(directory)),
+        dtype=", ".join(sorted({tensor.dtype for tensor in tensors}))[:64],
+    )
+    try:
+        Path(file).write_text(report.model_dump_json(by_alias=True), encoding="utf-8")
+    except OSError as error:
+        log.warning("the model's size cannot be reported in %s: %s", file, error.strerror)
 
 
 def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
@@ -102,6 +132,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     identity = _identity(spec, tasks)
     if target.exists():
         _check_prepared(target, identity)
+        _restore_cached(target, spec)
         _check(target, spec, tasks, one_machine)
         log.info("%s is ready", target)
         return
@@ -140,7 +171,7 @@ def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -
 
 def _identity(spec: RunSpec, tasks: RunTasks) -> str:
     """SHA-256 of all settings that the prepared model depends on."""
-    model = spec.model.model_dump(mode="json", exclude={"attention"})
+    model = spec.model.model_dump(mode="json", exclude={"attention", "cache"})
     if spec.model.scratch is not None:
         model["task"], model["seed"] = tasks.digest, spec.seed
         if float(spec.model.scratch.initializer_range) == FIRST_INITIALIZER_RANGE:
@@ -206,6 +237,9 @@ def _write_model(directory: Path, spec: RunSpec, tasks: RunTasks) -> None:
             raise PrepareError(f"model.scratch.vocabularySize: {error}") from error
     elif model.path is not None:
         _link_or_copy(Path(model.path), directory, spec)
+    elif model.hub is not None and (cache := _cache(model)) is not None:
+        folder = _cached(cache, model.hub, model.hub.revision, spec)
+        _link_or_copy(folder, directory, spec, linked=True)
     elif model.hub is not None:
         refuse(config_problems(_download(model, [p for p in _PATTERNS if p != _WEIGHTS]), spec))
         _link_or_copy(_download(model, _PATTERNS), directory, spec)
@@ -231,32 +265,83 @@ def _download(model: ModelSpec, patterns: Sequence[str]) -> Path:
             hub.name, revision=hub.revision, allow_patterns=list(patterns)
         )
     except Exception as error:  # the client raises from several trees: its own, requests' and OSError
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        advice = (
-            "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
-            if offline
-            else "check name, revision, network and access token"
-        )
-        raise PrepareError(
-            f"model.hub: {hub.name} at revision {hub.revision}: {first_line(error)}; {advice}"
-        ) from error
+        raise _hub_problem(hub, error) from error
     return Path(folder)
 
 
-def _link_or_copy(source: Path, directory: Path, spec: RunSpec) -> None:
+def _hub_problem(hub: HubModel, error: Exception) -> PrepareError:
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    advice = (
+        "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
+        if offline
+        else "check name, revision, network and access token"
+    )
+    return PrepareError(f"model.hub: {hub.name} at revision {hub.revision}: {first_line(error)}; {advice}")
+
+
+def _cache(model: ModelSpec) -> ModelCache | None:
+    """The cache of ``model.cache``, where the runtime mounts it; None on one machine, where the hub's client has its own."""
+    root = os.environ.get(MODEL_CACHE)
+    return (
+        None if model.cache is None or not root else ModelCache(Path(root), read_only=model.cache.read_only)
+    )
+
+
+def _cached(cache: ModelCache, hub: HubModel, revision: str, spec: RunSpec) -> Path:
+    try:
+        return cache.folder(
+            hub.name, revision, _PATTERNS, check=lambda folder: refuse(config_problems(folder, spec))
+        )
+    except (PrepareError, CacheError):
+        raise
+    except NotCached as problem:
+        raise PrepareError(f"model.cache: {problem}") from problem
+    except Exception as error:  # as in _download()
+        advice = _hub_problem(hub, error)
+        # After any other error, such as of an unreachable hub or a full volume, the Job tries again.
+        raise (advice if _is_permanent(error) else CacheError(str(advice))) from error
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether the hub's client would fail again: no such model, no access, or no connection by its settings."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and error.response.status_code in (400, 401, 403, 404)
+    return isinstance(error, HFValidationError | OfflineModeIsEnabled)
+
+
+def _restore_cached(target: Path, spec: RunSpec) -> None:
+    """Store the commit of a prepared model again if it was evicted from the cache, or damaged there."""
+    links = (Path(os.readlink(file)) for file in sorted(target.iterdir()) if file.is_symlink())
+    cache, linked = _cache(spec.model), next(links, None)
+    if cache is not None and linked is not None and spec.model.hub is not None:
+        _cached(cache, spec.model.hub, linked.parent.name, spec)
+
+
+def _link_or_copy(source: Path, directory: Path, spec: RunSpec, *, linked: bool = False) -> None:
     """Hard-link the model's files, or copy them where the file system does not allow links.
 
     Of weights only those that transformers loads: vLLM would read all, such as the second copy in Mistral's repositories.
+
+    linked: weights become symbolic links, to a volume that all that read them mount; the small files are copied.
 
     Raises:
         PrepareError: the model cannot be used.
     """
     refuse(model_problems(source, spec))
     others = (f for pattern in _PATTERNS if pattern != _WEIGHTS for f in source.glob(pattern))
-    for file in sorted({*weight_files(source), *(f for f in others if f.is_file())}):
-        if file.name == MARKER_FILE:
+    weights = {*weight_files(source)}
+    for file in sorted({*weights, *(f for f in others if f.is_file())}):
+        if file.name == MARKER_FILE or file.name.startswith("."):
             continue
         target = directory / file.name
+        if linked:
+            if file in weights:
+                target.symlink_to(file)
+            else:
+                shutil.copyfile(file, target)
+            continue
         try:
             os.link(file.resolve(), target)
         except OSError:

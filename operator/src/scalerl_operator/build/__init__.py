@@ -8,6 +8,7 @@ Never lives here: the decision whether an object exists, or I/O.
 
 from __future__ import annotations
 
+from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.build import coordinator, generator, network, prepare, storage, trainer
 from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
@@ -16,7 +17,13 @@ from scalerl_operator.kube.types import Object
 
 
 def render(
-    run: ScaleRLRun, uid: str, desired: Desired, images: Images, *, operator_namespace: str
+    run: ScaleRLRun,
+    uid: str,
+    desired: Desired,
+    images: Images,
+    *,
+    operator_namespace: str,
+    size: ModelSize | None = None,
 ) -> list[Object]:
     """All objects of a run that should exist, in the order of creation, without its token (:func:`secret`).
 
@@ -27,11 +34,12 @@ def render(
     created for an earlier spec.
 
     operator_namespace: its operator pods may connect to the coordinator.
+    size: of the model, as the preparation found it.
 
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(run, uid, images, operator_namespace)
+    scope = Scope(run, uid, images, operator_namespace, size)
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from scalerl_api.process import COMPILE_CACHE
 from scalerl_operator import names
 from scalerl_operator.build.pods import PodSettings, pod_template
 from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.names import COMPILE_CACHE_DIR
 from scalerl_operator.workloads import ADDRESS, Role
 
 GRACE_SECONDS: Final = 60
@@ -23,7 +25,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
         role=Role.GENERATOR,
         grace_seconds=GRACE_SECONDS,
         # Otherwise vLLM derives its address from the route to the internet.
-        extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"}},
+        extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"} | _compile_cache(scope)},
         metrics_port="control",
     )
     return {
@@ -42,6 +44,10 @@ def deployment(scope: Scope, replicas: int) -> Object:
             "template": pod_template(scope, settings),
         },
     }
+
+
+def _compile_cache(scope: Scope) -> dict[str, str]:
+    return {} if scope.spec.generator.compile_cache is None else {COMPILE_CACHE: COMPILE_CACHE_DIR}
 
 
 def disruption_budget(scope: Scope) -> Object:

@@ -11,19 +11,31 @@ access token comes from a Secret by ``podTemplate.env``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from scalerl_api import endpoints
 from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.load import SpecProblem
+from scalerl_api.memory import ModelSize
+from scalerl_api.pod_memory import container_bytes, has_estimate
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.build.resources import native, resources
-from scalerl_operator.build.scope import Scope, pod_template_of, spec_hash
+from scalerl_operator.build.scope import SECTION, Scope, pod_template_of, spec_hash
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import PORTS, RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
+from scalerl_operator.names import (
+    COMPILE_CACHE_DIR,
+    MODELS_DIR,
+    PORTS,
+    RUN_DIR,
+    SPEC_DIR,
+    SPEC_KEY,
+    TOKEN_DIR,
+    TOKEN_KEY,
+)
 from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
 
 USER_ID: Final = 10001
@@ -140,7 +152,8 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             native(given_resources) if settings.role is Role.PREPARE else given_resources,
             scope.spec.device_resource,
             processes=workload.per_node,
-            shm=quantity_bytes(_shm_size(given, workload)) if shared else 0,
+            shm=shared_memory_bytes(given, workload),
+            estimate=estimate(scope, container.name),
         ),
         **probes(container),
         "volumeMounts": [*_mounts(scope, container, main), *_given_mounts(given, container)],
@@ -158,6 +171,38 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             {"name": port, "containerPort": PORTS[port], "protocol": "TCP"} for port in open_ports
         ]
     return rendered
+
+
+def estimate(scope: Scope, container: str) -> int:
+    """Memory of one process of a container by the model's size; 0 where that is not known, or does not matter."""
+    scratch = scope.spec.model.scratch
+    size = ModelSize.of_scratch(scratch) if container == "prepare" and scratch is not None else scope.size
+    return container_bytes(container, size, scope.spec) if size is not None and has_estimate(container) else 0
+
+
+def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
+    """Amounts of memory in podTemplate that are below the estimate by the model's size."""
+    if scope.size is None:
+        return
+    for role in (Role.PREPARE, Role.GENERATOR, Role.TRAINER):
+        workload, given = scope.workload(role), pod_template_of(scope.spec, role)
+        name = workload.containers[0].name
+        needed = workload.per_node * estimate(scope, name) + shared_memory_bytes(given, workload)
+        for kind in ("limits", "requests"):
+            amount = getattr(given.resources, kind).get("memory")
+            if amount is None or quantity_bytes(str(amount)) >= needed:
+                continue
+            own = getattr(scope.spec, SECTION[role]).pod_template
+            section = (
+                "" if own is None or "memory" not in getattr(own.resources, kind) else f"{SECTION[role]}."
+            )
+            yield SpecProblem(
+                f"spec.{section}podTemplate.resources.{kind}.memory",
+                f"{amount} is below the estimate of {needed / 2**30:.1f}Gi for the container {name} with this model "
+                f"({scope.size.parameters / 1e6:,.0f} M parameters)",
+                "raise it, or leave it out",
+            )
+            break
 
 
 def variable(name: str, value: str) -> Object:
@@ -262,6 +307,12 @@ def _probe(probe: Probe, container: Container, *, readiness: bool) -> Object:
 # --- volumes -------------------------------------------------------------------------------------------------
 
 _RUN, _SPEC, _TOKEN, _SHM = "scalerl-run", "scalerl-spec", "scalerl-token", "scalerl-shm"
+_MODELS: Final = "scalerl-models"
+_COMPILED: Final = "scalerl-compile-cache"
+COMPILED_FOLDER: Final = "compile-cache"
+"""In the run's directory, or on the claim of ``generator.compileCache``."""
+_READ_MODELS: Final = ("prepare", "server", "trainer")
+"""Containers that read weights. Of these only the preparation may write; the actor, which grades untrusted text, sees none."""
 
 
 def _tmp(container: Container) -> str:
@@ -272,9 +323,16 @@ def _shm_size(given: PodTemplate, workload: Workload) -> str:
     return given.shm_size or f"{SHM_GIB_PER_PROCESS * workload.per_node}Gi"
 
 
+def shared_memory_bytes(given: PodTemplate, workload: Workload) -> int:
+    """Of ``/dev/shm`` in the memory request: where ranks share a pod, NCCL uses it."""
+    return quantity_bytes(_shm_size(given, workload)) if workload.per_node > 1 else 0
+
+
 def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:
     claim = scope.spec.storage.claim_name or scope.names.claim
     return [
+        *_models(scope, workload),
+        *_compiled(scope, workload),
         {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
@@ -286,14 +344,51 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
     ]
 
 
+def _models(scope: Scope, workload: Workload) -> list[Object]:
+    """The claim of ``model.cache``, in pods with a container that mounts it."""
+    cache = scope.spec.model.cache
+    if cache is None or not any(container.name in _READ_MODELS for container in workload.containers):
+        return []
+    source: Object = {"claimName": cache.claim_name}
+    if cache.read_only or workload.role is not Role.PREPARE:
+        source["readOnly"] = True
+    return [{"name": _MODELS, "persistentVolumeClaim": source}]
+
+
+def _compiled(scope: Scope, workload: Workload) -> list[Object]:
+    """The claim of ``generator.compileCache``, if it has one."""
+    cache = scope.spec.generator.compile_cache
+    if workload.role is not Role.GENERATOR or cache is None or cache.claim_name is None:
+        return []
+    return [{"name": _COMPILED, "persistentVolumeClaim": {"claimName": cache.claim_name}}]
+
+
+def _compiled_mount(scope: Scope, container: Container) -> list[Object]:
+    """Writable in the server's container. The actor, which grades untrusted text, can read it on the run's volume, not write it."""
+    cache = scope.spec.generator.compile_cache
+    if cache is None or container.name != "server":
+        return []
+    if cache.claim_name is not None:
+        return [{"name": _COMPILED, "mountPath": COMPILE_CACHE_DIR, "subPath": COMPILED_FOLDER}]
+    folder = f"{scope.run.metadata.name}/{COMPILED_FOLDER}"
+    return [{"name": _RUN, "mountPath": COMPILE_CACHE_DIR, "subPath": folder}]
+
+
 def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
     # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
     run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True
+    models: list[Object] = []
+    if (cache := scope.spec.model.cache) is not None and container.name in _READ_MODELS:
+        models = [{"name": _MODELS, "mountPath": MODELS_DIR}]
+        if cache.read_only or container.name != "prepare":
+            models[0]["readOnly"] = True
     return [
         run,
+        *models,
+        *_compiled_mount(scope, container),
         {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
         {"name": _tmp(container), "mountPath": "/tmp"},  # noqa: S108

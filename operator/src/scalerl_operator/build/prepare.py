@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from scalerl_api.process import BAD_INPUT_EXIT_CODE
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, MODEL_CACHE, REPORT_FILE
 from scalerl_operator import names
 from scalerl_operator.build.pods import PodSettings, pod_template
 from scalerl_operator.build.scope import Scope, spec_hash
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import RUN_DIR
+from scalerl_operator.names import MODELS_DIR, RUN_DIR
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
@@ -19,10 +19,18 @@ HUB_CACHE: Final = f"{RUN_DIR}/hub"
 """On the run's volume: a node's disk may be too small for a model, an interrupted download resumes, and files are linked rather
 than copied. ``HF_HOME`` in ``podTemplate.env`` sets another cache, such as a shared one."""
 
+TERMINATION_LOG: Final = "/dev/termination-log"
+"""The container's termination message, by Kubernetes' default. It has the model's size, which the operator cannot read from the
+volume."""
+
 
 def job(scope: Scope) -> Object:
     """Retries :data:`RETRIES` times, never after bad input, and without limit after a disruption of its pod."""
-    extra = {"HF_HOME": HUB_CACHE} if scope.spec.model.hub is not None else {}
+    extra = {REPORT_FILE: TERMINATION_LOG}
+    if scope.spec.model.hub is not None:
+        extra["HF_HOME"] = HUB_CACHE
+    if scope.spec.model.cache is not None:
+        extra[MODEL_CACHE] = MODELS_DIR
     settings = PodSettings(
         role=Role.PREPARE,
         grace_seconds=GRACE_SECONDS,

@@ -24,11 +24,18 @@ NATIVE: Final = ("cpu", "memory", "ephemeral-storage")
 
 
 def resources(
-    container: Container, given: PodResources, device_resource: str, *, processes: int = 1, shm: int = 0
+    container: Container,
+    given: PodResources,
+    device_resource: str,
+    *,
+    processes: int = 1,
+    shm: int = 0,
+    estimate: int = 0,
 ) -> Object:
     """Requests and limits for ``processes`` processes of the container that share ``shm`` bytes of ``/dev/shm``.
 
     given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
+    estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
     """
     cpu, memory = _FLOORS[container.name]
     needs = container.resources
@@ -36,7 +43,7 @@ def resources(
         cpu = str(needs.cpu_threads)
     if processes > 1:
         cpu = str(processes * int(cpu))
-    memory = processes * (memory + (needs.memory_bytes or 0)) + shm
+    memory = processes * max(memory + (needs.memory_bytes or 0), estimate) + shm
     requests = {"cpu": cpu, "memory": f"{math.ceil(memory / _MI)}Mi"} | given.limits | given.requests
     limits = dict(given.limits)
     if needs.devices:

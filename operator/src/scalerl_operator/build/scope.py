@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_snake
 
 from scalerl_api.edits import EDITS, Effect, edit_of, entry_model, nested_model
+from scalerl_api.memory import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
@@ -60,12 +61,17 @@ class Desired:
 
 @dataclass(frozen=True)
 class Scope:
-    """The run to render, and the settings outside of its spec."""
+    """The run to render, and the settings outside of its spec.
+
+    size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
+        upgrade must not replace.
+    """
 
     run: ScaleRLRun
     uid: str
     images: Images
     operator_namespace: str
+    size: ModelSize | None = None
 
     @property
     def spec(self) -> RunSpec:
@@ -185,7 +191,7 @@ def _excluded(role: Role) -> dict[str, Any]:
 
 _SWITCHES: Final = frozenset(
     [
-        *("by_length", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
+        *("by_length", "compile_cache", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )

@@ -99,7 +99,14 @@ class Applier:
         state.blocked = blocked or await diagnose(self._api, context)
 
     def _render(self, context: RunContext, desired: Desired, images: Images) -> list[Object]:
-        return render(context.run, context.uid, desired, images, operator_namespace=self._operator_namespace)
+        return render(
+            context.run,
+            context.uid,
+            desired,
+            images,
+            operator_namespace=self._operator_namespace,
+            size=None if context.model is None else context.model.size,
+        )
 
     async def find_unlabelled(self, context: RunContext) -> None:
         """Restores the labels of workloads of a run that begins to drain. Without its labels, a running workload is not in the
@@ -400,5 +407,6 @@ def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | 
         job = (metadata["uid"], tuple(sorted((metadata.get("labels") or {}).items())))
         contents.append((kind, name, hash(job) if kind == "Job" else content_hash(obj)))
     labels = tuple(sorted(context.run.metadata.labels.items()))
-    inputs = (context.generation, labels, desired, images, context.decision.frozen, context.deleted)
+    size = None if context.model is None else context.model.size
+    inputs = (context.generation, labels, desired, images, size, context.decision.frozen, context.deleted)
     return hash((inputs, tuple(sorted(contents))))

@@ -17,6 +17,8 @@ from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_operator.build.pods import memory_warnings
+from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.volume import size_problem
@@ -77,7 +79,10 @@ def _accepted(context: RunContext) -> Value:
     if (why := context.not_started or context.invalid) is not None:  # also of a run that has lost its volume
         return False, why
     spec = context.run.spec
-    warnings = [*warnings_of(spec), *cluster_warnings_of(spec)]
+    size = None if context.model is None else context.model.size
+    # Neither images nor the operator's namespace affect the estimates.
+    scope = Scope(context.run, context.uid, Images("", "", ""), "", size)
+    warnings = [*warnings_of(spec), *cluster_warnings_of(spec), *memory_warnings(scope)]
     if not warnings:
         return True, Problem(Reason.ACCEPTED, "")
     return True, Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in warnings))

@@ -18,6 +18,7 @@ from scalerl_api.process import (
     PUBLISH_REFUSED_EXIT_CODE,
     STEPS_LOST_EXIT_CODE,
 )
+from scalerl_api.status import ModelStatus
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
@@ -71,6 +72,7 @@ class PodView:
     disrupted: evicted, or refused by its node.
     started: its startup probes have succeeded, so that it responds though it may not be ready.
     steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
+    model: what a preparation that has ended well reports of the model.
     """
 
     name: str
@@ -90,6 +92,7 @@ class PodView:
     disrupted: bool = False
     started: bool = False
     steps_lost: bool = False
+    model: ModelStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ class RunObservation:
     trainer: Job = field(default_factory=Job)
     serving: bool = False
     replica_failures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> ModelStatus | None:
+        """The model's size, by the newest preparation that reports it."""
+        reports = [(pod.created, pod.model) for pod in self.pods if pod.model is not None]
+        return max(reports, key=lambda report: report[0])[1] if reports else None
 
     def of(self, role: Role) -> tuple[PodView, ...]:
         """The pods of a role that are not being deleted."""
@@ -233,13 +242,22 @@ def pod_view(pod: Object) -> PodView:
         ready=conditions.get("Ready", {}).get("status") == "True",
         creating=bool(waiting) and {*waiting} <= {"ContainerCreating", "PodInitializing"},
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
-        problem=_problem(status, conditions, containers),
+        problem=_problem(pod, status, conditions, containers),
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
         started=bool(containers) and all(c.get("started") is True for c in containers),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
+        model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
     )
+
+
+def _reported_model(containers: Iterable[Object]) -> ModelStatus | None:
+    for container in containers:
+        end = (container.get("state") or {}).get("terminated") or {}
+        if container.get("name") == "prepare" and end.get("exitCode") == 0:
+            return ModelStatus.read_report(str(end.get("message", "")))
+    return None
 
 
 def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
@@ -250,8 +268,23 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
     return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
 
 
+def _memory_bound(pod: Object, name: str) -> str:
+    """What a container that was killed for its memory has exceeded, and what to do."""
+    given: Object = next(
+        (c for c in (pod.get("spec") or {}).get("containers") or () if c["name"] == name), {}
+    )
+    resources = given.get("resources") or {}
+    limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
+    if limit:
+        return f"it used more memory than its limit of {limit}: raise podTemplate.resources.limits.memory"
+    return (
+        f"it has no limit, and its node ran out of memory (its request is {request or 0}): raise "
+        "podTemplate.resources.requests.memory"
+    )
+
+
 def _problem(
-    status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
+    pod: Object, status: Object, conditions: Mapping[str, Object], containers: Iterable[Object]
 ) -> Problem | None:
     if status.get("phase") == "Failed" and (why := _reason_and_message(status)):
         return Problem(Reason.EVICTED if status["reason"] in _EVICTED else Reason.REFUSED_BY_NODE, why)
@@ -269,7 +302,7 @@ def _problem(
         over = state.get("terminated") or before
         waiting = (state.get("waiting") or {}).get("reason", "")
         if over is not None and over.get("reason") == "OOMKilled" and not container.get("ready"):
-            return Problem(Reason.OUT_OF_MEMORY, f"{name} was killed: it used more memory than its limit")
+            return Problem(Reason.OUT_OF_MEMORY, f"{name} was killed: {_memory_bound(pod, name)}")
         if over is not None and over.get("reason") in _NEVER_STARTED and not container.get("ready"):
             return Problem(Reason.CONTAINER_START_FAILED, f"{name}: {_last_log_line(over)}")
         if waiting in _WAITING:
@@ -352,6 +385,13 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _failed(job)
+    if (
+        state is JobState.COMPLETE
+        and label(job, COMPONENT) == Role.PREPARE
+        and any(not (p.over or p.leaving) for p in own)
+    ):
+        # The watch of pods is behind that of Jobs, and the pod has the model's size. Its change wakes the run.
+        state = JobState.ACTIVE
     return Job(
         state=state,
         attempt=_attempt(job),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import RunStatus
+from scalerl_api.status import ModelStatus, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.report import AutoscalerReport
@@ -229,6 +229,11 @@ class RunContext:
     def blocked(self) -> Problem | None:
         """Why an object of the run could not be created."""
         return self.state.blocked if self.not_started is None else None
+
+    @property
+    def model(self) -> ModelStatus | None:
+        """Size of the model: as a preparation reports it now, or has reported it."""
+        return self.observed.model or self.before.model
 
     @property
     def steps(self) -> int:

@@ -63,6 +63,7 @@ def report(context: RunContext) -> RunStatus:
         "rest": memory.rest.value,
         "resumed": memory.resumed,
         "trainer": _trainer(memory),
+        "model": context.model,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
     }
     scaling = context.autoscaler

@@ -1,0 +1,77 @@
+"""Host memory of the containers of a run on a cluster, in bytes, from the spec and the model's size: the default requests.
+
+Estimates are upper bounds: a pod that is scheduled for less than it uses is evicted or killed when its node runs out.
+``benchmarks/pod_memory.py`` measures them on CPUs. Nothing here needs ephemeral storage: downloads, checkpoints and exports are on
+the run's volume.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final, Literal, TypeGuard
+
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.memory import BYTES, ModelSize, server_memory, trainer_rank_memory
+from scalerl_api.spec import RunSpec
+
+_MIB: Final = 2**20
+LIBRARY_BYTES: Final[Mapping[str, int]] = {
+    "prepare": 1024 * _MIB,
+    "server": 1280 * _MIB,
+    "trainer": 1024 * _MIB,
+}
+"""Python, torch and the libraries of one process on CPUs; of the server all its processes."""
+ACCELERATOR_LIBRARY_BYTES: Final[Mapping[str, int]] = {"server": 4096 * _MIB, "trainer": 3072 * _MIB}
+"""The same of one process with an accelerator: also CUDA's libraries, and memory that NCCL pins [by reading]."""
+MARGIN: Final = 0.1
+"""Added to the part that depends on the model."""
+
+
+def has_estimate(container: str) -> TypeGuard[Literal["prepare", "server", "trainer"]]:
+    """Whether a container's memory depends on the model."""
+    return container in LIBRARY_BYTES
+
+
+def container_bytes(
+    container: Literal["prepare", "server", "trainer"], size: ModelSize, spec: RunSpec
+) -> int:
+    """Memory of a container; of a trainer's that of one rank, of which a pod may have several."""
+    of_model = {"prepare": _prepare, "server": _server, "trainer": _trainer}[container]
+    devices = {"prepare": 0, "server": spec.generator.devices, "trainer": spec.trainer.devices}[container]
+    libraries = LIBRARY_BYTES[container]
+    if devices:
+        # vLLM has a process for HTTP, and one for each device.
+        libraries += ACCELERATOR_LIBRARY_BYTES[container] * (devices if container == "server" else 1)
+    return libraries + math.ceil((1 + MARGIN) * of_model(size, spec))
+
+
+def _prepare(size: ModelSize, spec: RunSpec) -> int:
+    """Of a given model only headers are read. A scratch model's tensors are drawn one after another: random numbers, scaled
+    ones, and their conversion."""
+    return 0 if spec.model.scratch is None else 16 * size.largest_tensor
+
+
+def _server(size: ModelSize, spec: RunSpec) -> int:
+    """With accelerators one tensor at a time; on CPUs also what :func:`.server_memory` counts, a second copy of the weights,
+    which vLLM lays out anew, and the float32 weights of the head."""
+    tensor, bucket = 4 * size.largest_tensor, 2 * quantity_bytes(spec.weight_sync.bucket)
+    if spec.generator.devices:
+        return tensor + bucket
+    copy = size.parameters * BYTES[spec.model.dtype]
+    head = 4 * size.vocabulary_size * size.hidden_size
+    cache = 0 if spec.generator.kv_cache else DEFAULT_CPU_CACHE_BYTES
+    return server_memory(size, spec) + cache + copy + head + tensor + bucket
+
+
+DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
+"""KV cache of vLLM on CPUs without ``generator.kvCache``, as :mod:`scalerl_generator.vllm_server` sets it."""
+
+
+def _trainer(size: ModelSize, spec: RunSpec) -> int:
+    """With accelerators each rank loads the whole model on the host before it moves to its device; buffers of a publish over
+    gloo are also there. On CPUs all of :func:`.trainer_rank_memory`."""
+    if spec.trainer.devices:
+        buffers = 2 * quantity_bytes(spec.weight_sync.bucket)
+        return size.parameters * BYTES[spec.model.dtype] + 4 * size.largest_tensor + buffers
+    return trainer_rank_memory(size, spec).total

@@ -1,0 +1,186 @@
+"""Compiled code on a volume: whole archives only, and never one that is damaged."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalerl_generator import compile_cache
+from scalerl_generator.compile_cache import discard, environment, key, restore, store
+
+FILES = {"vllm/torch_compile_cache/a/rank_0_0/x.py": b"x = 1", "triton/k/kernel.cubin": bytes(5000)}
+
+
+def compiled(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    found = {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    found.pop("restored", None)
+    return found
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    (tmp_path / "volume").mkdir()
+    return tmp_path / "volume" / "vllm-1-a.tar"
+
+
+def test_next_pod_has_the_files(archive: Path, tmp_path: Path) -> None:
+    assert not restore(archive, tmp_path / "a")
+    assert store(archive, compiled(tmp_path / "a"))
+    assert restore(archive, tmp_path / "b")
+    assert content(tmp_path / "b") == FILES
+    assert os.listdir(archive.parent) == [archive.name]
+
+
+def test_stores_only_what_is_new(archive: Path, tmp_path: Path) -> None:
+    assert not store(archive, compiled(tmp_path / "none", {}))
+    store(archive, compiled(tmp_path / "a"))
+    restore(archive, tmp_path / "b")
+    assert not store(archive, tmp_path / "b")
+    compiled(tmp_path / "b", {"inductor/new": b"1"})
+    assert store(archive, tmp_path / "b")
+    restore(archive, tmp_path / "c")
+    assert content(tmp_path / "c") == FILES | {"inductor/new": b"1"}
+
+
+def test_restarted_container_keeps_its_files(archive: Path, tmp_path: Path) -> None:
+    store(archive, compiled(tmp_path / "a"))
+    compiled(tmp_path / "b", {"inductor/own": b"1"})
+    assert not restore(archive, tmp_path / "b")
+    assert content(tmp_path / "b") == {"inductor/own": b"1"}
+
+
+def _cut(archive: Path, share: float) -> None:
+    os.truncate(archive, int(share * archive.stat().st_size))
+
+
+def _flip(archive: Path) -> None:
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    archive.write_bytes(data)
+
+
+def _folder(archive: Path) -> None:
+    archive.unlink()
+    archive.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda archive: _cut(archive, 0),
+    "half": lambda archive: _cut(archive, 0.5),
+    "without its end": lambda archive: _cut(archive, 0.99),
+    "one bit": _flip,
+    "garbage": lambda archive: archive.write_bytes(b"\xff" * 10_000),
+    "a folder": _folder,
+    "not readable": lambda archive: (archive.unlink(), archive.symlink_to(archive)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_archive_is_ignored_and_replaced(
+    archive: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], object]
+) -> None:
+    store(archive, compiled(tmp_path / "a"))
+    damage(archive)
+    assert not restore(archive, tmp_path / "b")
+    assert "is not usable, vLLM compiles: " in capfd.readouterr().err
+    assert content(tmp_path / "b") == {}
+    if not archive.is_dir():
+        assert store(archive, compiled(tmp_path / "b"))
+        assert restore(archive, tmp_path / "c")
+
+
+def test_failed_start_compiles_the_next_time(archive: Path, tmp_path: Path) -> None:
+    """And the archive, which may be the cause, is then replaced."""
+    store(archive, compiled(tmp_path / "a"))
+    restore(archive, tmp_path / "b")
+    discard(tmp_path / "b")
+    assert not restore(archive, tmp_path / "b")
+    assert content(tmp_path / "b") == {}
+    compiled(tmp_path / "b", {"vllm/good": b"1"})
+    assert store(archive, tmp_path / "b")
+    restore(archive, tmp_path / "c")
+    assert content(tmp_path / "c") == {"vllm/good": b"1"}
+
+
+def test_volume_that_cannot_be_written(
+    archive: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    archive.parent.rmdir()
+    assert not store(archive, compiled(tmp_path / "a"))
+    assert "is not written: " in capfd.readouterr().err
+
+
+def test_too_much_is_not_stored(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 5000)
+    assert not store(archive, compiled(tmp_path / "a"))
+    assert os.listdir(archive.parent) == []
+
+
+def test_removes_archives_of_killed_writers(archive: Path, tmp_path: Path) -> None:
+    old, new = archive.parent / ".vllm-1-a.tar.pod-7.new", archive.parent / ".vllm-1-a.tar.pod-8.new"
+    for file in (old, new):
+        file.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    store(archive, compiled(tmp_path / "a"))
+    assert sorted(os.listdir(archive.parent)) == [new.name, archive.name]
+
+
+def test_readers_see_whole_archives_while_others_write(archive: Path, tmp_path: Path) -> None:
+    """Each archive has one number in all of its files."""
+    end = time.monotonic() + 3.0
+
+    def write(number: int) -> None:
+        turn = 0
+        while time.monotonic() < end:
+            turn += 1
+            folder = tmp_path / f"w{number}-{turn}"
+            value = b"%d.%d" % (number, turn)
+            store(archive, compiled(folder, {f"f{i}": value * 2000 for i in range(20)}))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for writer in writers:
+        writer.start()
+    restored = 0
+    while time.monotonic() < end:
+        folder = tmp_path / f"r{restored}"
+        if restore(archive, folder):
+            assert len(content(folder)) == 20
+            assert len(set(content(folder).values())) == 1
+            restored += 1
+        else:
+            discard(folder)
+            folder.rmdir()
+    for writer in writers:
+        writer.join()
+    assert restored > 3
+
+
+def test_key_depends_on_what_is_compiled(tmp_path: Path) -> None:
+    gpu = tmp_path / "proc/driver/nvidia/gpus/0/information"
+    gpu.parent.mkdir(parents=True)
+    gpu.write_text("Model: \t\t NVIDIA H100\nIRQ:   7\n")
+    one = key(["a"], b"{}", tmp_path)
+    assert key(["a"], b"{}", tmp_path) == one
+    gpu.write_text("Model: \t\t NVIDIA H100\nIRQ:   8\n")
+    assert key(["a"], b"{}", tmp_path) == one
+    others = {key(["b"], b"{}", tmp_path), key(["a"], b"{ }", tmp_path), key(["a"], b"{}", tmp_path / "none")}
+    gpu.write_text("Model: \t\t NVIDIA B200\n")
+    assert len(others | {one, key(["a"], b"{}", tmp_path)}) == 5
+
+
+def test_variables_of_the_user_stay(tmp_path: Path) -> None:
+    found = environment(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
+    assert found["VLLM_CACHE_ROOT"] == f"{tmp_path}/vllm"
+    assert "TRITON_CACHE_DIR" not in found
