@@ -305,7 +305,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
                 "block_types": ["recurrent", "attention"],
             },
         ),
-        refused="vLLM cannot serve RecurrentGemmaForCausalLM: it has no class for it, and in the code of transformers only 0 of 2",
+        refused="vLLM cannot serve RecurrentGemmaForCausalLM: it has no class for it, and in the code of transformers only 1 of 2",
         note="a recurrence, for which vLLM has no class of its own",
     ),
 )
