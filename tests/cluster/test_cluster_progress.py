@@ -110,7 +110,7 @@ def test_failure_ends_what_is_done_at_the_same_time(capsys: pytest.CaptureFixtur
         raise AssertionError("it was not ended")
 
     with pytest.raises(ClusterError, match=r"images: .* exited 7:\nno mirror\n") as raised:
-        progress.together(two, sh("images", "sleep 1; echo no mirror; exit 7"))  # type: ignore[arg-type]
+        progress.together(two, sh("images", "sleep 1; echo no mirror; exit 7"))
     assert time.monotonic() - began < 100
     assert getattr(raised.value, "__notes__", []) == []
     assert lines(capsys) == ["failed: images: `sh -c sleep 1; echo no mirror; exit 7` exited 7:"]
@@ -125,7 +125,7 @@ def test_both_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError("and this") from None
 
     with pytest.raises(ClusterError, match="images: ") as raised:
-        progress.together(fails, sh("images", "exit 7"))  # type: ignore[arg-type]
+        progress.together(fails, sh("images", "exit 7"))
     assert raised.value.__notes__ == ["and this"]
 
 
@@ -133,7 +133,7 @@ def test_what_is_missing_ends_nothing(capsys: pytest.CaptureFixture[str], tmp_pa
     def missing() -> None:
         raise MissingError("no buildah")
 
-    progress.together(missing, sh("programs", f"sleep 1; touch {tmp_path / 'made'}"))  # type: ignore[arg-type]
+    progress.together(missing, sh("programs", f"sleep 1; touch {tmp_path / 'made'}"))
     assert (tmp_path / "made").exists()
     assert lines(capsys) == ["not prepared, and what needs it is skipped: no buildah"]
 
