@@ -1,6 +1,8 @@
-"""Completions graded per second by one worker, verifier by verifier, and what a killed grader costs.
+"""Completions graded per second by one worker, verifier by verifier, what a killed grader costs, and the check of a file.
 
-Groups of 16 short completions of which half are right, through the real pool: child process, limits, sockets.
+Groups of 16 short completions of which half are right, through the real pool: child process, limits, sockets. The file has 50,000
+rows, each with another reference; it is read, and with each verifier checked as ``scalerl validate`` does: each reference is graded
+as a reply, alone and in a box.
 
     python benchmarks/grading.py [--quick]
 """
@@ -10,9 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
+from pathlib import Path
 
+from scalerl_api.spec import RunSpec
 from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig, open_reasoning_gym
+from scalerl_tasks.task_checks import task_problems
 
 GROUP = 16
 TASK = GymTask(
@@ -65,6 +71,48 @@ async def replacement(kills: int) -> float:
         return (time.perf_counter() - begin) / kills - TIMEOUT_SECONDS
 
 
+REFERENCES = {
+    "exact": ("{}", "{} of these", "x = {}"),
+    "number": ("{}", "{}/7", r"\${}"),
+    "math-verify": ("{}", r"\frac{{{}}}{{7}}", r"{}\sqrt{{2}} \text{{ cm}}"),
+}
+"""Forms of the references, each of a third of the rows."""
+
+
+def file_seconds(rows: int) -> dict[str, float]:
+    """Seconds to read a file of so many rows, and beyond that to check its references with each verifier."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.jsonl"
+        for name, forms in REFERENCES.items():
+            spec = RunSpec.model_validate(
+                {
+                    "model": {"path": folder, "contextTokens": 1024},
+                    "task": {
+                        "jsonl": {"path": str(path)},
+                        "verifier": {"name": name},
+                        "heldOut": {"size": 64},
+                    },
+                    "recipe": {"maxCompletionTokens": 512},
+                    "budget": {"maxSteps": 1},
+                }
+            )
+            with path.open("w", encoding="utf-8") as file:
+                for at in range(rows):
+                    row = {"prompt": f"Problem {at}: " + 40 * "word ", "answer": forms[at % 3].format(at)}
+                    file.write(json.dumps(row) + "\n")
+            for answers in (False, True):
+                begin = time.perf_counter()
+                problems = task_problems(spec, answers=answers)
+                assert not problems, problems[:3]
+                seconds = time.perf_counter() - begin
+                if answers:
+                    found[f"check_{name}_seconds"] = seconds - found["read_seconds"]
+                else:
+                    found["read_seconds"] = seconds
+    return found
+
+
 async def main(quick: bool) -> None:
     figures: dict[str, float] = {}
     for verifier in VERIFIERS:
@@ -75,6 +123,10 @@ async def main(quick: bool) -> None:
         figures |= {f"{verifier.name}_{name}": round(value, 3) for name, value in found.items()}
     figures["replacement_seconds"] = round(await replacement(3 if quick else 20), 4)
     print(f"a grader is replaced in {figures['replacement_seconds'] * 1000:.0f} ms")
+    rows = 500 if quick else 50_000
+    for name, seconds in (await asyncio.to_thread(file_seconds, rows)).items():
+        print(f"{rows:,} rows, {name}: {seconds:.1f}")
+        figures[f"rows_{name}"] = round(seconds, 2)
     print(json.dumps({"benchmark": "grading", "figures": figures}))
 
 

@@ -69,6 +69,17 @@ def tables() -> dict[str, str]:
     }  # fmt: skip
 
 
+def vllm_architectures() -> tuple[Path, str]:
+    """The module of the trainer with the architectures of the installed vLLM's registry."""
+    from scalerl_trainer.models import served
+
+    registry = served.registry_path()
+    assert registry is not None, "vLLM is not installed"
+    return Path(served.__file__).with_name("vllm_architectures.py"), served.source(
+        served.read_registry(registry)
+    )
+
+
 def model_tables() -> dict[str, str]:
     """The tables of docs/models.md, from the families that the trainer's tests train."""
     support = str(DOCS.parent / "tests" / "support")
@@ -103,6 +114,8 @@ def main() -> int:
     }
     texts = {path: renewed(path.read_text(encoding="utf-8"), of) for path, of in pages.items()}
     texts |= {DOCS / "reference" / name: write() for name, write in reference_pages.PAGES.items()}
+    path, text = vllm_architectures()
+    texts[path] = text
     for path, text in texts.items():
         if not check:
             path.write_text(text, encoding="utf-8")

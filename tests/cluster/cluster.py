@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from testcluster import cache, debian, kind, start, tools
-from testcluster.errors import ClusterError, MissingError
+from testcluster import cache, debian, kind, progress, start, tools
+from testcluster.errors import ClusterError
 from testcluster.handle import Cluster
 from testcluster.images import Images, build_all
 
-FIRST_MINUTES, FIRST_BYTES = 20, 17e9
+FIRST_MINUTES, FIRST_BYTES, GO_BYTES = 20, 17e9, 4e9
 
 
 def up(arguments: argparse.Namespace) -> None:
@@ -65,8 +66,8 @@ def _enough_room() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(kept).free
     print(
-        f"the first time: about {FIRST_MINUTES} minutes on two cores, {FIRST_BYTES / 1e9:.0f} GB in {kept}, and Debian's"
-        " packages installed where they are missing; later it takes half a minute",
+        f"the first time: about {FIRST_MINUTES} minutes on two cores, {FIRST_BYTES / 1e9:.0f} GB in {kept},"
+        f" {GO_BYTES / 1e9:.0f} GB in Go's own caches, and Debian's packages installed where they are missing; later it takes half a minute",
         file=sys.stderr,
     )
     if free < FIRST_BYTES:
@@ -94,12 +95,7 @@ def prepare(_: argparse.Namespace) -> None:
         debian.installed(debian.NODE, debian.IMAGES, debian.PROMETHEUS)
         build_all()
 
-    with ThreadPoolExecutor() as workers:
-        for work in [workers.submit(programs), workers.submit(images)]:
-            try:
-                work.result()
-            except MissingError as error:
-                print(f"not prepared, and what needs it is skipped: {error}", file=sys.stderr)
+    progress.together(programs, images)
 
 
 def status(arguments: argparse.Namespace) -> None:
@@ -156,9 +152,10 @@ def main() -> None:
     command.set_defaults(function=tool)
     command.add_argument("program", choices=[*tools.NAMES, "kubectl"])
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what is being built, too
     try:
         arguments.function(arguments)
-    except ClusterError as error:
+    except (ClusterError, subprocess.TimeoutExpired) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"{error}{notes}", file=sys.stderr)
         sys.exit(1)

@@ -2,8 +2,59 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
-from testcluster import ClusterError, progress
+from testcluster import ClusterError, MissingError, progress, tools
+
+CLUSTER = Path(__file__).with_name("cluster.py")
+GO = """#!/bin/sh
+case $1 in
+env) echo go1.26.1 ;;
+list) printf 'go: downloading k8s.io/a v1.0.0\\nk8s.io/a\\nk8s.io/b\\nk8s.io/c\\n' ;;
+build) printf 'k8s.io/a\\nk8s.io/b\\n' >&2; {then} ;;
+esac
+"""
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that was killed is gone, or waits for its parent alone."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def sh(what: str, script: str) -> Callable[[], object]:
+    return lambda: progress.followed(progress.Step(what), ["sh", "-c", script])
+
+
+@pytest.fixture
+def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A compiler that lists three packages, prints two, and then does what it is given."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SCALERL_TEST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
+
+    def write(then: str) -> None:
+        (tmp_path / "go").write_text(GO.format(then=then))
+        (tmp_path / "go").chmod(0o755)
+
+    return write
 
 
 def test_long_progress_step_reports_progress(
@@ -11,19 +62,121 @@ def test_long_progress_step_reports_progress(
 ) -> None:
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
     with progress.step("building it") as step:
-        script = "echo STEP 1; echo STEP 2 >&2; sleep 2; exit 3"
-        code, said = progress.followed(step, ["sh", "-c", script], seconds=30)
-    assert (code, said) == (3, "STEP 1\nSTEP 2\n")
-    first, *between, last = (line.split("] ")[1] for line in capsys.readouterr().err.splitlines())
+        assert (
+            progress.followed(step, ["sh", "-c", "echo STEP 1; echo STEP 2 >&2; sleep 2"])
+            == "STEP 1\nSTEP 2\n"
+        )
+    first, *between, last = lines(capsys)
     assert first == "building it ..."
     assert last.startswith("building it: done, ")
     assert between
     assert between[-1].endswith("STEP 2")
 
 
-def test_command_that_hangs_is_killed() -> None:
-    code, _ = progress.followed(progress.Step("it"), ["sleep", "60"], seconds=0.2)
-    assert code == -9
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo no; exit 3", "it: `sh -c echo no; exit 3` exited 3:\nno\n"),
+        (
+            "kill -9 $$",
+            "was ended by signal 9, which is how a machine that is out of memory ends programs:\n",
+        ),
+        ("kill -15 $$", "was ended by signal 15:\n"),
+    ],
+)
+def test_command_that_fails_says_how(script: str, message: str) -> None:
+    with pytest.raises(ClusterError) as raised:
+        sh("it", script)()
+    assert message in str(raised.value)
+
+
+def test_silent_command_is_killed_with_its_children(tmp_path: Path) -> None:
+    script = f"echo begun; sleep 300 & echo $! > {tmp_path / 'pid'}; wait"
+    with pytest.raises(ClusterError, match=r"it: .* printed nothing for 3 s and was ended:\nbegun\n"):
+        progress.followed(progress.Step("it"), ["sh", "-c", script], silent_seconds=3)
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_command_that_prints_has_no_limit_of_time() -> None:
+    script = "for i in 1 2 3 4 5 6; do echo $i; sleep .5; done"
+    assert progress.followed(progress.Step("it"), ["sh", "-c", script], silent_seconds=2).endswith("6\n")
+
+
+def test_failure_ends_what_is_done_at_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+
+    def two() -> None:
+        sh("programs", "sleep 300")()
+        raise AssertionError("it was not ended")
+
+    with pytest.raises(ClusterError, match=r"images: .* exited 7:\nno mirror\n") as raised:
+        progress.together(two, sh("images", "sleep 1; echo no mirror; exit 7"))
+    assert time.monotonic() - began < 100
+    assert getattr(raised.value, "__notes__", []) == []
+    assert lines(capsys) == ["failed: images: `sh -c sleep 1; echo no mirror; exit 7` exited 7:"]
+    sh("another", "true")()  # later commands start
+
+
+def test_both_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        try:
+            sh("programs", "sleep 300")()
+        except ClusterError:
+            raise ValueError("and this") from None
+
+    with pytest.raises(ClusterError, match="images: ") as raised:
+        progress.together(fails, sh("images", "exit 7"))
+    assert raised.value.__notes__ == ["and this"]
+
+
+def test_what_is_missing_ends_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def missing() -> None:
+        raise MissingError("no buildah")
+
+    progress.together(missing, sh("programs", f"sleep 1; touch {tmp_path / 'made'}"))
+    assert (tmp_path / "made").exists()
+    assert lines(capsys) == ["not prepared, and what needs it is skipped: no buildah"]
+
+
+def test_build_reports_how_many_packages_are_left(
+    go: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    go("sleep 1; touch $7")
+    assert tools.tool("helm").is_file()
+    said = lines(capsys)
+    assert any(
+        line.startswith("building helm, once: ") and line.endswith(", 2 of 3 packages compiled")
+        for line in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [("exit 1", "exited 1"), ("kill -9 $$", "signal 9"), ("sleep 300", "printed nothing for 1 s")],
+)
+def test_failed_build_asks_to_be_called_again(
+    go: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, then: str, how: str
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 1.0)
+    go(then)
+    with pytest.raises(ClusterError, match=rf"(?s)building helm, once: .* {how}.*k8s.io/b") as raised:
+        tools.tool("helm")
+    (note,) = raised.value.__notes__
+    assert note.endswith("is not built; call it again: what is compiled is kept")
+
+
+def test_preparation_that_is_ended_ends_its_compiler(go: Callable[[str], None], tmp_path: Path) -> None:
+    go(f"echo $$ > {tmp_path / 'pid'}; exec sleep 300")
+    process = subprocess.Popen([sys.executable, CLUSTER, "tool", "helm"], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert ends(int((tmp_path / "pid").read_text()))
 
 
 def test_failed_progress_step_is_not_done(capsys: pytest.CaptureFixture[str]) -> None:

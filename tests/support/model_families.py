@@ -282,7 +282,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
         rows="own",
         note=f"{_OWN}; `lm_head_multiplier` is exact",
     ),
-    Family("Bamba", ("bamba", {**_ONE_KEY, **_MAMBA, "attn_layer_indices": [1]}), rows="own", note=_OWN),
+    Family(
+        "Bamba",
+        ("bamba", {**_ONE_KEY, **_MAMBA, "attn_layer_indices": [1]}),
+        refused="vLLM no longer serves BambaForCausalLM, which it had until 0.23.0",
+        note="vLLM 0.32 has dropped it, and others such as Persimmon, MPT, Dots1 and MiniMax-M1",
+    ),
     Family(
         "LFM2",
         ("lfm2", {**_ONE_KEY, "layer_types": ["conv", "full_attention"]}),
@@ -300,8 +305,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
                 "block_types": ["recurrent", "attention"],
             },
         ),
-        rows="own",
-        note=f"{_OWN}; the cap of the logits is exact",
+        refused="vLLM cannot serve RecurrentGemmaForCausalLM: it has no class for it, and in the code of transformers only 1 of 2",
+        note="a recurrence, for which vLLM has no class of its own",
     ),
 )
 

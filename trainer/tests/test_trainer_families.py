@@ -18,7 +18,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_trainer.model_checks import model_problems
 
 WORKER = Path(__file__).parent / "families_worker.py"
-BY_CONFIG = ("Gemma 2 with capped attention", "DeepSeek-V2", "DeepSeek-V3")
+BY_CONFIG = ("Gemma 2 with capped attention", "DeepSeek-V2", "DeepSeek-V3", "Bamba")
 """Refused by their config, whatever transformers makes of them."""
 
 
@@ -88,3 +88,8 @@ def test_page_of_models_is_up_to_date() -> None:
     page = (tables.DOCS / "models.md").read_text(encoding="utf-8")
     assert tables.renewed(page, tables.model_tables()) == page, "run make docs"
     assert table("trained") in page
+
+
+def test_architectures_of_vllm_are_up_to_date() -> None:
+    path, text = tables.vllm_architectures()
+    assert path.read_text(encoding="utf-8") == text, "run make docs"

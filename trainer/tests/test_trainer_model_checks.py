@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import model_families
 import pytest
 import tiny_models
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.model_checks import _structure, model_problems
-from scalerl_trainer.models import load_model
+from scalerl_trainer.models import load_model, served, vllm_architectures
 from scalerl_trainer.models.structure import problems
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -267,9 +268,31 @@ REFUSED: list[tuple[str, Change, str]] = [
         config(text_config={"kv_lora_rank": 512}),
         "multi-head latent attention (kv_lora_rank",
     ),
+    ("a dropped family", config(architectures=["PersimmonForCausalLM"]), "vLLM no longer serves PersimmonForCausalLM, which it had until 0.25.0 (choose"),
+    ("no layers", config(num_hidden_layers=0), "num_hidden_layers is 0, not a whole number from 1 to 10,000 (correct"),
+    ("200,000 layers", config(num_hidden_layers=200_000), "num_hidden_layers is 200000, not a whole number from 1 to 10,000"),
+    ("layers of words", config(num_hidden_layers="2"), "num_hidden_layers is '2', not a whole number"),
+    ("9,000 layers", config(num_hidden_layers=9000), "num_hidden_layers is 9000, and the weights have 2 layers"),
+    ("a negative width", config(hidden_size=-64), "hidden_size is -64, not a whole number"),
+    ("a huge width", config(hidden_size=10**12), "hidden_size is 1000000000000, not a whole number from 1 to 1,048,576"),
+    ("an endless width", config(intermediate_size=10**50), "intermediate_size is 1000000000000000000000000000000000000000..., not"),
+    ("half a vocabulary", config(vocab_size=1.5), "vocab_size is 1.5, not a whole number"),
+    ("no heads", config(num_attention_heads=0), "num_attention_heads is 0, not a whole number from 1"),
+    ("no key heads", config(num_key_value_heads=0), "num_key_value_heads is 0, not a whole number from 1"),
+    ("a head too many", config(num_key_value_heads=4), "num_attention_heads is 2, no multiple of num_key_value_heads (4)"),
+    ("heads that divide nothing", config(num_attention_heads=3, num_key_value_heads=3, head_dim=None), "hidden_size is 64, no multiple of num_attention_heads (3)"),
+    ("experts too few", config(num_local_experts=4, num_experts_per_tok=9), "num_experts_per_tok is 9, and there are 4 experts (num_local_experts)"),
+    ("no expert chosen", config(num_experts=4, num_experts_per_tok=0), "num_experts_per_tok is 0, and there are 4 experts"),
+    ("no context", config(max_position_embeddings=-1), "max_position_embeddings is -1, not a whole number"),
+    ("a negative epsilon", config(rms_norm_eps=-1e-6), "rms_norm_eps is -1e-06, not a positive number"),
+    ("an epsilon of nothing", config(rms_norm_eps=float("nan")), "rms_norm_eps is nan, not a positive number"),
+    ("a rotation beyond all", config(rotary_pct=7.0), "rotary_pct is 7.0, not a number above 0 and up to 1"),
+    ("a negative scale", config(rope_scaling={"rope_type": "linear", "factor": -1}), "factor of rope_scaling is -1, not a positive number"),
+    ("a nested scale", config(rope_parameters={"full_attention": {"rope_theta": 0}}), "rope_theta of rope_parameters is 0, not"),
+    ("heads of GPT-2's names", config(hidden_size=None, num_attention_heads=None, num_key_value_heads=None, head_dim=None, n_embd=66, n_head=2), "its attention heads have 33 dimensions each"),
     ("capped attention", config(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0), which sdpa"),
     ("a short context", config(max_position_embeddings=63), "contextTokens: 64 is more than the model's 63"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
@@ -287,6 +310,7 @@ def test_folder_is_refused(folder: Path, change: Change, message: str) -> None:
     [
         shard,
         config(quantization_config=None),
+        config(num_experts=0, num_experts_per_tok=0, n_inner=None),
         config(kv_lora_rank=None, vision_config=None, _attn_implementation="sdpa"),
         config(architectures=["llamaforcausallm", "LlamaForCausalLM"]),
         vocabulary(token="<image_soft_token>", special=True),
@@ -296,6 +320,7 @@ def test_folder_is_refused(folder: Path, change: Change, message: str) -> None:
     ids=[
         "shards",
         "no quantisation",
+        "no experts",
         "nothing of null",
         "two names",
         "a place for images",
@@ -433,6 +458,47 @@ def test_structure_of_config(folder: Path, values: dict[str, Any], message: str)
     said = problems(folder, "float32", "sdpa")
     assert bool(said) == bool(message)
     assert all(one.startswith(message) and "\n" not in one for one in said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("mpt", {"d_model": 64, "n_heads": 2, "n_layers": 2}, "vLLM cannot serve MptForCausalLM: it has no class for it, and that of"),
+        ("llama4_text", {"num_local_experts": 4}, "llama4_text: transformers does not say which part of the model has the layers"),
+    ],
+)  # fmt: skip
+def test_family_is_refused_by_its_class(
+    tmp_path: Path, kind: str, settings: dict[str, Any], message: str
+) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "intermediate_size_mlp": 128,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    values = settings if kind == "mpt" else sizes | heads | settings
+    folder = model_families._write(model_families._config(kind, values), tmp_path / "model")
+    (problem,) = problems(folder, "float32", "sdpa")
+    assert problem.startswith(message)
+
+
+def test_registry_of_vllm_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of the image without vLLM gives the verdicts of the registry."""
+    installed = served.registry_path()
+    assert installed is not None
+    found = served.read_registry(installed)
+    assert (found.served, found.dropped) == (vllm_architectures.SERVED, vllm_architectures.DROPPED)
+    assert {"LlamaForCausalLM", "GPTNeoXForCausalLM"} <= found.served
+    other = tmp_path / "registry.py"
+    text = installed.read_text().replace('"LlamaForCausalLM": (', '"AnotherForCausalLM": (')
+    other.write_text(text.replace('"BambaForCausalLM": "0.23.0"', '"LlamaForCausalLM": "0.31.0"'))
+    for path in (other, None):
+        monkeypatch.setattr(served, "registry_path", lambda path=path: path)
+        served.registry.cache_clear()
+        said = served.serving_problem(["LlamaForCausalLM"])
+        assert said == (path and "vLLM no longer serves LlamaForCausalLM, which it had until 0.31.0")
+    served.registry.cache_clear()
 
 
 @pytest.mark.slow

@@ -9,3 +9,7 @@ class ClusterError(RuntimeError):
 
 class MissingError(ClusterError):
     """This machine lacks what a cluster needs; the message says what to install or set."""
+
+
+class EndedError(ClusterError):
+    """A command was ended because what was done at the same time failed."""

@@ -34,7 +34,7 @@ DEFAULT_BASE = "the Dockerfiles' own"
 _SUITE = "bookworm"
 _PACKAGES = ("python3", "python3-venv", "ca-certificates")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-_BUILD_SECONDS = 1800
+_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,24 @@ class Buildah:
     def store(self) -> Path:
         return self.root / "store"
 
-    def run(self, *words: str | Path, step: Step | None = None, seconds: float = _BUILD_SECONDS) -> str:
-        """What buildah printed; with ``step``, which follows it, its last lines, errors among them."""
+    def run(self, *words: str | Path, step: Step | None = None, seconds: float = _SECONDS) -> str:
+        """What buildah printed; with ``step``, which follows it, its last lines, errors among them.
+
+        ``seconds``: its limit, with ``step`` that of its silence (packages are fetched and unpacked without a word).
+        """
         (self.root / "tmp").mkdir(parents=True, exist_ok=True)
         where = ("--root", self.store, "--runroot", self.root / "run", "--storage-driver", "overlay")
         argv = [debian.program("buildah"), *map(str, (*where, *words))]
         env = {**os.environ, "TMPDIR": str(self.root / "tmp"), "BUILDAH_ISOLATION": "chroot"}
-        if step is None:
-            done = subprocess.run(argv, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=seconds)
-            code, said, errors = done.returncode, done.stdout, done.stderr
-        else:
-            code, said = progress.followed(step, argv, cwd=PROJECT, env=env, seconds=seconds, at=_instruction)
-            errors = ""
-        if code != 0:
-            what = (said + errors).strip()[-4000:]
-            raise ClusterError(f"`buildah {' '.join(map(str, words))}` exited {code}:\n{what}")
-        return said
+        if step is not None:
+            return progress.followed(
+                step, argv, cwd=PROJECT, env=env, silent_seconds=seconds, at=_instruction
+            )
+        done = subprocess.run(argv, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=seconds)
+        if done.returncode != 0:
+            what = (done.stdout + done.stderr).strip()[-4000:]
+            raise ClusterError(f"`buildah {' '.join(map(str, words))}` exited {done.returncode}:\n{what}")
+        return done.stdout
 
     def has(self, name: str) -> bool:
         return bool(self.run("images", "--quiet", "--filter", f"reference={name}", seconds=60).strip())
@@ -170,9 +172,7 @@ def tag(role: str, base: str) -> str:
 
 def _debootstrap(tree: Path, step: Step) -> None:
     argv = [debian.program("debootstrap"), "--variant=minbase", f"--include={','.join(_PACKAGES)}"]
-    code, said = progress.followed(step, [*argv, _SUITE, str(tree), _mirror()], seconds=_BUILD_SECONDS)
-    if code != 0:
-        raise ClusterError(f"debootstrap exited {code}:\n{said[-2000:]}")
+    progress.followed(step, [*argv, _SUITE, str(tree), _mirror()])
     # Certificates of a proxy or mirror that this machine trusts; without them a build cannot fetch packages.
     shutil.copyfile(_CERTIFICATES, tree / _CERTIFICATES.relative_to("/"))
     for folder in ("var/cache/apt/archives", "var/lib/apt/lists", "var/log"):
@@ -277,9 +277,7 @@ class Images:
         ):
             save = ["docker", "save", "--output", archive.name, name, *also]
             for argv in ([*build, "--build-arg", "DEVICE=cpu", "."], save):
-                code, said = progress.followed(step, argv, cwd=PROJECT, seconds=_BUILD_SECONDS)
-                if code != 0:
-                    raise ClusterError(f"`{' '.join(argv)}` exited {code}:\n{said[-4000:]}")
+                progress.followed(step, argv, cwd=PROJECT, silent_seconds=_SECONDS)
             self.cluster.load_image(Path(archive.name))
         return name
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from testcluster import cache, progress
-from testcluster.errors import ClusterError, MissingError
+from testcluster.errors import ClusterError, EndedError, MissingError
 
 SOURCE = Path(__file__).resolve().parent.parent / "go"
 _PACKAGES = {
@@ -25,7 +25,6 @@ _OWN_MODULES = ("kueue",)
 NAMES = tuple(_PACKAGES)
 PREPARED = tuple(name for name in NAMES if name not in _OWN_MODULES)
 """Those that every cluster or its tests need; the others are built when they are asked for."""
-_BUILD_SECONDS = 1800
 _OLDEST_GO = (1, 24)
 
 
@@ -57,19 +56,37 @@ def kueue_objects() -> Path:
 def _build(name: str, into: Path) -> None:
     go = _go()
     source = SOURCE / name if name in _OWN_MODULES else SOURCE
-    command = [go, "build", "-v", "-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
-    packages = itertools.count(1)
-    with progress.step(f"building {name}, once") as step:
-        code, said = progress.followed(
-            step,
-            [*command, "-o", str(into / name), _PACKAGES[name]],
-            cwd=source,
-            env={**os.environ, "CGO_ENABLED": "0"},
-            seconds=_BUILD_SECONDS,
-            at=lambda _: f"{next(packages)} packages compiled or fetched",
-        )
-    if code != 0:
-        raise ClusterError(f"go build of {name} in {source} exited {code}:\n{said[-4000:]}")
+    options = ["-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
+    env = {**os.environ, "CGO_ENABLED": "0"}
+
+    def run(step: progress.Step, *words: str, at: Callable[[str], str]) -> None:
+        progress.followed(step, [go, *words, _PACKAGES[name]], cwd=source, env=env, at=at)
+
+    lines: set[str] = set()
+
+    def counted(what: str, of: int | None = None) -> Callable[[str], str]:
+        """How many different lines there were, of how many."""
+        lines.clear()
+
+        def at(line: str) -> str:
+            lines.add(line)
+            return f"{len(lines):,}{'' if of is None else f' of {of:,}'} {what}"
+
+        return at
+
+    try:
+        with progress.step(f"fetching the modules of {name}") as step:
+            stale = "{{if .Stale}}{{.ImportPath}}{{end}}"
+            run(step, "list", "-deps", *options, "-f", stale, at=counted("modules fetched, packages listed"))
+            to_compile = sum(bool(line) and not line.startswith("go: ") for line in lines)
+        with progress.step(f"building {name}, once") as step:
+            at = counted("packages compiled", of=to_compile)
+            run(step, "build", "-v", *options, "-o", str(into / name), at=at)
+    except EndedError:
+        raise
+    except ClusterError as error:
+        error.add_note(f"{name} in {source} is not built; call it again: what is compiled is kept")
+        raise
     if name == "kube":
         (into / "kubectl").symlink_to(name)
     if name == "kueue":

@@ -23,6 +23,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_tasks.errors import TokenizerError
 from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
 from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models.config_values import HEADS, first_of, layer_problem, value_problems
 from scalerl_trainer.models.files import (
     check_not_lfs,
     named,
@@ -30,6 +31,7 @@ from scalerl_trainer.models.files import (
     read_json,
     stored_tensors,
 )
+from scalerl_trainer.models.served import serving_problem
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's ``CPUAttentionBackend`` supports; with any other size, its server exits after it has started."""
@@ -107,6 +109,9 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
             'add it, such as "architectures": ["LlamaForCausalLM"]',
         )
         return
+    if served := serving_problem(names):
+        yield SpecProblem(where, f"{folder}: {served}", "choose a model that vLLM serves")
+        return
     if (own := config.get("_attn_implementation")) not in (None, spec.model.attention):
         yield SpecProblem(
             where,
@@ -116,6 +121,9 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
         return
     text = config.get("text_config")
     settings = {**config, **text} if isinstance(text, Mapping) else config
+    if wrong := list(value_problems(settings)):
+        yield SpecProblem(where, f"{folder}: config.json: {'; '.join(wrong)}", "correct config.json")
+        return
     if settings.get("kv_lora_rank"):
         yield SpecProblem(
             where,
@@ -188,10 +196,10 @@ def head_problem(config: Mapping[str, Any], spec: RunSpec) -> SpecProblem | None
     """
     if spec.generator.devices > 0:
         return None
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden, heads = first_of(config, ("hidden_size", "n_embd", "d_model")), first_of(config, HEADS)
     size = config.get("head_dim")
-    if not size and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        size = hidden // heads
+    if not size and hidden and heads and heads[1] > 0:
+        size = hidden[1] // heads[1]
     if "kv_lora_rank" in config or "hidden_size_per_head" in config:
         size = None
     if not isinstance(size, int) or size in CPU_HEAD_SIZES:
@@ -220,6 +228,9 @@ def _file_problems(folder: Path, spec: RunSpec, where: str) -> Iterator[SpecProb
         config = read_json(folder / "config.json")
     except ModelError:
         return  # config_problems() reports it
+    text = config.get("text_config")
+    if wrong := layer_problem({**config, **text} if isinstance(text, Mapping) else config, tensors):
+        yield SpecProblem(where, f"{folder}: config.json: {wrong}", "download config.json and weights again")
     if tensors and not quantisation(config, folder, {}) and (method := quantisation({}, folder, tensors)):
         yield SpecProblem(
             where,

@@ -124,6 +124,11 @@ def check_logits(causal_lm: Any, transform: LogitTransform) -> None:
     """
     output, base = causal_lm.get_output_embeddings(), causal_lm.base_model
     layers = [base, *(m for name, m in base.named_children() if name == "decoder")]  # OPT calls its decoder
+    if base is causal_lm:
+        raise ModelError(
+            f"{causal_lm.config.model_type}: transformers does not say which part of the model has the layers "
+            "(base_model_prefix), so the trainer cannot take its hidden states: choose another model"
+        )
     generator = torch.Generator().manual_seed(0)
     width = output.weight.shape[1]
     small = nn.Linear(width, _CHECKED_VOCABULARY, bias=output.bias is not None, device="cpu")

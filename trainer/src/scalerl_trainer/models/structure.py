@@ -10,6 +10,7 @@ A process of its own, because its callers do without torch. It prints a JSON obj
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Any
 from scalerl_api.memory import Dtype
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.files import FLOATS, StoredTensor, named, read_json, stored_tensors
+from scalerl_trainer.models.served import registry
 
 
 def problems(folder: Path, dtype: Dtype, attention: str) -> list[str]:
@@ -66,6 +68,12 @@ def _meta_model(folder: Path, dtype: Dtype, attention: str) -> Any:
             f"its architecture is {named(map(str, architectures))}, and the causal language model of {kind!r} is "
             f"{cls.__name__}: choose a causal language model"
         )
+    served = any(str(name) in registry().served for name in architectures)
+    if not (served or cls.is_backend_compatible() or cls._can_set_attn_implementation()):
+        raise ModelError(
+            f"vLLM cannot serve {named(map(str, architectures))}: it has no class for it, and that of transformers has no "
+            "attention that vLLM can replace: choose another model"
+        )
     if attention == "flash_attention_2" and not cls._supports_flash_attn:
         raise ModelError(f"transformers has no flash_attention_2 for {kind!r} (model.attention): use sdpa")
     if attention == "sdpa" and not cls._supports_sdpa:
@@ -78,10 +86,29 @@ def _meta_model(folder: Path, dtype: Dtype, attention: str) -> Any:
         with torch.device("meta"):
             # The package of the kernels may be missing where this runs.
             shown = "eager" if attention == "flash_attention_2" else attention
-            return cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=shown)
+            model = cls._from_config(config, dtype=getattr(torch, dtype), attn_implementation=shown)
     except Exception as error:  # what a model's constructor raises, for sizes that do not fit
         said = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ModelError(f"transformers cannot make the model of config.json: {said}") from error
+    layers = config.get_text_config().num_hidden_layers
+    if not served and (replaced := _replaceable_attentions(model)) < layers:
+        raise ModelError(
+            f"vLLM cannot serve {cls.__name__}: it has no class for it, and in the code of transformers only {replaced} of "
+            f"{layers} layers have an attention that vLLM can replace: choose another model"
+        )
+    return model
+
+
+def _replaceable_attentions(model: Any) -> int:
+    """Modules that call transformers' attention interface, by which vLLM finds them (its ``AttentionFuser``)."""
+
+    def calls(module: Any) -> bool:
+        try:
+            return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.unwrap(type(module).forward))
+        except (OSError, TypeError):
+            return False
+
+    return sum(map(calls, model.modules()))
 
 
 def _model_problems(model: Any, tensors: Mapping[str, StoredTensor], dtype: Dtype) -> Iterator[str]:
