@@ -75,6 +75,7 @@ def build_status(core: Core) -> wire.Status:
         checkpoint_version=state.checkpoint,
         checkpoint_problem="" if core.failed_checkpoint is None else core.failed_checkpoint.reason,
         unsaved_version=_unsaved_version(core),
+        trainer_registered=not state.awaits_trainer,
         teacher_problem=_teacher_problem(core),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,

@@ -58,6 +58,26 @@ async def test_unsaved_weights_are_reported_once_with_what_to_do(
     assert (events[-1].text, events[-1].is_problem) == ("the last version is saved", False)
 
 
+async def test_run_whose_trainer_never_registers_ends_with_its_budget(
+    local: tuple[LocalRun, list[Event], RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, events, _ = local
+    stops: list[None] = []
+    monkeypatch.setattr(run._runtime, "stop", lambda: stops.append(None))
+    run._status = msgspec.structs.replace(
+        HELD, phase=Phase.FINISHED, stop_reason="maxSeconds", unsaved_version=-1, trainer_registered=True
+    )
+    run._revocable = ()
+    await run._apply()
+    assert not stops, "a trainer that registered saves, and exits by itself"
+    run._status = msgspec.structs.replace(run._status, trainer_registered=False)
+    await run._apply()
+    await run._apply()
+    assert stops
+    (event,) = events
+    assert event.text.startswith("maxSeconds was reached before the trainer registered: nothing was trained")
+
+
 async def test_interrupt_does_not_drain_a_run_that_has_ended_training(
     local: tuple[LocalRun, list[Event], RunDirectory],
 ) -> None:

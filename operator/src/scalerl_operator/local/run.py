@@ -156,6 +156,8 @@ class LocalRun:
         """Why the last failed checkpoint failed."""
         self._unsaved_version = -1
         """The version that the trainer keeps in memory because it cannot be saved; -1 otherwise."""
+        self._reported_end = False
+        """Whether an end before the trainer registered is reported."""
         self._learning_problems = ("", "")
         """Those of the last status; each is reported when it begins."""
 
@@ -270,6 +272,8 @@ class LocalRun:
     async def _apply(self) -> None:
         if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
             self._runtime.stop()
+        elif self._status is not None and self._ended_without_trainer(self._status):
+            self._runtime.stop()
         elif self._status is not None:
             if self._autoscaler is not None:
                 self._autoscaler.update(self._status)
@@ -290,6 +294,16 @@ class LocalRun:
         if limit:
             return limit
         return "" if self._autoscaler is None else self._autoscaler.stop
+
+    def _ended_without_trainer(self, status: Status) -> bool:
+        """Whether the run has ended before its trainer registered, which therefore does not exit by itself."""
+        if status.phase is not Phase.FINISHED or status.trainer_registered:
+            return False
+        if not self._reported_end:
+            self._reported_end = True
+            text = f"{status.stop_reason} was reached before the trainer registered: nothing was trained. Its logs say why"
+            self._on_event(Event("trainer", text, is_problem=True))
+        return True
 
     def _nothing_to_drain(self) -> bool:
         """Whether there was no lease yet. A trainer in mid-training saves its state at a SIGTERM, without a drain."""

@@ -228,6 +228,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     # A rank that fails after the coordinator has recorded the last checkpoint loses nothing.
     requeued = observed.trainer.held and not observed.trainer.ending
     ended = requeued or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
+    # A trainer that never registered, such as one that waits for a node, is deleted: it has nothing to save.
+    ended |= status is not None and not status.trainer_registered
     if finished and ended and memory.attempt > 0 and status is not None:
         stop_reason = status.stop_reason
         by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
@@ -236,7 +238,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
                 Phase.SUSPENDED, replace(memory, rest=Suspension.ASKED, drain_since=None), set_suspend=True
             )
         reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED
-        return _end(observed, memory, Outcome(End.COMPLETED, reason, stop_reason))
+        untrained = "" if status.trainer_registered else " before the trainer registered: nothing was trained"
+        return _end(observed, memory, Outcome(End.COMPLETED, reason, f"{stop_reason}{untrained}"))
     held = observed.trainer.held
     memory = replace(memory, held_since=_since(memory.held_since, observed.unix_seconds) if held else None)
     if requeued:
