@@ -447,9 +447,9 @@ class TrainerRequests:
         core, members = self.core, self.core.membership
         # By name: the coordinator may have restarted since the publish began, and its members have new ids.
         proven = {name_of(member_id) for member_id in request.updated}
-        refused = dict.fromkeys(map(name_of, request.refused), request.version)
+        others = dict.fromkeys(map(name_of, [*request.failed, *request.refused]), request.version)
         unproven = {name: version for name, version in core.state.unproven.items() if name not in proven}
-        self._set_unproven(unproven | refused)
+        self._set_unproven(unproven | others)
         for member_id in request.updated:
             member = members.members.get(member_id)
             if member is not None:
@@ -538,9 +538,10 @@ class TrainerRequests:
         self.core.failed_checkpoint = None
 
     def checkpoint_failed(self, request: wire.CheckpointFailed) -> None:
-        """Note that the trainer could not write a checkpoint, for the status. Writes nothing. Raises Refusal."""
+        """Note that the trainer could not write a checkpoint, for the status; without a reason, that it now could. Writes nothing.
+        Raises Refusal."""
         self.check(request.incarnation)
-        self.core.failed_checkpoint = request
+        self.core.failed_checkpoint = request if request.reason else None
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:

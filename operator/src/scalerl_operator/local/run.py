@@ -240,7 +240,10 @@ class LocalRun:
         self._checkpoint_problem = status.checkpoint_problem or self._checkpoint_problem
         unsaved, held = status.unsaved_version, self._unsaved_version
         if unsaved >= 0 and held < 0:
-            text = f"training has ended, but version {unsaved} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
+            what = f"training has ended, but version {unsaved}"
+            if _in_mid_training(status):
+                what = "mid-training has ended, but its last version"
+            text = f"{what} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
             text += "weights in memory and retries: free space, or interrupt this command to give them up"
             self._on_event(Event("trainer", text, is_problem=True))
         elif unsaved < 0 <= held and self._paths.checkpoint(held).is_dir():
@@ -267,12 +270,14 @@ class LocalRun:
             return
         lost = f"since version {saved} " if saved > 0 else ""
         text = f"version {version} was not saved: all updates {lost}are lost ({status.checkpoint_problem})"
+        if _in_mid_training(status):
+            text = f"mid-training was not saved: its steps since its last checkpoint are lost ({status.checkpoint_problem})"
         self._on_event(Event("trainer", text, is_problem=True))
 
     async def _apply(self) -> None:
-        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
-            self._runtime.stop()
-        elif self._status is not None and self._ended_without_trainer(self._status):
+        ended = self._status is not None and self._ended_without_trainer(self._status)
+        drained = self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until)
+        if ended or drained:
             self._runtime.stop()
         elif self._status is not None:
             if self._autoscaler is not None:
@@ -384,5 +389,8 @@ class LocalRun:
 
 def _waits_for_lease(status: Status) -> bool:
     """Whether no lease can have been issued, also while a stop ends mid-training."""
-    in_mid_training = status.supervised_steps > 0 and status.checkpoint_version < 0
-    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and in_mid_training)
+    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and _in_mid_training(status))
+
+
+def _in_mid_training(status: Status) -> bool:
+    return status.supervised_steps > 0 and status.checkpoint_version < 0
