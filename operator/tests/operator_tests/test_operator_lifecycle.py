@@ -246,6 +246,16 @@ def test_generators_that_reject_their_input_end_a_run_without_weights(
         )
 
 
+def test_generators_that_reject_their_input_do_not_end_mid_training() -> None:
+    bad = Service(bad_input=Ended(2, "vLLM does not start"))
+    waiting = status([], phase=CoordinatorPhase.WAITING, published_version=-1, checkpoint_version=-1)
+    seen = replace(RUNNING, generators=bad, status=waiting)
+    trained = spec(warmStart={"steps": 9})
+    assert decide(trained, seen, FIRST).memory.outcome is None
+    ended = replace(seen, status=msgspec.structs.replace(waiting, checkpoint_version=0))
+    assert decide(trained, ended, FIRST).memory.outcome is not None
+
+
 def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
     held = status(
         [],

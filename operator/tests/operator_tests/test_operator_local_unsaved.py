@@ -17,6 +17,7 @@ from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.unit import Event
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import plan
+from scalerl_operator.workloads import Role
 
 HELD = status(
     [],
@@ -101,3 +102,16 @@ async def test_lost_updates_are_named_unless_the_last_attempt_saved_them(
     directory.paths.checkpoint(4).mkdir(parents=True)
     run._report_lost(HELD)
     assert len(events) == 1
+
+
+async def test_generators_are_needed_once_mid_training_has_ended(
+    local: tuple[LocalRun, list[Event], RunDirectory],
+) -> None:
+    run, _, _ = local
+    run._status = msgspec.structs.replace(HELD, checkpoint_version=-1, published_version=-1)
+    assert run._needed(Role.GENERATOR), "a run without mid-training"
+    run._run = run_spec(warmStart={"steps": 1})
+    assert not run._needed(Role.GENERATOR)
+    assert run._needed(Role.TRAINER)
+    run._status = msgspec.structs.replace(HELD, checkpoint_version=0, published_version=-1)
+    assert run._needed(Role.GENERATOR)

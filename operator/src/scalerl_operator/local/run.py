@@ -124,7 +124,12 @@ class LocalRun:
             if message:
                 on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
-            plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
+            plan,
+            directory,
+            settings=settings,
+            may_exit=self._may_exit,
+            needed=self._needed,
+            on_event=on_event,
         )
         self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._autoscaler = None
@@ -330,6 +335,13 @@ class LocalRun:
             return phase in (Phase.FINISHING, Phase.FINISHED)
         # A trainer that is interrupted in mid-training exits before the end of the run.
         return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
+
+    def _needed(self, role: Role) -> bool:
+        """Whether the run needs a role now: mid-training, which ends with the first checkpoint, needs no generators."""
+        if role is not Role.GENERATOR or self._run.spec.warm_start is None:
+            return True
+        status = self._status
+        return status is not None and max(status.checkpoint_version, status.published_version) >= 0
 
     async def _measure_memory(self) -> None:
         while True:

@@ -89,7 +89,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         return _prepare(spec, observed, memory)
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
-    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(observed)
+    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(spec, observed)
     if failure is not None:
         return _end(observed, memory, failure)
     return _run(spec, observed, memory)
@@ -205,14 +205,16 @@ def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
     return None
 
 
-def _generator_failure(observed: LifecycleInput) -> Outcome | None:
+def _generator_failure(spec: RunSpec, observed: LifecycleInput) -> Outcome | None:
     """The outcome of a run whose generators all reject their input before any of them has held weights, which only the
-    coordinator knows. Otherwise, the others go on."""
+    coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint, needs none."""
     generators, status = observed.generators, observed.status
     end = generators.bad_input
     if end is None or generators.ready or generators.starting:
         return None
     if status is None or status.published_version >= 0:
+        return None
+    if spec.warm_start is not None and status.checkpoint_version < 0:
         return None
     return Outcome(End.FAILED, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
 
