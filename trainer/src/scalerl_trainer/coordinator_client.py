@@ -70,7 +70,7 @@ class Coordinator:
         self._incarnation = incarnation
         self._retry_seconds = retry_seconds
         self._interrupted = interrupted
-        self.while_full: Callable[[], None] = lambda: None
+        self.while_full: Callable[[], object] = lambda: None
         """Called before each retry of a call for which the coordinator's volume is full, while the other ranks wait."""
         self._http = httpx.Client(base_url=url, headers=wire_headers(token), trust_env=False)
 
