@@ -119,6 +119,28 @@ def test_final_evaluation_scores_unservable_prompt_0():
     assert (point.version, point.prompts, point.given_up_prompts) == (1, 2, 1)
 
 
+def test_stop_finishes_a_run_whose_trainer_never_registered():
+    """There is nothing to save, and no trainer to send FINISH to."""
+    world = World(make_settings(max_steps=5))
+    world.register("g")
+    world.pass_time(100.0)
+    status = build_status(world.core)
+    assert (status.waiting_seconds, status.trainer_registered) == (100.0, False)
+    world.core.stop("maxSeconds", world.now)
+    world.acknowledge()
+    status = build_status(world.core)
+    assert (status.phase, status.stop_reason) == (Phase.FINISHED, "maxSeconds")
+    world.crash(0)
+    assert build_status(world.core).phase is Phase.FINISHED
+    world.core.stop("", world.now)
+    assert build_status(world.core).phase is Phase.WAITING, "the budget was raised"
+    world.core.stop("maxSeconds", world.now)
+    world.hello("t")
+    status = build_status(world.core)
+    assert (status.phase, status.trainer_registered) == (Phase.FINISHING, True), "it arrived after all"
+    assert world.next("t").action is NextAction.FINISH
+
+
 def test_time_before_the_first_lease_is_counted_and_a_stop_then_ends_the_run():
     """The first weights never arrive: nothing is left to publish or to evaluate."""
     world = World(make_settings(max_steps=5))

@@ -50,6 +50,7 @@ WEIGHTS = {
 """By the number of tasks."""
 
 
+MAX_REPEATS = 5
 REACHED: Counter[str] = Counter()
 """What the walks of this process came to."""
 
@@ -629,8 +630,11 @@ class TestCoordinator(Coordinator.TestCase):
     settings = WALKS
 
     def runTest(self) -> None:
-        super().runTest()
-        assert REACHED["trained tokens of lost weights"]
+        for _ in range(MAX_REPEATS):  # walks that all miss the rarest state are repeated
+            super().runTest()
+            if REACHED["trained tokens of lost weights"]:
+                return
+        raise AssertionError("no walk trained tokens of lost weights")
 
 
 @pytest.mark.full

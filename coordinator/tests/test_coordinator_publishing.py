@@ -146,7 +146,54 @@ def test_first_weights_get_no_lease_before_their_probe(world):
     assert world.core.membership.members[later].version == -1
     world.hello("t2", 1)
     world.beat(later, 1)
-    assert world.core.membership.members[later].version == 1, "the trainer of that publish is gone"
+    assert world.core.membership.members[later].version == -1, (
+        "nobody has probed it, and the next trainer will"
+    )
+    assert [m.name for m in world.begin_publish("t2").members] == ["later"]
+    world.commit_publish("t2", [later])
+    world.beat(later, 1)
+    assert world.core.membership.members[later].version == 1
+
+
+@pytest.mark.parametrize("crash", ["after the publish", "during the publish"])
+def test_refusal_outlives_a_restart_of_the_coordinator(world, crash):
+    """The trainer reports the members of the publish by the ids that they had before the restart."""
+    train(world, publish=False)
+    bad = world.register("bad")
+    world.begin_publish("t")
+    world.acknowledge()
+    if crash == "during the publish":
+        world.crash(0)
+        good = world.register("g", version=1)
+        assert world.register("bad", version=1)
+    world.commit_publish("t", [world.member], [], [bad], "a KL of 3 nats")
+    world.acknowledge()
+    if crash == "after the publish":
+        world.crash(0)
+        good = world.register("g", version=1)
+    else:
+        world.beat(good, 1)
+    again = world.register("bad", version=1)
+    world.pass_time(6, {good: 1, again: 1})
+    assert world.lease(again, 1) == []
+    assert world.lease(good, 1)
+    permit = world.begin_publish("t")
+    assert ([m.name for m in permit.members], permit.holders) == (["bad"], 1), "it is sent and probed again"
+    world.commit_publish("t", [again])
+    world.beat(again, 1)
+    assert world.core.membership.members[again].version == 1
+
+
+def test_refusal_of_later_weights_outlives_a_restart_of_the_coordinator(world):
+    """``g`` held version 0, which was proven, and is refused with version 1 after the restart."""
+    train(world, publish=False)
+    world.begin_publish("t")
+    world.acknowledge()
+    world.crash(0)
+    world.commit_publish("t", [], [], [world.member], "a KL of 3 nats")
+    again = world.register("g", version=1)
+    assert world.lease(again, 1) == []
+    assert world.state.unproven == {"g": 1}
 
 
 def test_failed_publish_is_named_while_no_generator_has_weights(world):

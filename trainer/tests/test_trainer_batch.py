@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
+from scalerl_trainer.batch import (
+    MIN_PROBED_TOKENS,
+    PROBE_TOKENS,
+    Staleness,
+    check_logprobs,
+    probe_sequences,
+    rank_batch,
+)
 from scalerl_trainer.errors import BadBatchError, DivergedError
 
 STEP = 7
@@ -287,6 +294,57 @@ def test_rank_batch_inconsistent_shard_raises(change: dict[str, Any], message: s
     shard = wire.Shard(step=STEP, groups=metas, sequences=[wire.Sequence(**(fields | change))])
     with pytest.raises(BadBatchError, match=message):
         rank_batch(shard, RecipeSpec())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(1, 16_000)), min_size=1, max_size=24, unique=True
+    )
+)
+def test_probe_has_the_longest_sequence_whole_and_beginnings_of_others(
+    lengths: list[tuple[int, int]],
+) -> None:
+    sequences = [
+        wire.Sequence(
+            group=0,
+            sample=i,
+            prompt_token_ids=np.full(prompt, i, "<i4").tobytes(),
+            token_ids=np.arange(completion, dtype="<i4").tobytes(),
+            logprobs=np.zeros(completion, "<f4").tobytes(),
+            versions=[wire.VersionSpan(STEP, 0)],
+        )
+        for i, (prompt, completion) in enumerate(lengths)
+    ]
+    chosen = probe_sequences(wire.Shard(step=STEP, groups=[], sequences=sequences), 24, 20_000)
+    whole = max(sum(length) for length in lengths)
+    assert max(len(s.token_ids) for s in chosen) == whole
+    assert sum(len(s.token_ids) for s in chosen) - whole <= PROBE_TOKENS
+    indices = [int(s.token_ids[0]) for s in chosen]
+    assert indices == sorted(set(indices))
+    for index, one in zip(indices, chosen, strict=True):
+        prompt, completion = lengths[index]
+        scored = len(one.token_ids) - one.prompt_tokens
+        assert one.prompt_tokens == prompt
+        assert scored >= min(completion, MIN_PROBED_TOKENS)
+        assert one.token_ids[prompt:].tolist() == list(range(scored))
+    if sum(sum(length) for length in lengths) - whole <= PROBE_TOKENS:
+        assert [len(s.token_ids) for s in chosen] == [sum(length) for length in lengths], "nothing to save"
+
+
+def test_probe_of_long_sequences_uses_its_tokens() -> None:
+    """Eight of 16k: 24k tokens are scored instead of 131k."""
+    ids = np.zeros(16_000, "<i4").tobytes()
+    one = wire.Sequence(
+        group=0,
+        sample=0,
+        prompt_token_ids=ids[:800],
+        token_ids=ids,
+        logprobs=ids,
+        versions=[wire.VersionSpan(STEP, 0)],
+    )
+    chosen = probe_sequences(wire.Shard(step=STEP, groups=[], sequences=[one] * 8), 8, 20_000)
+    assert sorted(len(s.token_ids) for s in chosen) == [1170, 1170, 1170, 1170, 1170, 1171, 1171, 16_200]
 
 
 def test_probe_sequences_are_evenly_spaced() -> None:

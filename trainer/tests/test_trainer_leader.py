@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,27 @@ from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
 
 MEMBER = wire.Member(member_id="new/1", name="new", control_url="http://new", weight_version=-1)
-PHASES = ("pause", "transfer", "load", "resume")
+STATS = {"publish_seconds": 0.1} | {
+    f"publish_{phase}_seconds": 0.0 for phase in ("pause", "transfer", "load", "resume")
+}
 
 
-@pytest.mark.parametrize(("holders", "ends"), [(0, True), (1, False)])
-def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
-    monkeypatch: pytest.MonkeyPatch, holders: int, ends: bool
-) -> None:
-    """As after a restart of the trainer, whose generators hold the version: only the one that joins is probed."""
+def publishing(
+    monkeypatch: pytest.MonkeyPatch,
+    members: list[wire.Member],
+    answers: dict[str, float],
+    *,
+    holders: int = 0,
+    outcome: Outcome | None = None,
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """A leader at version 5, and the publishes that it commits.
+
+    Args:
+        answers: KL by id of the members that answer a probe.
+        outcome: of the transfer; by default all members get the version.
+    """
     commits: list[tuple[Any, ...]] = []
-    permit = wire.PublishPermit(ready=True, members=[MEMBER], holders=holders)
+    permit = wire.PublishPermit(ready=True, members=members, holders=holders)
     coordinator = SimpleNamespace(
         publish_begin=lambda version, wait: permit, publish_commit=lambda *message: commits.append(message)
     )
@@ -43,14 +55,83 @@ def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
         ranks=SimpleNamespace(broadcast=lambda command: command),
         metrics=Metrics(),
     )
-    stats = {"publish_seconds": 0.1} | {f"publish_{phase}_seconds": 0.0 for phase in PHASES}
-    publisher = SimpleNamespace(publish=lambda *_: Outcome(5, ["new/1"], [], "", stats))
-    measured = Measured({"probe_kl": 3.0}, {"new/1": torch.full((4,), 3.0, dtype=torch.float64)})
-    monkeypatch.setattr(module, "probe", lambda *_: measured)
+    done = outcome or Outcome(5, [m.member_id for m in members], [], "", STATS)
+    publisher = SimpleNamespace(publish=lambda *_: done)
+
+    def measured(_: Any, probed: list[wire.Member], *__: Any) -> Measured:
+        known = {m.member_id: answers[m.member_id] for m in probed if m.member_id in answers}
+        return Measured(
+            {"probe_kl": 3.0}, {i: torch.full((4,), kl, dtype=torch.float64) for i, kl in known.items()}
+        )
+
+    monkeypatch.setattr(module, "probe", measured)
     leader: Any = Leader(worker, publisher, None, SimpleNamespace(), None)  # type: ignore[arg-type]
     leader._save_last = lambda: ""
+    return leader, commits
+
+
+@pytest.mark.parametrize(("holders", "ends"), [(0, True), (1, False)])
+def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
+    monkeypatch: pytest.MonkeyPatch, holders: int, ends: bool
+) -> None:
+    """As after a restart of the trainer, whose generators hold the version: only the one that joins is probed."""
+    leader, commits = publishing(monkeypatch, [MEMBER], {"new/1": 3.0}, holders=holders)
     with pytest.raises(PublishRefusedError, match="KL of new 3 ") if ends else contextlib.nullcontext():
         leader._publish()
     ((_, held, failed, _, refused, problem),) = commits
     assert (held, failed, refused) == ([], [], ["new/1"])
     assert "KL of new 3 nats per token" in problem
+
+
+@pytest.mark.parametrize("publishes", [1, 2, 3])
+def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch, publishes: int) -> None:
+    """One of two generators disagrees, the other is silent: neither gets work, and the weights are sent again."""
+    other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
+    leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
+    for publish in range(publishes):
+        ends = publish + 1 == module.MAX_EQUAL_PUBLISH_FAILURES
+        with (
+            pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
+            if ends
+            else contextlib.nullcontext()
+        ):
+            leader._publish()
+        _, held, failed, _, refused, problem = commits[-1]
+        assert (held, failed, refused) == ([], ["old/1"], ["new/1"])
+        assert problem.endswith("; 1 did not answer")
+
+
+def test_member_that_answers_after_silence_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
+    answers = {"new/1": 3.0}
+    leader, commits = publishing(monkeypatch, [MEMBER, other], answers)
+    leader._publish()
+    answers["old/1"] = 0.0
+    leader._publish()
+    _, held, failed, _, refused, _ = commits[-1]
+    assert (held, failed, refused) == (["old/1"], [], ["new/1"])
+    assert leader._publish_failures == []
+    answers["old/1"] = 3.0
+    leader._worker.version += 1
+    with pytest.raises(PublishRefusedError, match=r"KL of new 3, old 3|KL of old 3, new 3"):
+        leader._publish()
+
+
+def test_equal_failures_after_weights_were_held_are_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _ = publishing(monkeypatch, [MEMBER], {}, outcome=Outcome(5, [], ["new/1"], "no route", STATS))
+    for _ in range(5):
+        leader._publish()
+    assert leader._publish_failures == []
+
+
+def test_stop_of_another_rank_ends_a_call_while_the_coordinators_volume_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader, _ = publishing(monkeypatch, [MEMBER], {})
+    leader._worker.stop = threading.Event()
+    leader._worker.sync = lambda: (False, False)
+    leader._coordinator.while_full()
+    assert not leader._worker.stop.is_set()
+    leader._worker.sync = lambda: (True, False)
+    leader._coordinator.while_full()
+    assert leader._worker.stop.is_set()

@@ -159,6 +159,36 @@ def test_full_checkpoint_volume_holds_the_last_weights(new_run: Any) -> None:
         assert run.log("trainer-0").count("registered: ") == 1, "no step was trained twice"
 
 
+def test_full_volume_holds_the_weights_of_mid_training(new_run: Any) -> None:
+    run = new_run(
+        budget__maxSteps=1, warmStart__steps=5, warmStart__batchSize=4, trainer__export={"enabled": False}
+    )
+    folder = run.paths.mid_training.root
+    with small_volume(folder, "2m"):
+        ballast = fill(folder)
+        run.start()
+        until(lambda: unsaved(run) == 0, what="the hold")
+        assert "No space left" in problem(run)
+        assert run.status().waiting_for.startswith("the trainer's last checkpoint: ")
+        assert "Each of the 2 ranks has a part of them" in run.log("trainer-0")
+        for rank in run.ranks:
+            os.kill(rank.pid, signal.SIGTERM)
+        assert run.wait_trainer() == [1, 1]
+        assert "mid-training step 5 could not be saved, all its steps are lost: " in run.log("trainer-0")
+        run.start_trainer()
+        until(lambda: run.log("trainer-0").count("mid-training has ended, and its weights") == 2)
+        os.kill(run.coordinator.pid, signal.SIGKILL)  # it learns of the hold again
+        run.coordinator.join()
+        run.start_coordinator()
+        until(lambda: unsaved(run) == 0, what="the hold")
+        ballast.unlink()
+        assert run.wait_trainer() == [0, 0]
+    assert (run.step(), run.checkpoints()) == (1, [1]) or run.checkpoints() == [0, 1]
+    assert run.log("trainer-0").count("mid-training: 5 steps") == 1
+    assert "continues after step" not in run.log("trainer-0"), "the second trainer lost nothing"
+    assert problem(run) == ""
+
+
 def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
     """The journal is on the same volume: the trainer waits for it, the coordinator restarts on the full volume."""
     with small_volume(tmp_path / "volume", "24m"):

@@ -21,9 +21,18 @@ from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task
 from scalerl_tasks.text import ModelTokenizer
+from scalerl_trainer import checkpointer, mid_training
+from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checks import PrepareError
 from scalerl_trainer.errors import BadBatchError, MidTrainingError
-from scalerl_trainer.mid_training import Pairs, held_out_examples, keep_rows, of_source, solved_pairs
+from scalerl_trainer.mid_training import (
+    MidTraining,
+    Pairs,
+    held_out_examples,
+    keep_rows,
+    of_source,
+    solved_pairs,
+)
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.prepare import prepare
 from scalerl_trainer.sft import Progress, encode_pair, encode_shard, encode_usable
@@ -266,3 +275,82 @@ def test_examples_of_a_mix_have_its_proportions(tmp_path: Path) -> None:
     assert abs(sum("say" in text for text in texts) - 20) < 2
     assert len(held_out_examples(mixed, paths.base_model)) == 4
     assert solved_pairs(mixed, paths.base_model).digest == pairs.digest
+
+
+class OneRank:
+    """The collectives of a single rank."""
+
+    world, rank, is_leader, timeout_seconds = 1, 0, True, 60.0
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@pytest.fixture
+def held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[MidTraining, list[tuple[str, bool]], threading.Event]:
+    """Mid-training that has ended, what it reports of failed checkpoints, and its stop."""
+    monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointer, "BLIND_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(mid_training, "LAST_RETRY_SECONDS", 0.0)
+    reports: list[tuple[str, bool]] = []
+    coordinator = SimpleNamespace(
+        while_full=None,
+        checkpoint_failed=lambda step, reason, holding: reports.append((reason, holding)),
+    )
+    engine = SimpleNamespace(settings=SimpleNamespace(zero_stage=1, dtype="float32"))
+    stop = threading.Event()
+    spec, paths = own_file_run(tmp_path, steps=1), RunPaths(tmp_path)
+    training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop)  # type: ignore[arg-type]
+    return training, reports, stop
+
+
+def test_reference_that_cannot_be_written_is_tried_again(
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event],
+) -> None:
+    training, reports, _ = held
+    failures = ["No space left on device", "No space left on device"]
+
+    def write() -> None:
+        if failures:
+            raise OSError(failures.pop())
+
+    training.keep_weights(Progress(steps=3), write)
+    assert not failures
+    assert ("No space left on device", True) in reports
+    assert reports[-1] == ("", False), "the coordinator shows it no more"
+
+
+def test_stop_while_the_reference_cannot_be_written_loses_nothing(
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event],
+) -> None:
+    training, _, stop = held
+    attempts: list[None] = []
+
+    def write() -> None:
+        attempts.append(None)
+        stop.set()
+        raise OSError("No space left on device")
+
+    with pytest.raises(CheckpointError, match="They are in the checkpoint of mid-training step 3"):
+        training.keep_weights(Progress(steps=3), write)
+    assert len(attempts) == 2, "once more after the stop"
+
+
+def test_stop_of_another_rank_ends_a_call_that_waits_for_the_coordinators_volume(
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _, stop = held
+    monkeypatch.setattr(training._ranks, "all_gather", lambda state: [state, (True, True)])
+
+    def call() -> str:
+        assert not stop.is_set()
+        training._coordinator.while_full()
+        assert stop.is_set()
+        return "answer"
+
+    assert training._with_leader(call) == "answer"

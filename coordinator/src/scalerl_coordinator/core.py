@@ -402,20 +402,26 @@ class Core:
 
     @property
     def finished(self) -> bool:
-        return self.state.finished and bool(self.end_reason)
+        """Whether the run has ended. Without a trainer so far, there is nothing to train, to evaluate or to save."""
+        return bool(self.end_reason) and (self.state.finished or self.state.awaits_trainer)
 
     def report_version(self, member: Member, version: int, now: float) -> bool:
-        """Record the weight version that a member reports. Returns whether it changed."""
+        """Record the weight version that a member reports. Returns whether it changed.
+
+        The first weights of a member count from the commit of their publish on: the trainer probes them before.
+        """
         is_first = not member.version_reported
-        changed = self.membership.report_version(member, version, now)
+        counted = -1 if self.state.unproven.get(member.name) == version else version
+        changed = self.membership.report_version(member, counted, now)
+        held = max(version, member.version)
         updated = self.updated_since_restore
         if updated is None:
             # Once a version later than the restored one is published, a member that registers again may hold that one.
             unaccounted = self.state.published <= self.state.restored
         else:
             unaccounted = member.name not in updated
-        if (is_first and unaccounted) or member.version > self.newest_possible:
-            self.mark_lost(member.version)
+        if (is_first and unaccounted) or held > self.newest_possible:
+            self.mark_lost(held)
         return changed
 
     def mark_lost(self, version: int) -> None:

@@ -224,6 +224,11 @@ class Published(Record, frozen=True, array_like=True, tag="published"):
     """Digest of the request. A request with an equal digest is a retry after a lost response."""
 
 
+class UnprovenChanged(Record, frozen=True, array_like=True, tag="unproven"):
+    unproven: dict[str, int]
+    """See :attr:`.CoordinatorState.unproven`."""
+
+
 class CheckpointCommitted(Record, frozen=True, array_like=True, tag="checkpoint"):
     step: int
     kept_steps: list[int]
@@ -279,6 +284,7 @@ AnyRecord = (
     | StepSkipped
     | SupervisedTrained
     | Published
+    | UnprovenChanged
     | CheckpointCommitted
     | StopRequested
     | FinishSent

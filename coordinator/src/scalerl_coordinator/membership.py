@@ -6,12 +6,27 @@ then the holders of open leases are expected (:meth:`Membership.expect`), with t
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 MISSED_HEARTBEATS = 4
 """A member is lost after this many missed heartbeats."""
 _FIRST_BACKOFF_SECONDS = 5.0
 _MAX_BACKOFF_SECONDS = 300.0
+
+
+def new_member_id(name: str) -> str:
+    """An id for one incarnation of a member.
+
+    >>> name_of(new_member_id("generator-0"))
+    'generator-0'
+    """
+    return f"{name}/{secrets.token_hex(4)}"
+
+
+def name_of(member_id: str) -> str:
+    """The name of a member, also of one that was registered before a restart of the coordinator."""
+    return member_id.rpartition("/")[0]
 
 
 class UnknownMember(Exception):
@@ -66,10 +81,6 @@ class Membership:
     """Names of members that held leases before a restart, with the time of the restart."""
     _backoffs: dict[str, _PublishBackoff] = field(default_factory=dict)
     """Back-offs after failed publishes, by name."""
-    _refused: dict[str, int] = field(default_factory=dict)
-    """The version that a member holds and computes wrongly, by name; it counts as a member without weights."""
-    publishing: dict[str, int] = field(default_factory=dict)
-    """The version that the trainer sends or probes now, by member id."""
 
     @property
     def timeout_seconds(self) -> float:
@@ -112,15 +123,8 @@ class Membership:
     def report_version(self, member: Member, version: int, now: float) -> bool:
         """Set the version that the member reports; returns whether it changed.
 
-        A lower version shortly after a committed publish is ignored: the member sent it before the publish. The first weights
-        of a member count from the commit on: the trainer probes them before.
+        A lower version shortly after a committed publish is ignored: the member sent it before the publish.
         """
-        if self._refused.get(member.name) == version or (
-            member.version < 0 and self.publishing.get(member.member_id) == version
-        ):
-            version = -1
-        else:
-            self._refused.pop(member.name, None)
         if version < member.version and now - member.version_set_at < self.heartbeat_seconds:
             return False
         changed = version != member.version or not member.version_reported
@@ -131,11 +135,6 @@ class Membership:
         """Set the version that a committed publish gave the member; ends its back-off."""
         member.version, member.version_reported, member.version_set_at = version, True, now
         self._backoffs.pop(member.name, None)
-        self._refused.pop(member.name, None)
-
-    def refuse(self, name: str, version: int) -> None:
-        """Record that a member computes something else than the trainer with ``version``, until its next weights."""
-        self._refused[name] = version
 
     def failed_publish(self, name: str, now: float) -> None:
         """Count a failed publish: the next attempt waits, longer each time."""

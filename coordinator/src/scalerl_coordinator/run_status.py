@@ -75,6 +75,7 @@ def build_status(core: Core) -> wire.Status:
         checkpoint_version=state.checkpoint,
         checkpoint_problem="" if core.failed_checkpoint is None else core.failed_checkpoint.reason,
         unsaved_version=_unsaved_version(core),
+        trainer_registered=not state.awaits_trainer,
         teacher_problem=_teacher_problem(core),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
@@ -127,13 +128,15 @@ def _waiting_for(core: Core, phase: Phase) -> str:
         return ""
     if state.awaits_trainer:
         return "the trainer's first hello"
+    unsaved = core.failed_checkpoint
+    if unsaved is not None and unsaved.holding:
+        return f"the trainer's last checkpoint: {unsaved.reason}"
     failed = f"; the last publish failed: {core.publish_problem}" if core.publish_problem else ""
     if not core.membership.members:
         return f"a generator to register{failed}"
     if phase is Phase.WAITING:
         return f"the first weights to reach a generator{failed}"
     if phase is Phase.FINISHING and state.finish_reason:
-        unsaved = core.failed_checkpoint
         return "the trainer's last checkpoint" + ("" if unsaved is None else f": {unsaved.reason}")
     for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:

@@ -35,11 +35,11 @@ from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal, JournalRefused
-from scalerl_coordinator.membership import UnknownMember
+from scalerl_coordinator.membership import UnknownMember, new_member_id
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.state_loading import load_state, new_member_id
+from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
 from scalerl_tasks import PromptError, PromptSource, TaskError

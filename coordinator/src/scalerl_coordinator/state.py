@@ -105,6 +105,9 @@ class CoordinatorState(msgspec.Struct):
     """Solution tokens of these steps."""
     supervised_seconds: float = 0.0
     """Seconds of mid-training, as reported by the current incarnation of the trainer."""
+    unproven: dict[str, int] = {}
+    """The version that a generator of this name was sent and has not been found to compute as the trainer does: its publish is
+    not committed, or a probe refused it. A generator with this version counts as one without weights."""
     last_publish: str = ""
     """Digest of the last PublishCommit, which detects its retries."""
     checkpoint: int = -1

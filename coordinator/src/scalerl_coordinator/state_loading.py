@@ -49,8 +49,3 @@ def load_state(journal: Journal) -> CoordinatorState:
 def new_nonce() -> str:
     """A nonce for a coordinator process, which prefixes its lease ids."""
     return secrets.token_hex(4)
-
-
-def new_member_id(name: str) -> str:
-    """An id for one incarnation of a member."""
-    return f"{name}/{secrets.token_hex(4)}"

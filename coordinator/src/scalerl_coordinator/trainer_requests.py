@@ -19,7 +19,7 @@ from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
 from scalerl_coordinator.evaluation import Evaluation, due
 from scalerl_coordinator.leases import MAX_FINAL_ATTEMPTS
-from scalerl_coordinator.membership import Member
+from scalerl_coordinator.membership import Member, name_of
 from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.state import CoordinatorState
 
@@ -93,7 +93,6 @@ class TrainerRequests:
         core.flush_usage(now)
         core.commit(r.TrainerJoined(request.incarnation, request.version))
         core.failed_checkpoint = None
-        core.membership.publishing.clear()
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
         self._stalled_since = None
@@ -382,9 +381,10 @@ class TrainerRequests:
             )
             for m in outdated
         ]
-        membership = self.core.membership
-        membership.publishing = {m.member_id: request.version for m in outdated}
-        serving = [m for m in membership.members.values() if m.healthy and m.version == request.version]
+        first = {m.name: request.version for m in outdated if m.version < 0}
+        self._set_unproven(state.unproven | first)
+        members_now = self.core.membership.members.values()
+        serving = [m for m in members_now if m.healthy and m.version == request.version]
         return wire.PublishPermit(
             ready=True, members=members, holders=sum(m not in outdated for m in serving)
         )
@@ -445,7 +445,11 @@ class TrainerRequests:
         self._check_version("the trainer published version", request.version)
         _check_finite(request.stats)
         core, members = self.core, self.core.membership
-        members.publishing.clear()
+        # By name: the coordinator may have restarted since the publish began, and its members have new ids.
+        proven = {name_of(member_id) for member_id in request.updated}
+        others = dict.fromkeys(map(name_of, [*request.failed, *request.refused]), request.version)
+        unproven = {name: version for name, version in core.state.unproven.items() if name not in proven}
+        self._set_unproven(unproven | others)
         for member_id in request.updated:
             member = members.members.get(member_id)
             if member is not None:
@@ -459,8 +463,6 @@ class TrainerRequests:
                     "%s cannot use version %d and must register again: %s",
                     *(member.name, request.version, request.problem),
                 )
-                if member_id in request.refused:
-                    members.refuse(member.name, request.version)
                 members.failed_publish(member.name, now)
                 core.reassign_leases(member.name)
         ahead = any(
@@ -480,6 +482,10 @@ class TrainerRequests:
             core.commit(r.Published(request.version, request.stats, digest))
         self._start_evaluation_if_due()
         core.wake |= {WORK, TRAINER}
+
+    def _set_unproven(self, unproven: dict[str, int]) -> None:
+        if unproven != self.core.state.unproven:
+            self.core.commit(r.UnprovenChanged(unproven))
 
     def _start_evaluation_if_due(self) -> None:
         core, state = self.core, self.core.state
@@ -532,9 +538,10 @@ class TrainerRequests:
         self.core.failed_checkpoint = None
 
     def checkpoint_failed(self, request: wire.CheckpointFailed) -> None:
-        """Note that the trainer could not write a checkpoint, for the status. Writes nothing. Raises Refusal."""
+        """Note that the trainer could not write a checkpoint, for the status; without a reason, that it now could. Writes nothing.
+        Raises Refusal."""
         self.check(request.incarnation)
-        self.core.failed_checkpoint = request
+        self.core.failed_checkpoint = request if request.reason else None
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:

@@ -170,6 +170,10 @@ def published(state: CoordinatorState, record: r.Published) -> None:
     add_mismatches(state.mismatches, record.stats)
 
 
+def unproven_changed(state: CoordinatorState, record: r.UnprovenChanged) -> None:
+    state.unproven = record.unproven
+
+
 def checkpoint_committed(state: CoordinatorState, record: r.CheckpointCommitted) -> None:
     state.checkpoint = record.step
     first = max(state.first_kept_step, min([record.step, *record.kept_steps]))
@@ -211,6 +215,7 @@ APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
     r.StepSkipped: step_skipped,
     r.SupervisedTrained: supervised_trained,
     r.Published: published,
+    r.UnprovenChanged: unproven_changed,
     r.CheckpointCommitted: checkpoint_committed,
     r.StopRequested: stop_requested,
     r.FinishSent: finish_sent,

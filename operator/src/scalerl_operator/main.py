@@ -137,7 +137,7 @@ class Operator:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
-            wake = functools.partial(self.queue.wake, patient=True)
+            wake = functools.partial(self.queue.wake, respect_backoff=True)
             self._parts = Parts(self._settings, self.api, self.cache, self.metrics, wake)
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
             tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}

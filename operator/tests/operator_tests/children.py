@@ -92,11 +92,13 @@ class Harness:
     def __init__(self, tmp: Path, *workloads: Workload, may_exit: Any = always, **settings: Any) -> None:
         self.directory = RunDirectory.create(tmp / "run", run_spec())
         self.events: list[Event] = []
+        self.needed = True
         self.runtime = LocalRuntime(
             Plan(workloads),
             self.directory,
             settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
             may_exit=may_exit,
+            needed=lambda role: self.needed,
             on_event=self.events.append,
         )
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -90,6 +91,25 @@ def test_running_run_is_unchanged_and_polled() -> None:
     assert (decision.phase, exists(decision), decision.request_stop) == ("Running", (True, True, 1, 1), None)
     assert decision.memory == FIRST
     assert decision.again_seconds == 5.0
+
+
+def test_budget_ends_a_run_whose_trainer_never_registers() -> None:
+    """Its pods wait for a node, so its Job does not end by itself."""
+    waits = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1))
+    memory = replace(FIRST, ready_since=None)
+    finished = msgspec.structs.replace(
+        reported(CoordinatorPhase.FINISHED, "maxSeconds", 0.0),
+        waiting_seconds=1000.0,
+        trainer_registered=False,
+    )
+    decision = decide(SPEC, replace(waits, status=finished), memory)
+    outcome = decision.memory.outcome
+    assert outcome is not None
+    assert (outcome.end, outcome.reason) == (End.COMPLETED, "BudgetReached")
+    assert outcome.message == "maxSeconds before the trainer registered: nothing was trained"
+    assert exists(decision) == (True, False, 0, None), "its Job is deleted"
+    registered = msgspec.structs.replace(finished, trainer_registered=True)
+    assert decide(SPEC, replace(waits, status=registered), memory).trainer == 1, "it saves, and exits"
 
 
 def test_budget_end_is_requested_and_completed() -> None:
@@ -224,6 +244,16 @@ def test_generators_that_reject_their_input_end_a_run_without_weights(
         assert (
             outcome.message == "generator: vllm_server: vLLM does not start: ValueError: no such architecture"
         )
+
+
+def test_generators_that_reject_their_input_do_not_end_mid_training() -> None:
+    bad = Service(bad_input=Ended(2, "vLLM does not start"))
+    waiting = status([], phase=CoordinatorPhase.WAITING, published_version=-1, checkpoint_version=-1)
+    seen = replace(RUNNING, generators=bad, status=waiting)
+    trained = spec(warmStart={"steps": 9})
+    assert decide(trained, seen, FIRST).memory.outcome is None
+    ended = replace(seen, status=msgspec.structs.replace(waiting, checkpoint_version=0))
+    assert decide(trained, ended, FIRST).memory.outcome is not None
 
 
 def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:

@@ -1,12 +1,14 @@
 """The local runtime on real, small processes."""
 
-# ruff: noqa: ASYNC240
+# ruff: noqa: ASYNC221, ASYNC240
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,42 @@ async def test_role_that_fails_for_good_ends_the_run(
     assert failure.log.endswith("logs/prepare.log")
     assert len(notes(path)) == starts
     assert not (harness.directory.paths.logs / "coordinator-0.log").exists()
+
+
+async def test_role_that_fails_before_it_is_needed_does_not_end_the_run(tmp_path: Path) -> None:
+    """A vLLM server that cannot load the model, during mid-training."""
+    path = tmp_path / "notes"
+    argv = (script(tmp_path, "note", NOTE), str(path), "sys.exit(2)")
+    harness = Harness(
+        tmp_path,
+        workload(Role.GENERATOR, Lifetime.SERVICE, *argv),
+        workload(Role.TRAINER, Lifetime.GANG, *SLEEP),
+    )
+    harness.needed = False
+    task = asyncio.create_task(harness.runtime.run())
+    await eventually(lambda: harness.events)
+    assert "the run does not need it before mid-training ends" in harness.events[0].text
+    assert (len(notes(path)), task.done()) == (1, False)
+    harness.needed = True
+    failure = await asyncio.wait_for(task, 120)
+    assert failure is not None
+    assert (failure.role, failure.bad_input, len(notes(path))) == (Role.GENERATOR, True, 2)
+
+
+async def test_full_volume_of_logs_ends_no_role(tmp_path: Path) -> None:
+    """Mounting takes root, which CI has."""
+    code = "import logging, os; logging.basicConfig(); [logging.error('x' * 4096) for _ in range(99)]; os._exit(0)"
+    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", code))
+    logs = harness.directory.paths.logs
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(logs)], check=True)
+    try:
+        with contextlib.suppress(OSError), (logs / "ballast").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert await asyncio.wait_for(harness.runtime.run(), 120) is None
+        assert not [event for event in harness.events if event.is_problem]
+    finally:
+        subprocess.run(["umount", "--lazy", str(logs)], check=True)
 
 
 SERVER = """

@@ -17,6 +17,7 @@ from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.unit import Event
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import plan
+from scalerl_operator.workloads import Role
 
 HELD = status(
     [],
@@ -58,6 +59,26 @@ async def test_unsaved_weights_are_reported_once_with_what_to_do(
     assert (events[-1].text, events[-1].is_problem) == ("the last version is saved", False)
 
 
+async def test_run_whose_trainer_never_registers_ends_with_its_budget(
+    local: tuple[LocalRun, list[Event], RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, events, _ = local
+    stops: list[None] = []
+    monkeypatch.setattr(run._runtime, "stop", lambda: stops.append(None))
+    run._status = msgspec.structs.replace(
+        HELD, phase=Phase.FINISHED, stop_reason="maxSeconds", unsaved_version=-1, trainer_registered=True
+    )
+    run._revocable = ()
+    await run._apply()
+    assert not stops, "a trainer that registered saves, and exits by itself"
+    run._status = msgspec.structs.replace(run._status, trainer_registered=False)
+    await run._apply()
+    await run._apply()
+    assert stops
+    (event,) = events
+    assert event.text.startswith("maxSeconds was reached before the trainer registered: nothing was trained")
+
+
 async def test_interrupt_does_not_drain_a_run_that_has_ended_training(
     local: tuple[LocalRun, list[Event], RunDirectory],
 ) -> None:
@@ -81,3 +102,16 @@ async def test_lost_updates_are_named_unless_the_last_attempt_saved_them(
     directory.paths.checkpoint(4).mkdir(parents=True)
     run._report_lost(HELD)
     assert len(events) == 1
+
+
+async def test_generators_are_needed_once_mid_training_has_ended(
+    local: tuple[LocalRun, list[Event], RunDirectory],
+) -> None:
+    run, _, _ = local
+    run._status = msgspec.structs.replace(HELD, checkpoint_version=-1, published_version=-1)
+    assert run._needed(Role.GENERATOR), "a run without mid-training"
+    run._run = run_spec(warmStart={"steps": 1})
+    assert not run._needed(Role.GENERATOR)
+    assert run._needed(Role.TRAINER)
+    run._status = msgspec.structs.replace(HELD, checkpoint_version=0, published_version=-1)
+    assert run._needed(Role.GENERATOR)

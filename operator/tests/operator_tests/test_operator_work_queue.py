@@ -109,7 +109,7 @@ def test_failing_key_respects_its_floor_when_woken(pauses: list[float]) -> None:
     run(scenario())
 
 
-def test_patient_wake_does_not_advance_a_failed_key() -> None:
+def test_wake_that_respects_the_backoff_does_not_advance_a_failed_key() -> None:
     async def scenario() -> None:
         fails = True
 
@@ -120,15 +120,15 @@ def test_patient_wake_does_not_advance_a_failed_key() -> None:
 
         work = Work(lambda: 0.1, outcome)
         one = queue(work)
-        one.wake(A, patient=True)
+        one.wake(A, respect_backoff=True)
         for _ in range(600):
             await asyncio.sleep(1.0)
-            one.wake(A, patient=True)
+            one.wake(A, respect_backoff=True)
         assert 10 <= len(work.begun) <= 20, "about one a minute in the end"
         fails = False
         await asyncio.sleep(61.0)
         before = len(work.begun)
-        one.wake(A, patient=True)
+        one.wake(A, respect_backoff=True)
         await asyncio.sleep(1.0)
         assert len(work.begun) == before + 1
         await one.drain(1)

@@ -40,6 +40,15 @@ FLUSH_TIMEOUT_SHARE = 0.5
 during that time, and a slow disk must not look like a lost rank."""
 
 
+RETRY_SECONDS = 30.0
+"""Time between two attempts to write a checkpoint."""
+BLIND_RETRY_SECONDS = 120.0
+"""The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
+attempt fills it for all that write to it."""
+LAST_RETRY_SECONDS = 3.0
+"""Pause before the last attempt of a trainer that received SIGTERM."""
+
+
 class NoUsableCheckpoint(TrainerError):
     """Checkpoints exist, but none can be loaded; a restart does not help."""
 
@@ -57,6 +66,23 @@ class _Pending:
     """Sizes and hashes of the files that this rank flushed."""
     error: str | None = None
     thread: threading.Thread | None = None
+
+
+@dataclass(frozen=True)
+class FailedSave:
+    """A failed attempt to write a checkpoint."""
+
+    step: int
+    reason: str
+    volume: VolumeState
+    """The volume after the attempt."""
+    time: float = field(default_factory=time.monotonic)
+    """Of ``time.monotonic()``."""
+
+    def may_retry(self, volume: VolumeState) -> bool:
+        """Whether another attempt may succeed on ``volume``, its present state."""
+        waited = time.monotonic() - self.time
+        return waited >= (RETRY_SECONDS if volume.better_than(self.volume) else BLIND_RETRY_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -254,6 +280,16 @@ class Checkpointer:
                 "checkpoint"
             )
         return None
+
+
+def held_by(world: int) -> str:
+    """What keeps unsaved weights, for the message of a hold.
+
+    >>> held_by(2)
+    'Each of the 2 ranks has a part of them: if one is lost (its process, its node), all updates since the last checkpoint are'
+    """
+    ranks = f"Each of the {world} ranks has a part of them: if one" if world > 1 else "If its process"
+    return f"{ranks} is lost{' (its process, its node)' if world > 1 else ''}, all updates since the last checkpoint are"
 
 
 def _random_file(directory: Path, rank: int) -> Path:

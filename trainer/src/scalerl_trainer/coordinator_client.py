@@ -70,7 +70,7 @@ class Coordinator:
         self._incarnation = incarnation
         self._retry_seconds = retry_seconds
         self._interrupted = interrupted
-        self.while_full: Callable[[], None] = lambda: None
+        self.while_full: Callable[[], object] = lambda: None
         """Called before each retry of a call for which the coordinator's volume is full, while the other ranks wait."""
         self._http = httpx.Client(base_url=url, headers=wire_headers(token), trust_env=False)
 
@@ -121,16 +121,16 @@ class Coordinator:
         )
         return self._call(endpoints.TRAINER_STEP, message, wire.StepReported).publish
 
-    def supervised(self, steps: int, tokens: int, seconds: float, *, patient: bool) -> str:
+    def supervised(self, steps: int, tokens: int, seconds: float, *, retry: bool) -> str:
         """Report the progress of mid-training; returns why the run is to end, or an empty string.
 
-        ``patient``: retry; otherwise one attempt.
+        ``retry``: retry; otherwise one attempt.
         """
         message = wire.SupervisedReport(
             incarnation=self._incarnation, steps=steps, tokens=tokens, seconds=seconds
         )
         path, answer = endpoints.TRAINER_SUPERVISED, wire.SupervisedReported
-        if patient:
+        if retry:
             return self._call(path, message, answer).stop_reason
         return self._once(path, message, answer, 0.0).stop_reason
 
@@ -160,10 +160,10 @@ class Coordinator:
         )
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
 
-    def checkpoint_begin(self, step: int, *, patient: bool = True) -> wire.CheckpointSnapshot:
-        """Fetch the coordinator's state as of ``step``. ``patient``: retry; otherwise one attempt."""
+    def checkpoint_begin(self, step: int, *, retry: bool = True) -> wire.CheckpointSnapshot:
+        """Fetch the coordinator's state as of ``step``. ``retry``: retry; otherwise one attempt."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
-        if patient:
+        if retry:
             return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
         return self._once(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, 0.0)
 
@@ -174,10 +174,10 @@ class Coordinator:
         )
         self._once(endpoints.CHECKPOINT_FAILED, message, wire.Ack, 0.0)
 
-    def checkpoint_commit(self, step: int, kept_steps: list[int], *, patient: bool) -> None:
-        """Report a complete checkpoint. ``patient``: retry; otherwise one attempt."""
+    def checkpoint_commit(self, step: int, kept_steps: list[int], *, retry: bool) -> None:
+        """Report a complete checkpoint. ``retry``: retry; otherwise one attempt."""
         message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
-        if patient:
+        if retry:
             self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
         else:
             self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)

@@ -35,7 +35,8 @@ from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
-from scalerl_trainer.checkpoint import CheckpointError, VolumeState
+from scalerl_trainer.checkpoint import CheckpointError
+from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
@@ -50,29 +51,11 @@ from scalerl_trainer.worker import Command, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
-RETRY_SECONDS = 30.0
-"""Time between two attempts to write a checkpoint."""
-BLIND_RETRY_SECONDS = 120.0
-"""The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
-attempt fills it for all that write to it."""
-LAST_RETRY_SECONDS = 3.0
-"""Pause before the last attempt of a trainer that received SIGTERM."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
-"""This many consecutive publishes that fail in the same way, before any generator held weights, are not a passing fault."""
-
-
-@dataclass(frozen=True)
-class _FailedSave:
-    """A failed attempt to write a checkpoint."""
-
-    version: int
-    reason: str
-    time: float
-    """Of ``time.monotonic()``."""
-    volume: VolumeState
-    """The volume after the attempt."""
+"""This many consecutive publishes that fail in the same way are not a passing fault, before any generator held weights or if
+the only answers to probes disagree."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +66,9 @@ class _ProbeResult:
     """Statistics for metrics.jsonl."""
     refused: list[str] = field(default_factory=list)
     """Ids of the members that must not generate with the version."""
+    silent: list[str] = field(default_factory=list)
+    """Ids of the members that did not answer, if all that did disagree: whether the weights are at fault is open, and these
+    get no work with the version either."""
     problem: str = ""
     """The measured mismatch, if it is above the limit; else empty."""
 
@@ -118,15 +104,17 @@ class Leader:
         self._held_weights = False
         """Whether a generator has held weights of this run."""
         self._publish_failures: list[str] = []
-        """Causes of the last publishes, which all reached no generator, without numbers."""
+        """Cause of each of the last publishes, which no generator could use; equal, and fewer than the maximum."""
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
         self._checkpoint_failures = 0
-        self._failed: _FailedSave | None = None
+        self._failed: FailedSave | None = None
         """The last attempt to write a checkpoint, if it failed."""
         self._holding = False
         """Training has ended, and the last version is in no checkpoint yet."""
+        self._saved_first: Callable[[], None] | None = None
+        """Called once the first checkpoint is on disk."""
         self._uncommitted: tuple[int, list[int]] | None = None
         """Step and kept steps of a checkpoint that is on disk and not acknowledged by the coordinator."""
         self._answered = time.monotonic()
@@ -140,7 +128,7 @@ class Leader:
 
         Args:
             snapshot: the coordinator's state in the loaded checkpoint; None without a checkpoint.
-            saved_first: if given, write a checkpoint before the first step, and call this once it is on disk.
+            saved_first: if given, write a checkpoint before the first step, and call this once a checkpoint is on disk.
 
         Raises:
             CheckpointError: the last version is in no checkpoint, and SIGTERM arrived.
@@ -161,10 +149,9 @@ class Leader:
         self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
         log.info("registered: version %d, published %d", worker.version, self._published)
         if saved_first is not None:
+            self._saved_first = saved_first
             self._save()
             self._finish_checkpoint()
-            if worker.checkpointer.last_step == worker.version:
-                saved_first()
         while not self._sync_and_check_stop():
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
@@ -211,7 +198,9 @@ class Leader:
     def _sync_while_full(self) -> None:
         """Sync during a call that waits for the coordinator's volume, or the other ranks' collective would time out."""
         self._command(Command.SYNC)
-        self._worker.sync()
+        stop, _ = self._worker.sync()
+        if stop:  # ends the retries of the call, as a signal to this rank does
+            self._worker.stop.set()
 
     def _next(self, wait_seconds: float = POLL_SECONDS) -> wire.Next:
         """The coordinator's next action, or WAIT if it does not answer.
@@ -343,11 +332,12 @@ class Leader:
         probed = self._probe([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
         problem = "; ".join(filter(None, (outcome.error, probed.problem)))
-        held = [m for m in outcome.updated if m not in probed.refused]
+        held = [m for m in outcome.updated if m not in (*probed.refused, *probed.silent)]
+        failed = [*outcome.failed, *probed.silent]
         self._coordinator.publish_commit(
             worker.version,
             held,
-            outcome.failed,
+            failed,
             {name: value for name, value in stats.items() if math.isfinite(value)},
             probed.refused,
             problem,
@@ -360,9 +350,9 @@ class Leader:
         self._published = max(self._published, worker.version)
         worker.metrics.show(stats)
         worker.metrics.published_version.set(self._published)
-        failed = [*outcome.failed, *probed.refused]
-        worker.metrics.publishes.labels("failed" if failed else "ok").inc()
-        worker.metrics.publish_members_failed.inc(len(failed))
+        unusable = len(failed) + len(probed.refused)
+        worker.metrics.publishes.labels("failed" if unusable else "ok").inc()
+        worker.metrics.publish_members_failed.inc(unusable)
         worker.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
         worker.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
@@ -376,7 +366,7 @@ class Leader:
         """Compare the log-probabilities of members that hold the current version with the trainer's.
 
         Probed are each member after its first weights, and one other, in turn. If all of them disagree, the other holders are
-        probed too: a member that is broken by itself must not end the run.
+        probed too: a member that is broken by itself must not end the run. A probe without an answer is no evidence.
         """
         worker = self._worker
         if not holders or not worker.probes:
@@ -396,7 +386,7 @@ class Leader:
             self._probed |= agreed
             self._agreed_version = worker.version
         names = {m.member_id: m.name for m in holders}
-        problem = ""
+        problem, silent = "", list[str]()
         if refused:
             measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
             problem = (
@@ -404,35 +394,41 @@ class Leader:
                 f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
                 "weightSync.probeLimit)"
             )
+            if (
+                self._agreed_version != worker.version
+            ):  # all holders are probed; without a silent one, the weights are at fault
+                silent = [m.member_id for m in holders if m.member_id not in k3_n]
+                problem += f"; {len(silent)} did not answer" if silent else ""
             log.error("%s", problem)
-            if not agreed and self._agreed_version != worker.version:
-                refused = [m.member_id for m in holders]  # the weights are at fault, not single members
         stats = measured.stats | {"probe_seconds": time.perf_counter() - begin}
-        return _ProbeResult(stats, refused, problem)
+        return _ProbeResult(stats, refused, silent, problem)
 
     def _check_refused(self, members: Sequence[wire.Member], probed: _ProbeResult, error: str) -> None:
         """End the attempt if the publish shows that no generator can use the weights.
 
         Raises:
-            PublishRefusedError: every probe disagreed, or :data:`MAX_EQUAL_PUBLISH_FAILURES` publishes failed for the same
-                reason and no generator has ever held weights; all ranks raise it.
+            PublishRefusedError: all generators disagreed, or :data:`MAX_EQUAL_PUBLISH_FAILURES` publishes in a row showed the
+                same: those that answered disagreed, or the weights reached no generator, and none has ever held weights.
+                All ranks raise it.
         """
         worker = self._worker
         message = ""
-        if probed.refused and self._agreed_version != worker.version:
+        if probed.refused and probed.silent:
+            if self._repeats("silent"):
+                message = (
+                    f"{probed.problem}; the other generators did not answer the probes of {MAX_EQUAL_PUBLISH_FAILURES} publishes "
+                    "in a row"
+                )
+        elif probed.refused and self._agreed_version != worker.version:
             message = (
                 f"{probed.problem}. Check that the generators' vLLM supports this model and runs with its dtype; if they compute "
                 "with less precision on purpose (a quantized KV cache), raise weightSync.probeLimit"
             )
         elif members and not probed.refused:
             self._held_weights |= worker.version > 0 or any(m.weight_version >= 0 for m in members)
-            cause = _without_numbers(error)
-            if self._publish_failures and self._publish_failures[-1] != cause:
-                self._publish_failures.clear()
-            self._publish_failures.append(cause)
-            if not self._held_weights and len(self._publish_failures) >= MAX_EQUAL_PUBLISH_FAILURES:
+            if not self._held_weights and self._repeats(_without_numbers(error)):
                 message = (
-                    f"{len(self._publish_failures)} publishes in a row reached no generator, and none has ever held weights: "
+                    f"{MAX_EQUAL_PUBLISH_FAILURES} publishes in a row reached no generator, and none has ever held weights: "
                     f"{error}"
                 )
         if not message:
@@ -441,6 +437,13 @@ class Leader:
             message += f"; {unsaved}"
         self._command(Command.PUBLISH_REFUSED)
         raise PublishRefusedError(message)
+
+    def _repeats(self, cause: str) -> bool:
+        """Count a publish that no generator can use; returns whether it is the last of several with the same cause."""
+        if self._publish_failures and self._publish_failures[-1] != cause:
+            self._publish_failures.clear()
+        self._publish_failures.append(cause)
+        return len(self._publish_failures) >= MAX_EQUAL_PUBLISH_FAILURES
 
     def _permit(self) -> wire.PublishPermit | None:
         """Wait for the permission to publish; None if a stop or the run's end comes first."""
@@ -513,7 +516,7 @@ class Leader:
     def _save_at_end(self) -> None:
         """Start a checkpoint while the run is ending, unless an attempt to save this version has just failed."""
         failed = self._failed
-        if failed is None or failed.version != self._worker.version or self._may_retry():
+        if failed is None or failed.step != self._worker.version or self._may_retry():
             self._save()
 
     def _save_last(self) -> str:
@@ -529,7 +532,7 @@ class Leader:
             self._finish_checkpoint()
             if worker.checkpointer.last_step == worker.version:
                 self._holding = False
-                self._commit(patient=True)
+                self._commit(retry=True)
                 return ""
             assert self._failed is not None
             if stop:
@@ -540,8 +543,8 @@ class Leader:
                 self._holding = True
                 log.error(
                     "training has stopped, and version %d is in no checkpoint. The weights stay in memory, and the trainer tries "
-                    "again: free space on the volume %s, or end the trainer to give them up",
-                    *(worker.version, worker.checkpointer.root),
+                    "again: free space on the volume %s, or end the trainer to give them up. %s",
+                    *(worker.version, worker.checkpointer.root, held_by(worker.ranks.world)),
                 )
             stop = self._wait_to_retry()
 
@@ -563,9 +566,7 @@ class Leader:
         """Whether the last checkpoint failed and another attempt may succeed."""
         if self._failed is None:
             return False
-        waited = time.monotonic() - self._failed.time
-        better = self._worker.checkpointer.volume().better_than(self._failed.volume)
-        return waited >= (RETRY_SECONDS if better else BLIND_RETRY_SECONDS)
+        return self._failed.may_retry(self._worker.checkpointer.volume())
 
     def _save(self) -> None:
         """Start a checkpoint of the current version, unless there is one. A failure is counted, not raised."""
@@ -575,7 +576,7 @@ class Leader:
             return
         begin = time.perf_counter()
         try:
-            snapshot_reply = self._coordinator.checkpoint_begin(worker.version, patient=not self._holding)
+            snapshot_reply = self._coordinator.checkpoint_begin(worker.version, retry=not self._holding)
         except CoordinatorUnreachable as error:
             self._save_failed(str(error))
             return
@@ -612,25 +613,28 @@ class Leader:
         worker.metrics.checkpoints.labels("ok").inc()
         worker.metrics.checkpoint_step.set(saved.step)
         self._failed = None
+        if self._saved_first is not None:
+            self._saved_first()
+            self._saved_first = None
         log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
         self._uncommitted = (saved.step, saved.kept_steps)
         self._commit()
 
-    def _commit(self, *, patient: bool = False) -> None:
+    def _commit(self, *, retry: bool = False) -> None:
         """Report the newest checkpoint on disk to the coordinator, unless the coordinator has acknowledged it.
 
         The coordinator refuses while it cannot write its own files. Training continues then, and the next call retries.
 
         Args:
-            patient: retry before this returns, and raise ``CoordinatorUnreachable`` after that; for the process's last call.
+            retry: retry before this returns, and raise ``CoordinatorUnreachable`` after that; for the process's last call.
         """
         if self._uncommitted is None:
             return
         step, kept_steps = self._uncommitted
         try:
-            self._coordinator.checkpoint_commit(step, kept_steps, patient=patient)
+            self._coordinator.checkpoint_commit(step, kept_steps, retry=retry)
         except CoordinatorUnreachable as error:
-            if patient:
+            if retry:
                 raise
             log.warning(
                 "checkpoint %d is on disk, but the coordinator did not acknowledge it: %s", step, error
@@ -644,9 +648,7 @@ class Leader:
         log.error(
             "the checkpoint of version %d failed, keeping the last one: %s", self._worker.version, reason
         )
-        self._failed = _FailedSave(
-            self._worker.version, reason, time.monotonic(), self._worker.checkpointer.volume()
-        )
+        self._failed = FailedSave(self._worker.version, reason, self._worker.checkpointer.volume())
         self._report_failure()
 
     def _report_failure(self) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import _thread
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -138,16 +139,19 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     trained_supervised = version is None and spec.warm_start is not None
     if trained_supervised:
         status.ready.set()
-        MidTraining(engine, spec, environment.paths, ranks, coordinator, stop).run()
-        try:
-            write_weights(engine, environment.paths.warm_started_weights, ranks)
-        except OSError as error:
-            if spec.recipe.kl.penalty is not None:
-                raise
-            log.warning(
-                "recipe.kl cannot be added to this run later, because its warm-started weights could not be written: %s",
-                error,
-            )
+        training = MidTraining(engine, spec, environment.paths, ranks, coordinator, stop)
+        done = training.run()
+        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
+        if spec.recipe.kl.penalty is not None:
+            training.keep_weights(done, write)
+        else:
+            try:
+                write()
+            except OSError as error:
+                log.warning(
+                    "recipe.kl cannot be added to this run later, because its warm-started weights could not be written: %s",
+                    error,
+                )
     if spec.recipe.kl.penalty is not None:
         engine.set_reference(load_reference(environment.paths, spec))
 
@@ -226,9 +230,12 @@ def _address(text: str) -> tuple[str, int]:
 
 def exit_now(code: int) -> None:
     """End the process at once. An ordinary exit would wait for threads, which may be blocked in a collective."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(
+        OSError
+    ):  # the log's volume may be full: what is lost of it changes no exit code
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -2,6 +2,9 @@
 
 Mid-training checkpoints have the format of RL checkpoints, and are named by the number of supervised steps. A run with an
 RL checkpoint has finished its mid-training; one without resumes from the newest mid-training checkpoint, or starts it.
+
+A checkpoint that fails is tried again when the volume has more space, at the latest when the next one is due. Mid-training
+ends, or stops, only when its last weights are in a checkpoint: until then, the ranks keep them in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -38,8 +41,8 @@ from scalerl_tasks import (
     render_prompt,
 )
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer.checkpoint import STAGE, CheckpointStore
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
+from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, Checkpointer, FailedSave, held_by
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
@@ -51,6 +54,8 @@ log = logging.getLogger(__name__)
 
 _LOG_EVERY_STEPS = 50
 HELD_OUT_EXAMPLES = 256
+POLL_SECONDS = 5.0
+"""Time between two collectives while the ranks wait for space."""
 REPORT_SECONDS = 2.0
 """Seconds between reports to the coordinator; the time of a killed trainer after its last report is not counted."""
 
@@ -74,6 +79,10 @@ class MidTraining:
         self._checkpointer = Checkpointer(
             store, ranks, engine, f"remove {paths.mid_training.root} to begin mid-training again"
         )
+        self._failed: FailedSave | None = None
+        """The last attempt to write a checkpoint, if it failed."""
+        self._holding = False
+        """Mid-training has ended, and its last weights are not written yet."""
         self._begun = self._reported = time.monotonic()
 
     def run(self) -> Progress:
@@ -85,6 +94,7 @@ class MidTraining:
             MidTrainingError: too many examples are empty or longer than a micro-batch, the examples are not those of the
                 checkpoint, the tokenizer does not fit the run, or the state in the checkpoint cannot be read.
             NoUsableCheckpoint: all mid-training checkpoints are damaged.
+            CheckpointError: ``stop`` was set on one rank while the last weights could not be saved.
         """
         self._begun = self._reported = time.monotonic()
         self._hello()
@@ -120,10 +130,10 @@ class MidTraining:
             )
         except (BadBatchError, TokenizerError) as error:
             raise MidTrainingError(f"warmStart: {error}") from error
-        self._finish_checkpoint()
+        self._save_last(done)
         self._evaluate(held_out, done)
+        self._with_leader(lambda: self._report(done, retry=True))
         if self._ranks.is_leader:
-            self._report(done, patient=True)
             log.info(
                 "mid-training: %d steps, %d tokens, loss %.4f, pass rate %.3f, %.1f s",
                 *(done.steps, done.tokens, done.loss, done.solved, time.monotonic() - self._begun),
@@ -141,37 +151,64 @@ class MidTraining:
 
     def _hello(self) -> None:
         """Register at version 0, so that the coordinator accepts reports or refuses this trainer before the first step."""
-        refusal = ""
-        if self._ranks.is_leader:
+
+        def hello() -> str:
             try:
                 self._coordinator.hello(0, self._ranks.world, None)
             except Unresumable as error:
-                refusal = str(error)
-        if refusal := self._ranks.broadcast(refusal if self._ranks.is_leader else None):
+                return str(error)
+            return ""
+
+        if refusal := self._with_leader(hello):
             raise Unresumable(refusal)
 
+    def _with_leader(self, call: Callable[[], str]) -> str:
+        """Rank 0's result of a call to the coordinator, on all ranks.
+
+        While the coordinator's volume is full, the other ranks wait: a stop of one of them ends the retries of the call.
+        """
+        if not self._ranks.is_leader:
+            while self._leader_waits(waiting=True):
+                pass
+            return self._ranks.broadcast(None)
+        before = self._coordinator.while_full
+        self._coordinator.while_full = lambda: self._leader_waits(waiting=True)
+        try:
+            result = call()
+        finally:
+            self._coordinator.while_full = before
+        self._leader_waits(waiting=False)
+        return self._ranks.broadcast(result)
+
+    def _leader_waits(self, *, waiting: bool) -> bool:
+        """Whether rank 0 still waits (its ``waiting``). Sets ``stop`` if it is set on any rank."""
+        states = self._ranks.all_gather((waiting, self._stop.is_set()))
+        if any(stop for _, stop in states):
+            self._stop.set()
+        return states[0][0]
+
     def _after_step(self, done: Progress, stats: StepStats, seconds: float) -> bool:
-        reason = ""
+        reason, retry = "", False
         if self._ranks.is_leader:
+            retry = self._failed is not None and self._failed.may_retry(self._checkpointer.volume())
             append_row(self._paths.supervised_metrics, _row(done, stats, seconds))
             if done.steps % _LOG_EVERY_STEPS == 0:
                 log.info("mid-training step %d: loss %.4f", done.steps, stats.loss)
             if time.monotonic() - self._reported >= REPORT_SECONDS:
                 reason = self._report(done)
-        states = self._ranks.all_gather((self._stop.is_set(), self._checkpointer.flushed, reason))
-        reason = states[0][2]
-        if all(flushed for _, flushed, _ in states):
+        states = self._ranks.all_gather((self._stop.is_set(), self._checkpointer.flushed, reason, retry))
+        reason, retry = states[0][2:]
+        if all(flushed for _, flushed, _, _ in states):
             self._finish_checkpoint()
-        if any(stop for stop, _, _ in states) or reason == INTERRUPTED:
-            self._save(done)
-            self._finish_checkpoint()
+        if any(stop for stop, _, _, _ in states) or reason == INTERRUPTED:
+            self._save_last(done)
             if self._ranks.is_leader:
                 self._report(done)
             raise Stopped(f"stopped after step {done.steps} of mid-training; the next start continues there")
         if reason:
             log.warning("mid-training ends after step %d: %s", done.steps, reason)
             return True
-        if done.steps % self._spec.checkpoint.every_steps == 0:
+        if done.steps % self._spec.checkpoint.every_steps == 0 or retry:
             self._save(done)
         return False
 
@@ -197,7 +234,7 @@ class MidTraining:
         append_row(self._paths.supervised_metrics, row)
         log.info("mid-training step %d: held-out loss %.4f", done.steps, row["held_out_loss"])
 
-    def _report(self, done: Progress, *, patient: bool = False) -> str:
+    def _report(self, done: Progress, *, retry: bool = False) -> str:
         """Report the progress with the seconds since this incarnation began; called on rank 0 only.
 
         Returns the coordinator's reason to end the run, or an empty string.
@@ -205,25 +242,122 @@ class MidTraining:
         self._reported = time.monotonic()
         seconds = self._reported - self._begun
         try:
-            return self._coordinator.supervised(done.steps, done.tokens, seconds, patient=patient)
+            return self._coordinator.supervised(done.steps, done.tokens, seconds, retry=retry)
         except CoordinatorUnreachable as error:
-            if patient:
+            if retry:
                 raise
             log.warning("step %d of mid-training is not reported yet: %s", done.steps, error)
             return ""
 
+    def keep_weights(self, done: Progress, write: Callable[[], None]) -> None:
+        """Write the weights after mid-training by ``write``, a collective that raises ``OSError`` on all ranks.
+
+        Tries until it succeeds, as :meth:`run` with the last checkpoint. Raises ``CheckpointError`` as :meth:`run`.
+        """
+
+        def attempt() -> str:
+            try:
+                write()
+            except OSError as error:
+                self._save_failed(done.steps, str(error))
+                return str(error)
+            return ""
+
+        if problem := self._until_written(attempt):
+            raise CheckpointError(
+                f"the weights after mid-training, the reference of recipe.kl, could not be written: {problem}. They are in the "
+                f"checkpoint of mid-training step {done.steps}, from which the next start writes them"
+            )
+
+    def _save_last(self, done: Progress) -> None:
+        """Save the last weights. If that fails, keep them in memory and retry until it succeeds or ``stop`` is set on one rank,
+        which leaves one more attempt. Raises ``CheckpointError`` if that fails too."""
+
+        def attempt() -> str:
+            self._save(done)
+            self._finish_checkpoint()
+            if self._failed is None or self._checkpointer.last_step == done.steps:
+                return ""
+            return self._failed.reason
+
+        if problem := self._until_written(attempt):
+            saved = self._checkpointer.committed_step
+            lost = "all its steps are" if saved is None else f"all its steps after {saved} are"
+            raise CheckpointError(
+                f"mid-training step {done.steps} could not be saved, {lost} lost: {problem}"
+            )
+
+    def _until_written(self, attempt: Callable[[], str]) -> str:
+        """Repeat ``attempt``, which returns why it failed, until it succeeds, or once more after ``stop`` is set on one rank.
+        Returns why the last one failed, or an empty string."""
+        stop = False
+        while problem := attempt():
+            if stop:
+                return problem
+            if not self._holding and self._ranks.is_leader:
+                log.error(
+                    "mid-training has ended, and its weights cannot be written: %s. They stay in memory, and the trainer tries "
+                    "again: free space on the volume %s, or end the trainer to give them up. %s",
+                    *(problem, self._checkpointer.root, held_by(self._ranks.world)),
+                )
+            self._holding = True
+            stop = self._wait_to_retry()
+        self._holding = False
+        if self._failed is not None:
+            self._failed = None
+            self._report_failure("")
+        return ""
+
+    def _wait_to_retry(self) -> bool:
+        """Wait until the next attempt; returns whether it is the last one."""
+        assert self._failed is not None
+        reported = -math.inf
+        while True:
+            retry = self._ranks.is_leader and self._failed.may_retry(self._checkpointer.volume())
+            states = self._ranks.all_gather((self._stop.is_set(), retry))
+            if any(stop for stop, _ in states):
+                time.sleep(LAST_RETRY_SECONDS)
+                return True
+            if states[0][1]:
+                return False
+            if time.monotonic() - reported >= RETRY_SECONDS:  # the coordinator may have restarted
+                reported = time.monotonic()
+                self._report_failure(self._failed.reason)
+            self._stop.wait(POLL_SECONDS)
+
     def _save(self, done: Progress) -> None:
+        """Start a checkpoint, unless there is one of this step."""
         self._finish_checkpoint()
+        if self._checkpointer.last_step == done.steps:
+            return
         problem = self._checkpointer.start(done.steps, None, stage=msgspec.json.encode(done))
-        if problem is not None and self._ranks.is_leader:
-            log.error("checkpoint of mid-training step %d failed: %s", done.steps, problem)
+        if problem is not None:
+            self._save_failed(done.steps, problem)
 
     def _finish_checkpoint(self) -> None:
         if not self._checkpointer.pending:
             return
         saved = self._checkpointer.finish()
-        if saved.error is not None and self._ranks.is_leader:
-            log.error("checkpoint of mid-training step %d failed: %s", saved.step, saved.error)
+        if saved.error is not None:
+            self._save_failed(saved.step, saved.error)
+        elif self._failed is not None and not self._holding:
+            self._failed = None
+            self._report_failure("")
+
+    def _save_failed(self, step: int, reason: str) -> None:
+        self._failed = FailedSave(step, reason, self._checkpointer.volume())
+        if self._ranks.is_leader:
+            log.error("checkpoint of mid-training step %d failed: %s", step, reason)
+        self._report_failure(reason)
+
+    def _report_failure(self, reason: str) -> None:
+        """Report a failed checkpoint to the coordinator, which shows it, or without a ``reason`` that none fails; best effort."""
+        if not self._ranks.is_leader:
+            return
+        try:
+            self._coordinator.checkpoint_failed(0, reason, holding=self._holding)
+        except CoordinatorUnreachable as error:
+            log.warning("cannot report the failed checkpoint: %s", error)
 
 
 def remove_checkpoints(paths: RunPaths) -> None:

@@ -259,7 +259,8 @@ class CheckpointFailed(Struct, frozen=True, kw_only=True):
 
     incarnation: str
     step: int
-    """Version that no checkpoint has."""
+    """Version that no checkpoint has; 0 in mid-training."""
     reason: str
+    """Empty once the same could be written, where no checkpoint is committed (in mid-training)."""
     holding: bool
-    """Training has ended, and the trainer keeps the weights in memory until they are saved."""
+    """Training or mid-training has ended, and the trainer keeps the weights in memory until they are saved."""

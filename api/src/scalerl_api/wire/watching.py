@@ -241,6 +241,8 @@ class Status(Struct, frozen=True, kw_only=True):
     unsaved_version: int = -1
     """Last version of a run that has ended training and could not write its last checkpoint: the trainer keeps the weights in
     memory and retries. -1 otherwise."""
+    trainer_registered: bool = True
+    """Whether a trainer has ever registered. A run that ends before has nothing to save, and does not wait for its trainer."""
     journal_error: str = ""
     """Disk error while the journal cannot be written; empty otherwise."""
     exports: Exports | None = None

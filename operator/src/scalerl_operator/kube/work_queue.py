@@ -41,8 +41,8 @@ class _Pass:
     began: float
     woken: bool = False
     """The key was woken during the pass."""
-    patient: bool = True
-    """All those wake-ups were patient."""
+    respect_backoff: bool = True
+    """All those wake-ups respect the back-off."""
 
 
 class WorkQueue:
@@ -83,16 +83,16 @@ class WorkQueue:
         self._passes: dict[Key, _Pass] = {}
         self._failures: dict[Key, int] = {}
 
-    def wake(self, key: Key, *, patient: bool = False) -> None:
+    def wake(self, key: Key, *, respect_backoff: bool = False) -> None:
         """Makes ``key`` due now, or after the pass that is in work.
 
-        A wake-up shortens a back-off to :data:`SOONEST_AFTER_FAILURE_SECONDS`; patient: not at all, as the change is unrelated
+        A wake-up shortens a back-off to :data:`SOONEST_AFTER_FAILURE_SECONDS`; respect_backoff: not at all, as the change is unrelated
         to the failure.
         """
         if (in_work := self._passes.get(key)) is not None:
             in_work.woken = True
-            in_work.patient = in_work.patient and patient
-        elif patient and key in self._failures and key in self._waiting:
+            in_work.respect_backoff = in_work.respect_backoff and respect_backoff
+        elif respect_backoff and key in self._failures and key in self._waiting:
             return
         elif key not in self._due:
             self._schedule(key, asyncio.get_running_loop().time())
@@ -193,7 +193,7 @@ class WorkQueue:
             again = None if delay is None else now + max(SHORTEST_DELAY_SECONDS, delay)
         if again is not None:
             self._schedule(key, again, floor)
-        if over.woken and key not in self._due and not (over.patient and result == "error"):
+        if over.woken and key not in self._due and not (over.respect_backoff and result == "error"):
             self._schedule(key, max(now, floor), floor)
         self._on_pass(key, result, now - over.began)
         self._start_passes()

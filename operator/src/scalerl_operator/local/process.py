@@ -80,7 +80,8 @@ class ChildProcess:
                     command.log.replace(command.log.with_name(command.log.name + ".1"))
             with command.log.open("ab", buffering=0) as log:
                 stamp = datetime.now().astimezone().isoformat(timespec="seconds")
-                log.write(f"--- {stamp} {command.mark}: {' '.join(argv)}\n".encode())
+                with contextlib.suppress(OSError):  # a full volume must not end the run
+                    log.write(f"--- {stamp} {command.mark}: {' '.join(argv)}\n".encode())
                 popen = subprocess.Popen(
                     [sys.executable, "-I", "-S", subreaper.__file__, *limits, "--", *argv],
                     stdin=subprocess.DEVNULL,

@@ -124,7 +124,12 @@ class LocalRun:
             if message:
                 on_event(Event("autoscaler", message))
         self._runtime = LocalRuntime(
-            plan, directory, settings=settings, may_exit=self._may_exit, on_event=on_event
+            plan,
+            directory,
+            settings=settings,
+            may_exit=self._may_exit,
+            needed=self._needed,
+            on_event=on_event,
         )
         self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
         self._autoscaler = None
@@ -156,6 +161,8 @@ class LocalRun:
         """Why the last failed checkpoint failed."""
         self._unsaved_version = -1
         """The version that the trainer keeps in memory because it cannot be saved; -1 otherwise."""
+        self._reported_end = False
+        """Whether an end before the trainer registered is reported."""
         self._learning_problems = ("", "")
         """Those of the last status; each is reported when it begins."""
 
@@ -238,7 +245,10 @@ class LocalRun:
         self._checkpoint_problem = status.checkpoint_problem or self._checkpoint_problem
         unsaved, held = status.unsaved_version, self._unsaved_version
         if unsaved >= 0 and held < 0:
-            text = f"training has ended, but version {unsaved} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
+            what = f"training has ended, but version {unsaved}"
+            if _in_mid_training(status):
+                what = "mid-training has ended, but its last version"
+            text = f"{what} cannot be saved: {status.checkpoint_problem}. The trainer keeps the "
             text += "weights in memory and retries: free space, or interrupt this command to give them up"
             self._on_event(Event("trainer", text, is_problem=True))
         elif unsaved < 0 <= held and self._paths.checkpoint(held).is_dir():
@@ -265,10 +275,14 @@ class LocalRun:
             return
         lost = f"since version {saved} " if saved > 0 else ""
         text = f"version {version} was not saved: all updates {lost}are lost ({status.checkpoint_problem})"
+        if _in_mid_training(status):
+            text = f"mid-training was not saved: its steps since its last checkpoint are lost ({status.checkpoint_problem})"
         self._on_event(Event("trainer", text, is_problem=True))
 
     async def _apply(self) -> None:
-        if self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until):
+        ended = self._status is not None and self._ended_without_trainer(self._status)
+        drained = self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until)
+        if ended or drained:
             self._runtime.stop()
         elif self._status is not None:
             if self._autoscaler is not None:
@@ -291,6 +305,16 @@ class LocalRun:
             return limit
         return "" if self._autoscaler is None else self._autoscaler.stop
 
+    def _ended_without_trainer(self, status: Status) -> bool:
+        """Whether the run has ended before its trainer registered, which therefore does not exit by itself."""
+        if status.phase is not Phase.FINISHED or status.trainer_registered:
+            return False
+        if not self._reported_end:
+            self._reported_end = True
+            text = f"{status.stop_reason} was reached before the trainer registered: nothing was trained. Its logs say why"
+            self._on_event(Event("trainer", text, is_problem=True))
+        return True
+
     def _nothing_to_drain(self) -> bool:
         """Whether there was no lease yet. A trainer in mid-training saves its state at a SIGTERM, without a drain."""
         waiting = self._status is None or _waits_for_lease(self._status)
@@ -311,6 +335,13 @@ class LocalRun:
             return phase in (Phase.FINISHING, Phase.FINISHED)
         # A trainer that is interrupted in mid-training exits before the end of the run.
         return phase is Phase.FINISHED or (self._interrupts > 0 and self._status.checkpoint_version < 0)
+
+    def _needed(self, role: Role) -> bool:
+        """Whether the run needs a role now: mid-training, which ends with the first checkpoint, needs no generators."""
+        if role is not Role.GENERATOR or self._run.spec.warm_start is None:
+            return True
+        status = self._status
+        return status is not None and max(status.checkpoint_version, status.published_version) >= 0
 
     async def _measure_memory(self) -> None:
         while True:
@@ -370,5 +401,8 @@ class LocalRun:
 
 def _waits_for_lease(status: Status) -> bool:
     """Whether no lease can have been issued, also while a stop ends mid-training."""
-    in_mid_training = status.supervised_steps > 0 and status.checkpoint_version < 0
-    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and in_mid_training)
+    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and _in_mid_training(status))
+
+
+def _in_mid_training(status: Status) -> bool:
+    return status.supervised_steps > 0 and status.checkpoint_version < 0

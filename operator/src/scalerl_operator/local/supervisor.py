@@ -56,7 +56,7 @@ class LocalRuntime:
     """Runs a plan until it is complete, a unit fails for good, or it is stopped.
 
     directory: locked by this process.
-    may_exit: see :class:`.Unit`.
+    may_exit, needed: see :class:`.Unit`.
     on_event: called for each restart, failure and unanswered probe.
 
     Raises:
@@ -70,12 +70,14 @@ class LocalRuntime:
         *,
         settings: LocalSettings | None = None,
         may_exit: Callable[[Lifetime], Awaitable[bool]],
+        needed: Callable[[Role], bool] = lambda role: True,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._plan = plan
         self._directory = directory
         self._settings = settings or LocalSettings()
         self._may_exit = may_exit
+        self._needed = needed
         self._on_event = on_event
         self._ports = Ports()
         self._devices = devices.Pool(plan)
@@ -224,7 +226,16 @@ class LocalRuntime:
             grouped = [(str(workload.role), 0, [member for _, member in members])]
         policy, on_event, may_exit = self._settings.restart, self._on_event, self._may_exit
         return [
-            Unit(name, workload, index, of_unit, policy, on_event=on_event, may_exit=may_exit)
+            Unit(
+                name,
+                workload,
+                index,
+                of_unit,
+                policy,
+                on_event=on_event,
+                may_exit=may_exit,
+                needed=self._needed,
+            )
             for name, index, of_unit in grouped
         ]
 

@@ -24,6 +24,9 @@ from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 _SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE, api.PUBLISH_REFUSED_EXIT_CODE)
 
 
+UNNEEDED_SECONDS = 300.0
+"""Pause after a failure for good of a unit that the run does not need yet."""
+_NEED_POLL_SECONDS = 1.0
 _LAST_BYTES = 4096
 """Part of a log that is read for its last line."""
 
@@ -91,6 +94,8 @@ class Unit:
 
     index: of the replica; 0 for a gang.
     may_exit: called when all members have exited with 0; if it returns False, they are restarted.
+    needed: whether the run needs the role now. If not, a failure for good is tried again once it does, or after
+        :data:`UNNEEDED_SECONDS`.
     """
 
     def __init__(
@@ -103,7 +108,9 @@ class Unit:
         *,
         on_event: Callable[[Event], None],
         may_exit: Callable[[Lifetime], Awaitable[bool]],
+        needed: Callable[[Role], bool] = lambda role: True,
     ) -> None:
+        self._needed = needed
         self.name = name
         self.index = index
         self.essential = workload.essential
@@ -138,7 +145,12 @@ class Unit:
             outcome = restarts.decide(self._policy, self._record, end)
             if isinstance(outcome, restarts.GiveUp):
                 reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
-                return self._fail(reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=str(log))
+                if self._needed(self.status.role):
+                    return self._fail(
+                        reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=str(log)
+                    )
+                await self._wait_until_needed(reason)
+                continue
             self._record = outcome.record
             self.status.restarts += 1
             self._to(UnitState.BACK_OFF)
@@ -148,6 +160,18 @@ class Unit:
                 await asyncio.wait_for(self._stopping.wait(), outcome.delay_seconds)
         self._to(UnitState.DONE)
         return None
+
+    async def _wait_until_needed(self, reason: str) -> None:
+        """Waits until the run needs the unit, which has failed, or :data:`UNNEEDED_SECONDS`; the next failures count anew."""
+        self._record = restarts.Record()
+        self.status.restarts += 1
+        self._to(UnitState.BACK_OFF)
+        text = f"{reason}; the run does not need it before mid-training ends, and then starts it again"
+        self._on_event(Event(self.name, text, is_problem=True))
+        end = time.monotonic() + UNNEEDED_SECONDS
+        while not self._stopping.is_set() and time.monotonic() < end and not self._needed(self.status.role):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _NEED_POLL_SECONDS)
 
     def stop(self) -> None:
         """Stops all processes; :meth:`run` returns once they have ended."""

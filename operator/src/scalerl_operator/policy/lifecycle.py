@@ -89,7 +89,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         return _prepare(spec, observed, memory)
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
-    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(observed)
+    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(spec, observed)
     if failure is not None:
         return _end(observed, memory, failure)
     return _run(spec, observed, memory)
@@ -205,14 +205,16 @@ def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
     return None
 
 
-def _generator_failure(observed: LifecycleInput) -> Outcome | None:
+def _generator_failure(spec: RunSpec, observed: LifecycleInput) -> Outcome | None:
     """The outcome of a run whose generators all reject their input before any of them has held weights, which only the
-    coordinator knows. Otherwise, the others go on."""
+    coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint, needs none."""
     generators, status = observed.generators, observed.status
     end = generators.bad_input
     if end is None or generators.ready or generators.starting:
         return None
     if status is None or status.published_version >= 0:
+        return None
+    if spec.warm_start is not None and status.checkpoint_version < 0:
         return None
     return Outcome(End.FAILED, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
 
@@ -228,6 +230,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     # A rank that fails after the coordinator has recorded the last checkpoint loses nothing.
     requeued = observed.trainer.held and not observed.trainer.ending
     ended = requeued or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
+    # A trainer that never registered, such as one that waits for a node, is deleted: it has nothing to save.
+    ended |= status is not None and not status.trainer_registered
     if finished and ended and memory.attempt > 0 and status is not None:
         stop_reason = status.stop_reason
         by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
@@ -236,7 +240,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
                 Phase.SUSPENDED, replace(memory, rest=Suspension.ASKED, drain_since=None), set_suspend=True
             )
         reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED
-        return _end(observed, memory, Outcome(End.COMPLETED, reason, stop_reason))
+        untrained = "" if status.trainer_registered else " before the trainer registered: nothing was trained"
+        return _end(observed, memory, Outcome(End.COMPLETED, reason, f"{stop_reason}{untrained}"))
     held = observed.trainer.held
     memory = replace(memory, held_since=_since(memory.held_since, observed.unix_seconds) if held else None)
     if requeued:
