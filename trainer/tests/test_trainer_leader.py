@@ -40,7 +40,7 @@ def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
         version=5,
         probes=[object()],
         engine=SimpleNamespace(checkpoint_shapes=dict),
-        ranks=SimpleNamespace(broadcast=lambda command: command),
+        ranks=SimpleNamespace(broadcast=lambda command, kind: command),
         metrics=Metrics(),
     )
     stats = {"publish_seconds": 0.1} | {f"publish_{phase}_seconds": 0.0 for phase in PHASES}

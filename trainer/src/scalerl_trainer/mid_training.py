@@ -147,7 +147,7 @@ class MidTraining:
                 self._coordinator.hello(0, self._ranks.world, None)
             except Unresumable as error:
                 refusal = str(error)
-        if refusal := self._ranks.broadcast(refusal if self._ranks.is_leader else None):
+        if refusal := self._ranks.broadcast(refusal if self._ranks.is_leader else None, str):
             raise Unresumable(refusal)
 
     def _after_step(self, done: Progress, stats: StepStats, seconds: float) -> bool:
@@ -158,7 +158,9 @@ class MidTraining:
                 log.info("mid-training step %d: loss %.4f", done.steps, stats.loss)
             if time.monotonic() - self._reported >= REPORT_SECONDS:
                 reason = self._report(done)
-        states = self._ranks.all_gather((self._stop.is_set(), self._checkpointer.flushed, reason))
+        states = self._ranks.all_gather(
+            (self._stop.is_set(), self._checkpointer.flushed, reason), tuple[bool, bool, str]
+        )
         reason = states[0][2]
         if all(flushed for _, flushed, _ in states):
             self._finish_checkpoint()
@@ -183,7 +185,7 @@ class MidTraining:
         ranks = self._ranks
         own = self._engine.logprobs(held_out[ranks.rank :: ranks.world], temperature=1.0).per_sequence()
         sums = [(float(one.double().sum()), len(one)) for one in own]
-        every = [one for part in ranks.all_gather(sums) for one in part]
+        every = [one for part in ranks.all_gather(sums, list[tuple[float, int]]) for one in part]
         if not ranks.is_leader or not every:
             return
         row = {
