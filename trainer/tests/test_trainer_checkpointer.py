@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,10 +19,9 @@ from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, D
 from scalerl_trainer.checkpointer import (
     Checkpointer,
     NoUsableCheckpoint,
-    _load_random_state,
-    _save_random_state,
 )
 from scalerl_trainer.engine import EngineSettings
+from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 
 
 class OnlyRank:
@@ -29,11 +30,11 @@ class OnlyRank:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
 
-    def broadcast(self, value: Any) -> Any:
-        return value
+    def broadcast(self, value: Any, kind: Any) -> Any:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
+    def all_gather(self, value: Any, kind: Any) -> list[Any]:
+        return [self.broadcast(value, kind)]
 
 
 class Weights:
@@ -144,12 +145,50 @@ def test_load_new_rank_gets_own_random_state(tmp_path: Path) -> None:
     seen = []
     for rank in range(2):
         random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-        _save_random_state(tmp_path, rank)
+        save_random_state(tmp_path, rank)
         seen.append(draws())
     after = []
     for rank in (0, 1, 2, 3, 2):
-        _load_random_state(tmp_path, rank)
+        load_random_state(tmp_path, rank)
         after.append(draws())
     assert after[:2] == seen, "those that were there continue"
     assert after[4] == after[2], "the same at every load"
     assert all(len({a[i] for a in after[:4]}) == 4 for i in range(3))
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_random_state_of_earlier_release_continues(tmp_path: Path) -> None:
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": None,
+    }
+    (tmp_path / "random-rank00000.pickle").write_bytes(pickle.dumps(state))
+    seen = random.random(), float(np.random.rand()), float(torch.rand(()))
+    load_random_state(tmp_path, 0)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == seen
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("random-rank00000.pickle", pickle.dumps({"python": _Code()})),
+        ("random-rank00000.pickle", b"\x80\x05"),
+        ("random-rank00000.msgpack", pickle.dumps(_Code())),
+        ("random-rank00000.msgpack", b"\x91" * 100_000),
+        ("random-rank00001.msgpack", b""),
+    ],
+)
+def test_random_state_executes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RandomStateError, match="random-rank00000"):
+        load_random_state(tmp_path, 0)
+    assert "executed" not in capsys.readouterr().out

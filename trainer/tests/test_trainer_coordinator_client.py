@@ -19,9 +19,14 @@ def answering(*answers: httpx.Response, retry_seconds: float, stop: threading.Ev
     left = list(answers)
     coordinator = Coordinator("http://coordinator", "token", "i", retry_seconds, stop.is_set)
     coordinator._http = httpx.Client(
-        base_url="http://coordinator", transport=httpx.MockTransport(lambda request: left.pop(0))
+        base_url="http://coordinator", transport=httpx.MockTransport(lambda request: streamed(left.pop(0)))
     )
     return coordinator
+
+
+def streamed(answer: httpx.Response) -> httpx.Response:
+    """Unread, as from a connection."""
+    return httpx.Response(answer.status_code, stream=httpx.ByteStream(answer.content))
 
 
 def ok(message: wire.Struct) -> httpx.Response:

@@ -52,7 +52,7 @@ def publishing(
         version=5,
         probes=[object()],
         engine=SimpleNamespace(checkpoint_shapes=dict),
-        ranks=SimpleNamespace(broadcast=lambda command: command),
+        ranks=SimpleNamespace(broadcast=lambda command, kind: command),
         metrics=Metrics(),
     )
     done = outcome or Outcome(5, [m.member_id for m in members], [], "", STATS)

@@ -193,7 +193,7 @@ class Together:
         self._barrier = threading.Barrier(world, timeout=30)
         self._values: list[Any] = [None] * world
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
+    def gather(self, rank: int, value: Any, kind: Any) -> list[Any]:
         self._values[rank] = value
         self._barrier.wait()
         values = list(self._values)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from free_port import free_port
 
 from scalerl_trainer.engine import distributed
@@ -75,3 +80,83 @@ def test_rendezvous_stop_after_decision_proceeds(
     ranks.told[0].set()
     ranks.end()
     assert ranks.outcome == dict.fromkeys(range(3), "continues")
+
+
+# --- a peer without the run's token ------------------------------------------------------------
+
+
+def with_peer(peer: Callable[[Any], None], *, timeout_seconds: float = 20.0) -> Future[Any]:
+    """The rendezvous of rank 0 of two, with the token "secret", beside ``peer(store)``, which has the store's address."""
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        own = pool.submit(
+            distributed._rendezvous,
+            Rank(0, 2, 0, "127.0.0.1", port),
+            timeout_seconds,
+            lambda: False,
+            "secret",
+        )
+        limit = timedelta(seconds=120)
+        peer(dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit, wait_for_workers=False))
+        own.exception(120)
+    return own
+
+
+def named(store: Any, end: str) -> str:
+    """The key that ends with ``end``, which anybody can list."""
+    for _ in range(1000):
+        if found := [key for key in store.list_keys() if key.endswith(end)]:
+            return found[0]
+        time.sleep(0.01)
+    raise AssertionError(store.list_keys())
+
+
+@pytest.mark.parametrize("value", ["", "here", "0" * 64, None])
+def test_rendezvous_peer_without_token_does_not_join(value: str | None) -> None:
+    def peer(store: Any) -> None:
+        own = named(store, "here/0")
+        store.set(own[:-1] + "1", store.get(own) if value is None else value)
+
+    with pytest.raises(ConnectionError, match="rank 1 joined the rendezvous without the run's token"):
+        with_peer(peer).result()
+
+
+def test_rendezvous_does_not_accept_an_earlier_proof() -> None:
+    """Of the same run: each rendezvous has another nonce."""
+    proofs: list[bytes] = []
+
+    def rank(store: Any) -> None:
+        prefixed = dist.PrefixStore(distributed._proof("secret", "store"), store)
+        nonce = prefixed.get(distributed._NONCE).decode()
+        prefixed.set("here/1", distributed._proof("secret", nonce, 1))
+        proofs.append(prefixed.get("here/1"))
+
+    def again(store: Any) -> None:
+        store.set(named(store, "here/0")[:-1] + "1", proofs[0])
+
+    with_peer(rank).result()
+    with pytest.raises(ConnectionError, match="without the run's token"):
+        with_peer(again).result()
+
+
+def test_rendezvous_decision_without_token_is_not_believed() -> None:
+    def peer(store: Any) -> None:
+        store.set(named(store, "here/0").replace("here/0", "decision"), "stopped")
+
+    with pytest.raises(ConnectionError, match="decision without the run's token"):
+        with_peer(peer).result()
+
+
+def test_rendezvous_of_other_tokens_do_not_meet() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        own, other = (
+            pool.submit(
+                distributed._rendezvous, Rank(rank, 2, 0, "127.0.0.1", port), 3.0, lambda: False, token
+            )
+            for rank, token in enumerate(("secret", "another"))
+        )
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not join"):
+            own.result(120)
+        with pytest.raises((TimeoutError, RuntimeError), match=r"rank 0 did not begin|onnection"):
+            other.result(120)

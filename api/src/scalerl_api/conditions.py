@@ -281,7 +281,7 @@ class Reason(_Explained):
     )
     COORDINATOR_REFUSED = (
         "CoordinatorRefused",
-        "The coordinator rejects the requests of the operator; the message quotes it. Different wire version: see "
+        "The coordinator rejects the requests of the operator; the message has its HTTP code. Different wire version: see "
         "docs/operations.md, Upgrade. Wrong token: the Secret of the run was changed after its pods read it; restore it, "
         "or delete the pods.",
     )

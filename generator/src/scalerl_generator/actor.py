@@ -50,7 +50,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
@@ -64,6 +63,7 @@ from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
+from scalerl_generator.http_session import open_session
 from scalerl_generator.interruption import (
     Interruption,
     ThoughtInterrupter,
@@ -149,7 +149,7 @@ async def run_actor(
     metrics = ActorMetrics(state, busy)
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(VllmClient(arguments.server, environment.token))
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        session = await stack.enter_async_context(open_session())
         coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
         distillation = spec.recipe.distillation
         teacher = None

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from scalerl_api import endpoints
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_answer
 from scalerl_api.wire import (
     CONTENT_TYPE,
     WIRE_HEADER,
@@ -48,6 +49,8 @@ from scalerl_generator.timeouts import timeout_reason
 _CALL_SECONDS = 15.0
 _POLL_MARGIN_SECONDS = 15.0
 _PUSH_SECONDS = 60.0
+_MAX_ANSWER_BYTES = 2**27
+"""Twice the most that a lease carries of unfinished completions (``scalerl_coordinator.partials``)."""
 
 Reply = TypeVar("Reply", bound=Struct)
 
@@ -98,7 +101,7 @@ class Backoff:
 
 
 class CoordinatorClient:
-    """Client of one actor. The caller opens and closes the session.
+    """Client of one actor. The caller opens the session (:func:`.http_session.open_session`) and closes it.
 
     Every method raises the subclasses of :class:`CoordinatorError`.
     """
@@ -110,9 +113,9 @@ class CoordinatorClient:
             "Authorization": f"Bearer {token}",
             WIRE_HEADER: str(WIRE_VERSION),
             "Content-Type": CONTENT_TYPE,
+            **IDENTITY,
         }
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoders: dict[type[Struct], msgspec.msgpack.Decoder[Any]] = {}
 
     async def register(self, registration: Register) -> Registered:
         return await self._call(endpoints.MEMBERS, registration, Registered, _CALL_SECONDS)
@@ -155,34 +158,31 @@ class CoordinatorClient:
                 data=self._encoder.encode(message),
                 headers=self._headers,
                 timeout=timeout,
+                allow_redirects=False,
             ) as response:
-                status, body = response.status, await response.read()
+                status = response.status
+                body = bytes(
+                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
+                )
+        except BadAnswer as error:
+            raise CoordinatorDown(f"{self._url}{path}: {error}") from error
         except TimeoutError as error:
             raise CoordinatorDown(f"{self._url}{path}: {timeout_reason(error, timeout)}") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise CoordinatorDown(f"{self._url}{path}: {reason}") from error
         if status == 200:
-            return self._decode(path, body, reply)
+            try:
+                return decode_msgpack(body, reply)
+            except BadAnswer as error:
+                raise Refused(path, 200, "undecodable", str(error)) from error
         raise self._failure(path, status, body)
-
-    def _decode(self, path: str, body: bytes, reply: type[Reply]) -> Reply:
-        decoder = self._decoders.get(reply)
-        if decoder is None:
-            decoder = self._decoders[reply] = msgspec.msgpack.Decoder(reply)
-        try:
-            decoded: Reply = decoder.decode(body)
-        except msgspec.DecodeError as error:
-            raise Refused(
-                path, 200, "undecodable", f"the response is not a {reply.__name__}: {error}"
-            ) from error
-        return decoded
 
     def _failure(self, path: str, status: int, body: bytes) -> CoordinatorError:
         try:
-            problem = msgspec.msgpack.decode(body, type=Problem)
-        except msgspec.DecodeError:
-            problem = Problem(error="no-problem-body", message=body[:200].decode(errors="replace"))
+            problem = decode_msgpack(body, Problem)
+        except BadAnswer:
+            problem = Problem(error="no-problem-body", message="something else than the coordinator answers")
         if status == 404 and problem.error == "unknown-member":
             return UnknownMember(problem.message)
         if status >= 500 or status in (408, 429):

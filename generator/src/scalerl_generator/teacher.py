@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_json, read_answer
 from scalerl_api.recipe import TeacherSpec
 from scalerl_generator.coordinator_client import Backoff
 from scalerl_generator.metrics import ActorMetrics
@@ -45,7 +46,7 @@ from scalerl_generator.vllm_replies import (
     ServerRefused,
     VllmError,
     read_completion_prompt_logprobs,
-    read_error,
+    read_message,
 )
 from scalerl_tasks.text import ModelTokenizer
 
@@ -54,6 +55,8 @@ logger = logging.getLogger("scalerl.actor.teacher")
 API_KEY = "TEACHER_API_KEY"
 """Environment variable with the teacher's API key."""
 
+_MAX_ANSWER_BYTES = 2**26
+"""A scored token has some 100 bytes."""
 _CHECK_SECONDS = 60.0
 _SCORE_SECONDS = 120.0
 _SCORED_TOKENS_PER_SECOND = 100.0
@@ -123,7 +126,7 @@ class Teacher:
     ) -> None:
         self._session, self._metrics = session, metrics
         self._url, self._model = spec.url.rstrip("/"), spec.model
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {**IDENTITY, **({"Authorization": f"Bearer {key}"} if key else {})}
         self._free = asyncio.Semaphore(_REQUESTS)
         self._where = f"recipe.distillation.teacher ({self._url})"
         self._context_tokens = 0
@@ -339,17 +342,22 @@ class Teacher:
         method, url = ("GET" if body is None else "POST"), self._url + path
         try:
             async with self._session.request(
-                method, url, json=named, headers=self._headers, timeout=timeout
+                method, url, json=named, headers=self._headers, timeout=timeout, allow_redirects=False
             ) as response:
-                content = await response.read()
                 status = response.status
+                content = bytes(
+                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
+                )
+        except BadAnswer as error:
+            raise ServerDown(f"{url}: {error}") from error
         except TimeoutError as error:
             kind = ServerDown if isinstance(error, aiohttp.ConnectionTimeoutError) else _NoAnswer
             raise kind(f"{url}: {timeout_reason(error, timeout)}") from error
         except aiohttp.ClientError as error:
             raise ServerDown(f"{url}: {error}") from error
         if status != 200:
-            raise ServerRefused(path, status, read_error(content))
+            # Reported in the run's status: only vLLM's own message, and nothing of another server's answer.
+            raise ServerRefused(path, status, read_message(content))
         return content
 
 
@@ -369,11 +377,9 @@ async def _calling(on_waiting: Callable[[], None]) -> AsyncIterator[None]:
 
 def _decoded(content: bytes, reply: type[Reply]) -> Reply:
     try:
-        return msgspec.json.decode(content, type=reply)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadReply(
-            f"{error} (the answer starts with {content[:100].decode(errors='replace')!r})"
-        ) from error
+        return decode_json(content, reply)
+    except BadAnswer as error:
+        raise BadReply(str(error)) from error
 
 
 def _short(ids: list[int]) -> str:

@@ -18,8 +18,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
+from scalerl_generator.http_session import open_session
 from scalerl_generator.timeouts import timeout_reason
 from scalerl_generator.vllm_replies import (
     CachePressure,
@@ -50,6 +52,9 @@ _MARGIN_SECONDS = 15.0
 _FIRST_JOIN_POLL_SECONDS = 0.02
 _LAST_JOIN_POLL_SECONDS = 0.25
 """Each poll takes a part of a step of the server."""
+
+_MAX_ANSWER_BYTES = 2**29
+"""Of an answer that is not streamed: those of a group have some 100 bytes a token."""
 
 _GENERATE = "/inference/v1/generate"
 _KEEP_ALIVE_SECONDS = 30.0
@@ -115,7 +120,11 @@ class VllmClient:
 
     def __init__(self, base_url: str, token: str) -> None:
         self._base = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._headers = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/json",
+            **IDENTITY,
+        }
         self._pooled: aiohttp.ClientSession | None = None
         self._unpooled: aiohttp.ClientSession | None = None
 
@@ -205,16 +214,17 @@ class VllmClient:
         cause: Exception | None = None
         try:
             async with self._session_for(_GENERATE).post(
-                url, data=_ENCODE(body), timeout=timeout
+                url, data=_ENCODE(body), timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    raise ServerRefused(_GENERATE, response.status, read_error(await response.read()))
+                    error_body = bytes(await read_answer(response, MAX_ERROR_BYTES))
+                    raise ServerRefused(_GENERATE, response.status, read_error(error_body))
                 async for content in response.content.iter_any():
                     for index, part in answer.feed(content):
                         on_part(index, part)
         except TimeoutError as error:
             problem, cause = timeout_reason(error, timeout), error
-        except aiohttp.ClientError as error:
+        except (BadAnswer, aiohttp.ClientError) as error:
             problem, cause = str(error), error
         if answer.unfinished:  # if all completions have arrived, an error of the connection does not matter
             raise ServerDown(f"{url}: {problem}") from cause
@@ -368,11 +378,11 @@ class VllmClient:
         if path == _GENERATE:
             if self._pooled is None:
                 connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
-                self._pooled = aiohttp.ClientSession(connector=connector, headers=self._headers)
+                self._pooled = open_session(self._headers, connector)
             return self._pooled
         if self._unpooled is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._unpooled = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._unpooled = open_session(self._headers, connector)
         return self._unpooled
 
     async def _call(
@@ -384,12 +394,16 @@ class VllmClient:
         )
         data = None if body is None else _ENCODE(body)
         try:
-            async with session.request(method, self._base + path, data=data, timeout=timeout) as response:
-                content = await response.read()
+            async with session.request(
+                method, self._base + path, data=data, timeout=timeout, allow_redirects=False
+            ) as response:
                 status = response.status
+                content = bytes(
+                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
+                )
         except TimeoutError as error:
             raise ServerDown(f"{self._base}{path}: {timeout_reason(error, timeout)}") from error
-        except aiohttp.ClientError as error:
+        except (BadAnswer, aiohttp.ClientError) as error:
             raise ServerDown(f"{self._base}{path}: {error}") from error
         if status != 200:
             raise ServerRefused(path, status, read_error(content))

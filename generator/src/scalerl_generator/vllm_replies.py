@@ -198,6 +198,10 @@ class _ErrorReply(msgspec.Struct):
     error: _ErrorDetail
 
 
+_MAX_EVENT_BYTES = 2**26
+_MAX_MESSAGE = 500
+"""Of the server's error message, in characters."""
+
 _FINISHED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
 
 _GENERATE = msgspec.json.Decoder(_GenerateReply)
@@ -244,6 +248,8 @@ class StreamedAnswer:
             BadReply, GenerationFailed, ServerRefused
         """
         *events, self._rest = (self._rest + content).split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise BadReply(f"an event has more than {_MAX_EVENT_BYTES} bytes")
         for event in events:
             yield from self._event(event.removeprefix(b"data: "))
 
@@ -394,15 +400,23 @@ def read_draft_report(content: bytes) -> DraftReport:
 def read_error(content: bytes) -> str:
     """The error message of a response with a status other than 200."""
     try:
-        return _ERROR.decode(content).error.message
-    except msgspec.DecodeError:
-        return content[:500].decode(errors="replace")
+        return _ERROR.decode(content).error.message[:_MAX_MESSAGE]
+    except (ValueError, RecursionError):
+        return content[:_MAX_MESSAGE].decode(errors="replace")
+
+
+def read_message(content: bytes) -> str:
+    """As :func:`read_error`, without the text of a server that is no vLLM."""
+    try:
+        return _ERROR.decode(content).error.message[:_MAX_MESSAGE]
+    except (ValueError, RecursionError):
+        return "without an error message of vLLM"
 
 
 def _decoded(decoder: msgspec.json.Decoder[Reply], content: bytes) -> Reply:
     try:
         return decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         start = content[:100].decode(errors="replace")
         raise BadReply(f"{error} (the answer starts with {start!r})") from error
 

@@ -1,12 +1,21 @@
-"""The operator's client of the coordinator's HTTP interface."""
+"""The operator's client of the coordinator's HTTP interface.
+
+What answers is controlled by whoever may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.answers`,
+:mod:`.coordinator_status`), and errors quote nothing of them but known constants.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+import asyncio
+import functools
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from scalerl_api import endpoints
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_answer
 from scalerl_api.wire import (
     CONTENT_TYPE,
     WIRE_HEADER,
@@ -18,6 +27,7 @@ from scalerl_api.wire import (
     Status,
     Stop,
 )
+from scalerl_operator.coordinator_status import MAX_STATUS_BYTES, SMALL_BYTES, decode_status
 
 if TYPE_CHECKING:
     import aiohttp
@@ -27,7 +37,18 @@ T = TypeVar("T")
 DECISIONS_SECONDS: Final = 30.0
 """Timeout of one line or page of the decision log, which waits for a disk."""
 
+MAX_DECISIONS_BYTES: Final = 8 * 2**20
+"""Limit of a page of the decision log; a coordinator of an earlier release sends the whole log."""
+
+RECEIVE_BYTES: Final = 8 * 1024
+"""Size of the receive buffer, of which Linux makes twice as much."""
+MAX_INTERIM: Final = 10
+
 UPGRADE_REQUIRED: Final = 426
+_QUOTED: Final = frozenset(
+    {"bad-request", "failed", "no-space", "not-ready", "superseded", "unauthorized", "wire-version"}
+)
+"""Values of ``Problem.error`` that a message may have."""
 READABLE_VERSIONS: Final = tuple(range(WIRE_VERSION, 0, -1))
 """Wire versions that this client can use: each version only added fields with defaults. A run keeps its images when the operator
 is upgraded, so its coordinator may use an earlier version."""
@@ -57,7 +78,7 @@ class CoordinatorClient:
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
         self._url = url
-        self._headers = {"authorization": f"Bearer {token}", "content-type": CONTENT_TYPE}
+        self._headers = {"authorization": f"Bearer {token}", "content-type": CONTENT_TYPE, **IDENTITY}
         self._version = WIRE_VERSION
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
@@ -70,63 +91,144 @@ class CoordinatorClient:
 
     async def status(self) -> Status:
         """``GET /v1/status``."""
-        return await self._call("GET", endpoints.STATUS, None, Status)
+        return await self._call("GET", endpoints.STATUS, None, decode_status, MAX_STATUS_BYTES)
 
     async def stop(self, reason: str) -> None:
         """``POST /v1/stop``: the stop request; an empty reason cancels it."""
-        await self._call("POST", endpoints.STOP, Stop(reason=reason), Ack)
+        await self._call("POST", endpoints.STOP, Stop(reason=reason), _ack)
 
     async def decisions(self, offset: int) -> DecisionLines:
         """``GET /v1/decisions``: a page of ``decisions.jsonl`` from byte ``offset``."""
         path = f"{endpoints.DECISIONS}?offset={offset}"
-        return await self._call("GET", path, None, DecisionLines, DECISIONS_SECONDS)
+        return await self._call("GET", path, None, _lines, MAX_DECISIONS_BYTES, DECISIONS_SECONDS)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
         """``POST /v1/decisions``: writes a line, which is on the run's volume when this returns."""
-        await self._call(
-            "POST", endpoints.DECISIONS, DecisionLine(offset=offset, line=line), Ack, DECISIONS_SECONDS
-        )
+        message = DecisionLine(offset=offset, line=line)
+        await self._call("POST", endpoints.DECISIONS, message, _ack, MAX_ERROR_BYTES, DECISIONS_SECONDS)
 
     async def _call(
         self,
         method: str,
         path: str,
         body: msgspec.Struct | None,
-        answer: type[T],
+        decode: Callable[[bytearray], T],
+        limit: int = MAX_ERROR_BYTES,
         timeout_seconds: float | None = None,
     ) -> T:
+        """``limit``: of the answer, in bytes; ``decode`` raises BadAnswer."""
         import aiohttp  # takes half a second, by which the first child of a local run would start later
 
-        self._session = self._session or aiohttp.ClientSession(headers=self._headers)
-        data = None if body is None else msgspec.msgpack.encode(body)
         seconds = timeout_seconds or self._timeout_seconds
-        timeout = aiohttp.ClientTimeout(total=seconds)
+        call = f"{method} {path}"
+        try:
+            async with asyncio.timeout(seconds):
+                code, content = await self._send(method, path, body, limit)
+            if code == 200:
+                # Decoding a large answer is a loop in Python, between whose iterations the event loop runs.
+                return (
+                    await asyncio.to_thread(decode, content)
+                    if len(content) > SMALL_BYTES
+                    else decode(content)
+                )
+        except TimeoutError as error:
+            raise CoordinatorUnreachable(f"{call}: no complete answer in {seconds:g} s") from error
+        except BadAnswer as error:
+            raise CoordinatorUnreachable(f"{call}: {error}") from error
+        except aiohttp.ClientConnectorError as error:
+            raise CoordinatorUnreachable(f"{call}: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a broken header
+            # Errors of the protocol quote the answer.
+            raise CoordinatorUnreachable(f"{call}: {type(error).__name__}") from error
+        problem = f"{call}: HTTP {code}{_problem(content)}"
+        if code == UPGRADE_REQUIRED:
+            problem += f": it accepts none of the wire versions 1 to {WIRE_VERSION}"
+        if code >= 500 or code < 300:
+            raise CoordinatorUnreachable(problem)
+        raise {404: EndpointMissing, 409: OffsetSuperseded}.get(code, CoordinatorRefused)(problem)
+
+    async def _send(
+        self, method: str, path: str, body: msgspec.Struct | None, limit: int
+    ) -> tuple[int, bytearray]:
+        """Status code and body of the answer in the first wire version that the coordinator accepts."""
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(socket_factory=_socket),
+                response_class=_answer_class(),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None),  # the caller's
+            )
+        data = None if body is None else msgspec.msgpack.encode(body)
+        code, content = UPGRADE_REQUIRED, bytearray()
         for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):
-            try:
-                async with self._session.request(
-                    method, self._url + path, data=data, headers={WIRE_HEADER: str(version)}, timeout=timeout
-                ) as response:
-                    content, code = await response.read(), response.status
-            except TimeoutError as error:
-                raise CoordinatorUnreachable(f"{method} {path}: no answer in {seconds:g} s") from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise CoordinatorUnreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
+            async with self._session.request(
+                method,
+                self._url + path,
+                data=data,
+                headers={WIRE_HEADER: str(version)},
+                allow_redirects=False,
+            ) as response:
+                code = response.status
+                content = await read_answer(
+                    response, limit if code == 200 else MAX_ERROR_BYTES, chunked=False
+                )
             if code != UPGRADE_REQUIRED:
                 self._version = version
                 break
-        if code >= 500:
-            raise CoordinatorUnreachable(f"{method} {path}: HTTP {code}: {_problem(content)}")
-        if code >= 300:
-            refusal = {404: EndpointMissing, 409: OffsetSuperseded}.get(code, CoordinatorRefused)
-            raise refusal(f"{method} {path}: HTTP {code}: {_problem(content)}")
-        try:
-            return msgspec.msgpack.decode(content, type=answer)
-        except msgspec.DecodeError as error:
-            raise CoordinatorUnreachable(f"{method} {path}: not a {answer.__name__}: {error}") from error
+        return code, content
 
 
-def _problem(content: bytes) -> str:
+@functools.cache
+def _answer_class() -> type[aiohttp.ClientResponse]:
+    """An answer with at most ``MAX_INTERIM`` interim responses (``100 Continue``) before it; aiohttp reads any number."""
+    import aiohttp
+
+    class Answer(aiohttp.ClientResponse):
+        async def start(self, connection: Any) -> aiohttp.ClientResponse:
+            protocol, left = connection.protocol, MAX_INTERIM
+            read = protocol.read
+
+            async def counted() -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise aiohttp.ClientPayloadError("too many interim responses")
+                return await read()
+
+            protocol.read = counted
+            try:
+                return await super().start(connection)
+            finally:
+                del protocol.read
+
+    return Answer
+
+
+def _socket(address: Any) -> socket.socket:
+    """A socket with a small buffer. aiohttp parses what is received at once in one go: of 256 KiB of interim responses (``100
+    Continue``), without a limit of their number, it would hold the event loop for half a second."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+    return made
+
+
+def _ack(content: bytearray) -> Ack:
+    return decode_msgpack(content, Ack)
+
+
+def _lines(content: bytearray) -> DecisionLines:
+    return decode_msgpack(content, DecisionLines)
+
+
+def _problem(content: bytearray) -> str:
+    """The error's constant, if it is a known one."""
     try:
-        return msgspec.msgpack.decode(content, type=Problem).message
-    except msgspec.DecodeError:
-        return content[:200].decode(errors="replace")
+        error = decode_msgpack(content, Problem).error
+    except BadAnswer:
+        return ""
+    return f" {error}" if error in _QUOTED else ""

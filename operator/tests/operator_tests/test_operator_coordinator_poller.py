@@ -17,7 +17,7 @@ from aiohttp import web
 
 from operator_tests.scaling import status
 from scalerl_api import endpoints
-from scalerl_api.wire import Ack, Problem, Stop
+from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop
 from scalerl_operator.controller import coordinator_poller
 from scalerl_operator.controller.coordinator_poller import (
     LONGEST_PAUSE_SECONDS,
@@ -231,12 +231,12 @@ async def test_non_leader_may_read_and_reports_nothing() -> None:
 
 async def test_refusal_is_kept_and_wakes_the_run_once(caplog: pytest.LogCaptureFixture) -> None:
     there, token = Coordinator(), Tokens()
-    there.refuses = "you speak wire version 2, the coordinator 1"
+    there.refuses = "anything"
     async with there.serving() as pod, coordinators(background=False) as ours:
         assert not (await ours.poll(RUN, [pod], token, 1)).known
         for _ in range(3):
             await ours.refresh(RUN)
-            refusal = "GET /v1/status: HTTP 426: you speak wire version 2, the coordinator 1"
+            refusal = f"GET /v1/status: HTTP 426 wire-version: it accepts none of the wire versions 1 to {WIRE_VERSION}"
             assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
         assert token.again == 3, "the token may be the reason: it is read again after each refusal"
@@ -250,7 +250,7 @@ async def test_refusal_is_kept_and_wakes_the_run_once(caplog: pytest.LogCaptureF
         there.refuses = "no"
         await ours.refresh(RUN)
         answer = await ours.poll(RUN, [pod], token, 1)
-        assert answer == Answer(True, refusal="GET /v1/status: HTTP 426: no")
+        assert answer == Answer(True, refusal=refusal)
         assert await ours.poll(RUN, [], token, 1) == Answer(True), "one that is gone says nothing"
 
 

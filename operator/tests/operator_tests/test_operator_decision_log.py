@@ -20,11 +20,18 @@ from operator_tests.decision_service import opened
 from operator_tests.scaling import answer, evaluations, flat_curve, run, spec, status
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.wire import DecisionLines, EvaluationPoint
 from scalerl_curvefit import CurveError
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import PAGE_BYTES, Line, RecordError, summary_of
+from scalerl_operator.autoscaling.decision_log import (
+    MAX_LINE_BYTES,
+    PAGE_BYTES,
+    DecisionRecord,
+    Line,
+    RecordError,
+    summary_of,
+)
 from scalerl_operator.autoscaling.forecast_request import build_request
 from scalerl_operator.autoscaling.models import Generators, History, State
 from scalerl_operator.autoscaling.observation import observe, point
@@ -338,3 +345,20 @@ def test_any_recorded_history_is_reproduced(
         asyncio.run(record.append("autoscale", RULES, points, seen, decision))
     lines, found = verify(path.read_bytes())
     assert (len(lines), found) == (len(history), [])
+
+
+async def test_log_without_an_end_is_refused() -> None:
+    """The coordinator determines what it sends, and how much it says there is."""
+    read = 0
+
+    async def page(offset: int) -> DecisionLines:
+        nonlocal read
+        read += 1
+        return DecisionLines(content=b"x" * (MAX_LINE_BYTES // 2 + 1), size=10**12)
+
+    async def write(offset: int, line: bytes) -> None:
+        raise AssertionError("nothing is written")
+
+    with pytest.raises(RecordError, match=r"more than \d+ bytes in a line"):
+        await DecisionRecord(page, write).load()
+    assert read == 2

@@ -97,10 +97,16 @@ async def _ok(body: Any) -> web.Response:
 @pytest.mark.parametrize(
     ("code", "body", "error", "words"),
     [
-        (401, Problem(error="unauthorized", message="no such token"), CoordinatorRefused, "no such token"),
-        (426, Problem(error="wire-version", message="1, not 2"), CoordinatorRefused, "1, not 2"),
-        (503, Problem(error="not-ready", message="wait"), CoordinatorUnreachable, "wait"),
-        (500, {"other": 1}, CoordinatorUnreachable, "HTTP 500"),
+        (401, Problem(error="unauthorized", message="no"), CoordinatorRefused, "HTTP 401 unauthorized$"),
+        (
+            426,
+            Problem(error="wire-version", message="no"),
+            CoordinatorRefused,
+            "none of the wire versions 1 to",
+        ),
+        (503, Problem(error="not-ready", message="wait"), CoordinatorUnreachable, "HTTP 503 not-ready$"),
+        (403, Problem(error="unknown", message="no"), CoordinatorRefused, "HTTP 403$"),
+        (500, {"other": 1}, CoordinatorUnreachable, "HTTP 500$"),
         (200, {"garbage": True}, CoordinatorUnreachable, "not a Status"),
     ],
 )

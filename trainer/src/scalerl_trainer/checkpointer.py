@@ -8,16 +8,10 @@ checkpoint on all ranks; training continues, and the previous checkpoint stays t
 from __future__ import annotations
 
 import logging
-import pickle
-import random
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from scalerl_trainer.checkpoint import (
     FIXED_SHAPE,
@@ -31,6 +25,7 @@ from scalerl_trainer.checkpoint import (
 )
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.random_state import load_random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -83,6 +78,14 @@ class FailedSave:
         """Whether another attempt may succeed on ``volume``, its present state."""
         waited = time.monotonic() - self.time
         return waited >= (RETRY_SECONDS if volume.better_than(self.volume) else BLIND_RETRY_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The staging folder, or the error."""
+
+    directory: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,18 +151,19 @@ class Checkpointer:
             stage: the state of mid-training, if any; used on rank 0 only.
         """
         begun = time.perf_counter()
-        staged, error = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None)
-        if staged is None:
-            return error
-        failure: str | None = None
+        begun_at = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None, _Begun)
+        if begun_at.error:
+            return begun_at.error
+        staged = StagedCheckpoint(step, Path(begun_at.directory))
+        failure = ""
         try:
             self._engine.save(staged.directory)
-            _save_random_state(staged.directory, self._ranks.rank)
+            save_random_state(staged.directory, self._ranks.rank)
             if stage is not None and self._ranks.is_leader:
                 (staged.directory / STAGE).write_bytes(stage)
         except (OSError, RuntimeError, TrainerError) as problem:
             failure = f"rank {self._ranks.rank}: {type(problem).__name__}: {problem}"
-        failures = [f for f in self._ranks.all_gather(failure) if f is not None]
+        failures = [f for f in self._ranks.all_gather(failure, str) if f]
         if failures:
             if self._ranks.is_leader:
                 self._store.discard(staged)
@@ -183,21 +187,23 @@ class Checkpointer:
         pending.thread.join(timeout=self._flush_seconds)
         if pending.thread.is_alive():
             pending.error = f"not flushed within {self._flush_seconds:g} s"
-        results = self._ranks.all_gather((pending.records, pending.error))
-        saved = self._ranks.broadcast(self._commit(pending, results) if self._ranks.is_leader else None)
+        results = self._ranks.all_gather((pending.records, pending.error or ""), tuple[list[FileRecord], str])
+        saved = self._ranks.broadcast(
+            self._commit(pending, results) if self._ranks.is_leader else None, SaveResult
+        )
         if saved.error is not None:
             self.last_step = None
         else:
             self.committed_step = saved.step
         return saved
 
-    def _begin(self, step: int) -> tuple[StagedCheckpoint | None, str | None]:
+    def _begin(self, step: int) -> _Begun:
         # No checkpoint is pending here: what could not be removed before must not keep the volume full.
         self._store.remove_staged()
         try:
-            return self._store.stage(step), None
+            return _Begun(str(self._store.stage(step).directory))
         except OSError as error:
-            return None, str(error)
+            return _Begun(error=str(error) or type(error).__name__)
 
     def _flush(self, pending: _Pending, files: list[Path]) -> None:
         try:
@@ -205,9 +211,9 @@ class Checkpointer:
         except Exception as error:  # after any failure, the files may not be on disk
             pending.error = f"rank {self._ranks.rank}: {error}"
 
-    def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str | None]]) -> SaveResult:
+    def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str]]) -> SaveResult:
         step = pending.staged.step
-        error = next((e for _, e in results if e is not None), None)
+        error = next((e for _, e in results if e), None)
         if error is None:
             try:
                 records = [record for records, _ in results for record in records]
@@ -240,18 +246,20 @@ class Checkpointer:
         """
         if self._ranks.is_leader:
             self._store.remove_staged()
-        steps = self._ranks.broadcast(self._store.steps() if self._ranks.is_leader else None)
+        steps = self._ranks.broadcast(self._store.steps() if self._ranks.is_leader else None, list[int])
         for step in steps:
-            errors = [e for e in self._ranks.all_gather(self._verify(step)) if e is not None]
+            errors = [e for e in self._ranks.all_gather(self._verify(step), str) if e]
             if not errors:
                 directory = self._store.directory(step)
                 self._engine.load(directory)
-                _load_random_state(directory, self._ranks.rank)
+                load_random_state(directory, self._ranks.rank)
                 self.last_step = self.committed_step = step
                 return step
             if self._ranks.is_leader:
                 self._store.quarantine(step, errors[0])
-        quarantined = self._ranks.broadcast(self._store.quarantined() if self._ranks.is_leader else None)
+        quarantined = self._ranks.broadcast(
+            self._store.quarantined() if self._ranks.is_leader else None, list[str]
+        )
         if steps or quarantined:
             raise NoUsableCheckpoint(
                 f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (the log of the "
@@ -267,19 +275,20 @@ class Checkpointer:
         """The state of mid-training in a loaded checkpoint. Not a collective."""
         return (self._store.directory(step) / STAGE).read_bytes()
 
-    def _verify(self, step: int) -> str | None:
+    def _verify(self, step: int) -> str:
+        """Why the checkpoint is damaged; empty if it is not."""
         try:
             manifest = self._store.manifest(step)
             self._store.verify(manifest, self._ranks.rank, self._ranks.world)
         except CheckpointError as error:
-            return str(error)
+            return str(error) or "damaged"
         if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
             raise NoUsableCheckpoint(
                 f"an earlier release wrote checkpoint {step} with {manifest.shape}, but this run has {self._shape}: resume with "
                 "the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change them after the next "
                 "checkpoint"
             )
-        return None
+        return ""
 
 
 def held_by(world: int) -> str:
@@ -290,35 +299,3 @@ def held_by(world: int) -> str:
     """
     ranks = f"Each of the {world} ranks has a part of them: if one" if world > 1 else "If its process"
     return f"{ranks} is lost{' (its process, its node)' if world > 1 else ''}, all updates since the last checkpoint are"
-
-
-def _random_file(directory: Path, rank: int) -> Path:
-    return directory / f"random-rank{rank:05d}.pickle"
-
-
-def _save_random_state(directory: Path, rank: int) -> None:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-    _random_file(directory, rank).write_bytes(pickle.dumps(state))
-
-
-def _load_random_state(directory: Path, rank: int) -> None:
-    """Restore the random states. A rank that did not exist at the checkpoint gets a seed derived from rank 0's state."""
-    file, is_new_rank = _random_file(directory, rank), False
-    if not file.is_file():
-        file, is_new_rank = _random_file(directory, 0), True
-    state = pickle.loads(file.read_bytes())  # noqa: S301  # the trainer wrote the file, and its hash is verified
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if is_new_rank:
-        seed = random.getrandbits(31) ^ rank
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)  # also seeds the accelerator

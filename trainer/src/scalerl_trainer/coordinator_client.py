@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from scalerl_api import endpoints, wire
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,12 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Timeout of one attempt of a call; that of a long poll is its wait plus this."""
+
+MAX_ANSWER_BYTES = 2**26
+MAX_SNAPSHOT_BYTES = 2**29
+"""Of the coordinator's state, as it accepts it in a hello."""
+MAX_SHARD_BYTES = 2**33
+"""A rank's part of a step: 8 bytes a token and the prompts."""
 
 T = TypeVar("T")
 
@@ -102,7 +109,7 @@ class Coordinator:
         message = wire.ShardRequest(
             incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
         )
-        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, alone=False)
+        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, MAX_SHARD_BYTES, alone=False)
 
     def report(
         self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
@@ -164,8 +171,12 @@ class Coordinator:
         """Fetch the coordinator's state as of ``step``. ``retry``: retry; otherwise one attempt."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
         if retry:
-            return self._call(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot)
-        return self._once(endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, 0.0)
+            return self._call(
+                endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, MAX_SNAPSHOT_BYTES
+            )
+        return self._once(
+            endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, 0.0, MAX_SNAPSHOT_BYTES
+        )
 
     def checkpoint_failed(self, step: int, reason: str, *, holding: bool) -> None:
         """Report a failed checkpoint, in one attempt. ``holding``: see :class:`wire.CheckpointFailed`."""
@@ -190,22 +201,30 @@ class Coordinator:
         """
         timeout = httpx.Timeout(ANSWER_SECONDS)
         try:
-            response = self._http.get(endpoints.STATUS, timeout=timeout).raise_for_status()
-            return msgspec.msgpack.decode(response.content, type=wire.Status).points
-        except httpx.HTTPError as error:
+            code, content = request(self._http, "GET", endpoints.STATUS, b"", timeout, MAX_ANSWER_BYTES)
+            if code != httpx.codes.OK:
+                raise CoordinatorUnreachable(f"GET {endpoints.STATUS}: HTTP {code}")
+            return decode_msgpack(content, wire.Status).points
+        except (httpx.HTTPError, BadAnswer) as error:
             raise CoordinatorUnreachable(
                 f"GET {endpoints.STATUS}: {failure_reason(error, timeout)}"
             ) from error
-        except msgspec.DecodeError as error:
-            raise CoordinatorUnreachable(f"GET {endpoints.STATUS}: not a Status: {error}") from error
 
-    def _call(self, path: str, message: wire.Struct, answer: type[T], *, alone: bool = True) -> T:
+    def _call(
+        self,
+        path: str,
+        message: wire.Struct,
+        answer: type[T],
+        limit: int = MAX_ANSWER_BYTES,
+        *,
+        alone: bool = True,
+    ) -> T:
         """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
         deadline = time.monotonic() + self._retry_seconds
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                return self._once(path, message, answer, 0.0)
+                return self._once(path, message, answer, 0.0, limit)
             except CoordinatorUnreachable as error:
                 full = isinstance(error, VolumeFull)
                 if full:  # it answers: the deadline is that of a coordinator that does not
@@ -220,22 +239,29 @@ class Coordinator:
                 self.while_full()
             pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _once(self, path: str, message: wire.Struct, answer: type[T], wait_seconds: float) -> T:
+    def _once(
+        self,
+        path: str,
+        message: wire.Struct,
+        answer: type[T],
+        wait_seconds: float,
+        limit: int = MAX_ANSWER_BYTES,
+    ) -> T:
         timeout = httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0)
         try:
-            response = self._http.post(path, content=msgspec.msgpack.encode(message), timeout=timeout)
-        except httpx.HTTPError as error:
+            code, content = request(self._http, "POST", path, msgspec.msgpack.encode(message), timeout, limit)
+        except (httpx.HTTPError, BadAnswer) as error:
             raise CoordinatorUnreachable(f"POST {path}: {failure_reason(error, timeout)}") from error
-        if response.status_code == httpx.codes.OK:
+        if code == httpx.codes.OK:
             try:
-                return msgspec.msgpack.decode(response.content, type=answer)
-            except msgspec.DecodeError as error:
-                raise CoordinatorError(f"POST {path}: answer is not a {answer.__name__}: {error}") from error
-        problem = decode_problem(response)
-        reason = f"POST {path}: {response.status_code} {problem.error}: {problem.message}"
-        if response.status_code == httpx.codes.INSUFFICIENT_STORAGE:
+                return decode_msgpack(content, answer)
+            except BadAnswer as error:
+                raise CoordinatorError(f"POST {path}: {error}") from error
+        problem = decode_problem(content)
+        reason = f"POST {path}: {code} {problem.error}: {problem.message}"
+        if code == httpx.codes.INSUFFICIENT_STORAGE:
             raise VolumeFull(reason)
-        if response.status_code >= 500:
+        if code >= 500:
             raise CoordinatorUnreachable(reason)
         if problem.error == "superseded":
             raise Superseded(reason)
@@ -248,7 +274,25 @@ def wire_headers(token: str) -> dict[str, str]:
         "authorization": f"Bearer {token}",
         "content-type": wire.CONTENT_TYPE,
         wire.WIRE_HEADER: str(wire.WIRE_VERSION),
+        **IDENTITY,
     }
+
+
+def request(
+    http: httpx.Client, method: str, url: str, body: bytes, timeout: httpx.Timeout, limit: int
+) -> tuple[int, bytearray]:
+    """Status code and body of an answer of at most ``limit`` bytes. Redirects are not followed. The body is complete within
+    ``timeout.read`` of its first byte, plus a second for each MiB of ``limit``.
+
+    Raises:
+        httpx.HTTPError
+        BadAnswer: see :class:`scalerl_api.answers.Body`.
+    """
+    with http.stream(method, url, content=body, timeout=timeout, follow_redirects=False) as response:
+        code = response.status_code
+        limit = limit if httpx.codes.is_success(code) else MAX_ERROR_BYTES
+        deadline = time.monotonic() + (timeout.read or 0.0) + limit / 2**20
+        return code, Body(response.headers, limit, deadline).read(response.iter_raw())
 
 
 def failure_reason(error: Exception, limits: httpx.Timeout) -> str:
@@ -266,12 +310,14 @@ def failure_reason(error: Exception, limits: httpx.Timeout) -> str:
             return f"nothing could be sent for {limits.write:g} s"
         case httpx.ReadTimeout():
             return f"no answer in {limits.read:g} s"
+        case BadAnswer():
+            return str(error)
     return f"{type(error).__name__}: {error}"
 
 
-def decode_problem(response: httpx.Response) -> wire.Problem:
+def decode_problem(content: bytearray) -> wire.Problem:
     """The error in a response other than 2xx, including one from a proxy."""
     try:
-        return msgspec.msgpack.decode(response.content, type=wire.Problem)
-    except msgspec.DecodeError:
-        return wire.Problem(error="http", message=response.text[:200] or response.reason_phrase)
+        return decode_msgpack(content, wire.Problem)
+    except BadAnswer:
+        return wire.Problem(error="http", message="the body is no problem of the run's protocol")

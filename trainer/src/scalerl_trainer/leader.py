@@ -184,7 +184,7 @@ class Leader:
     # --- commands -----------------------------------------------------------------------------------------
 
     def _command(self, command: Command) -> None:
-        self._worker.ranks.broadcast(command)
+        self._worker.ranks.broadcast(command, Command)
 
     def _sync_and_check_stop(self) -> bool:
         """Sync with all ranks, finish a flushed checkpoint; returns whether any rank is to stop."""

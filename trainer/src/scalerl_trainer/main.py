@@ -114,12 +114,13 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     device = init_process_group(
         rank,
         device="cuda" if spec.trainer.devices else "cpu",
+        token=environment.token,
         timeout_seconds=collective_timeout_seconds(spec),
         stopped=stop.is_set,
     )
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
-    incarnation = ranks.broadcast(uuid.uuid4().hex if ranks.is_leader else None)
+    incarnation = ranks.broadcast(uuid.uuid4().hex if ranks.is_leader else None, str)
 
     model = load_model(
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention

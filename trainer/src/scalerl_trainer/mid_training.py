@@ -170,7 +170,7 @@ class MidTraining:
         if not self._ranks.is_leader:
             while self._leader_waits(waiting=True):
                 pass
-            return self._ranks.broadcast(None)
+            return self._ranks.broadcast(None, str)
         before = self._coordinator.while_full
         self._coordinator.while_full = lambda: self._leader_waits(waiting=True)
         try:
@@ -178,11 +178,11 @@ class MidTraining:
         finally:
             self._coordinator.while_full = before
         self._leader_waits(waiting=False)
-        return self._ranks.broadcast(result)
+        return self._ranks.broadcast(result, str)
 
     def _leader_waits(self, *, waiting: bool) -> bool:
         """Whether rank 0 still waits (its ``waiting``). Sets ``stop`` if it is set on any rank."""
-        states = self._ranks.all_gather((waiting, self._stop.is_set()))
+        states = self._ranks.all_gather((waiting, self._stop.is_set()), tuple[bool, bool])
         if any(stop for _, stop in states):
             self._stop.set()
         return states[0][0]
@@ -196,7 +196,9 @@ class MidTraining:
                 log.info("mid-training step %d: loss %.4f", done.steps, stats.loss)
             if time.monotonic() - self._reported >= REPORT_SECONDS:
                 reason = self._report(done)
-        states = self._ranks.all_gather((self._stop.is_set(), self._checkpointer.flushed, reason, retry))
+        states = self._ranks.all_gather(
+            (self._stop.is_set(), self._checkpointer.flushed, reason, retry), tuple[bool, bool, str, bool]
+        )
         reason, retry = states[0][2:]
         if all(flushed for _, flushed, _, _ in states):
             self._finish_checkpoint()
@@ -220,7 +222,7 @@ class MidTraining:
         ranks = self._ranks
         own = self._engine.logprobs(held_out[ranks.rank :: ranks.world], temperature=1.0).per_sequence()
         sums = [(float(one.double().sum()), len(one)) for one in own]
-        every = [one for part in ranks.all_gather(sums) for one in part]
+        every = [one for part in ranks.all_gather(sums, list[tuple[float, int]]) for one in part]
         if not ranks.is_leader or not every:
             return
         row = {
@@ -314,7 +316,7 @@ class MidTraining:
         reported = -math.inf
         while True:
             retry = self._ranks.is_leader and self._failed.may_retry(self._checkpointer.volume())
-            states = self._ranks.all_gather((self._stop.is_set(), retry))
+            states = self._ranks.all_gather((self._stop.is_set(), retry), tuple[bool, bool])
             if any(stop for stop, _ in states):
                 time.sleep(LAST_RETRY_SECONDS)
                 return True

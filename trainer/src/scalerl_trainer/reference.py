@@ -48,7 +48,7 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
             problem = str(error)
     for _ in tensors:  # all ranks take part to the end, rank 0 also after a failure
         pass
-    if problem := ranks.broadcast(problem if ranks.is_leader else None):
+    if problem := ranks.broadcast(problem if ranks.is_leader else None, str):
         raise OSError(problem)
 
 

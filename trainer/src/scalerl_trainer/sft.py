@@ -120,7 +120,9 @@ def encode_shard(
             problems += [problem] if problem else []
     except (BadBatchError, TaskError, OSError) as error:
         failure = str(error)
-    parts = ranks.all_gather((sum(len(sequence.completion) for sequence in own), problems, failure))
+    parts = ranks.all_gather(
+        (sum(len(sequence.completion) for sequence in own), problems, failure), tuple[int, list[str], str]
+    )
     if failure := next((failure for _, _, failure in parts if failure), ""):
         raise BadBatchError(failure)
     return own, sum(tokens for tokens, _, _ in parts), [one for _, part, _ in parts for one in part]

@@ -91,7 +91,7 @@ class Worker:
             PublishRefusedError: generators could not use the published weights.
         """
         while True:
-            command: Command = self.ranks.broadcast(None)
+            command = self.ranks.broadcast(None, Command)
             match command:
                 case Command.SYNC:
                     self.sync()
@@ -121,7 +121,7 @@ class Worker:
 
     def sync(self) -> tuple[bool, bool]:
         """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective."""
-        states = self.ranks.all_gather((self.stop.is_set(), self.checkpointer.flushed))
+        states = self.ranks.all_gather((self.stop.is_set(), self.checkpointer.flushed), tuple[bool, bool])
         return any(stop for stop, _ in states), all(flushed for _, flushed in states)
 
     def train(self) -> Trained:
@@ -148,11 +148,18 @@ class Worker:
         broken = Counter[int]()
         for index, tokens in step_stats.broken.items():
             broken[shard.groups[shard.sequences[index].group].slot] += tokens
-        gathered = self.ranks.all_gather((own_seconds, shard_batch.staleness, broken))
+        gathered = self.ranks.all_gather(
+            (own_seconds, shard_batch.staleness, dict(broken)),
+            tuple[dict[str, float], Staleness, dict[int, int]],
+        )
         seconds = {name: sum(s[name] for s, _, _ in gathered) / len(gathered) for name in own_seconds}
         staleness = sum((s for _, s, _ in gathered), Staleness())
         return Trained(
-            shard_batch.stats, staleness, step_stats, seconds, sum((b for _, _, b in gathered), Counter())
+            shard_batch.stats,
+            staleness,
+            step_stats,
+            seconds,
+            sum((Counter(b) for _, _, b in gathered), Counter()),
         )
 
     def gather(self) -> NamedTensors:

@@ -34,6 +34,9 @@ from scalerl_operator.kube.errors import Fenced
 FORMAT: Final = 2
 FILE: Final = "decisions.jsonl"
 PAGE_BYTES: Final = 2**20
+MAX_LINE_BYTES: Final = 2**23
+"""Of a line, as the coordinator accepts it."""
+MAX_LOG_BYTES: Final = 2**28
 REASON_CHARACTERS: Final = 1000
 """Longest reason or message in the status."""
 
@@ -131,7 +134,7 @@ def read(content: bytes, first: int = 1) -> Iterator[tuple[int, Line | str]]:
             else:
                 yield number, msgspec.json.decode(raw, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield number, str(error)
+            yield number, str(error)[:200]
     if rest:
         yield first + len(whole), "unfinished: its end is missing"
 
@@ -271,6 +274,11 @@ class _PageReader:
         """Adds the next page. Raises RecordError as :meth:`DecisionRecord.load`."""
         content = self._partial + page
         end = content.rfind(b"\n") + 1
+        if len(content) - end > MAX_LINE_BYTES or self.size + end > MAX_LOG_BYTES:
+            limits = f"{MAX_LINE_BYTES} bytes in a line or {MAX_LOG_BYTES} in all"
+            raise RecordError(
+                f"{FILE} has more than {limits}; move it away on the run's volume to start an empty one"
+            )
         for number, line in read(content[:end], self._next_line):
             expected = (self.summary.sequence, self.summary.history)
             if isinstance(line, Line) and (line.sequence, line.before) != expected:

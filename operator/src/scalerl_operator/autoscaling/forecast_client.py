@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from scalerl_api.answers import IDENTITY, BadAnswer, decode_json, read_answer
 from scalerl_api.forecast import FORECAST, ErrorAnswer, ForecastAnswer, ForecastRequest
 
 if TYPE_CHECKING:
     import aiohttp
 
 MAX_ANSWER_BYTES: Final = 4 * 1024 * 1024
+MAX_REASON: Final = 500
+"""Of the reason of a refusal, in characters."""
 BOUND_SECONDS: Final = 60.0
 """Timeout of one request, with all its attempts."""
 AT_ONCE: Final = 8
@@ -49,7 +52,7 @@ class Sidecar:
         backoff_seconds: float = 0.5,
     ) -> None:
         self._url = url
-        self._headers = {"content-type": "application/json"}
+        self._headers = {"content-type": "application/json", **IDENTITY}
         self._headers |= {"authorization": f"Bearer {token}"} if token else {}
         self._timeout_seconds = timeout_seconds
         self._attempts = attempts
@@ -66,7 +69,12 @@ class Sidecar:
             async with (
                 self._gate,
                 asyncio.timeout(BOUND_SECONDS),
-                aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
+                aiohttp.ClientSession(
+                    timeout=timeout,
+                    headers=self._headers,
+                    auto_decompress=False,
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                ) as session,
             ):
                 for attempt in range(self._attempts):
                     if attempt:
@@ -76,34 +84,33 @@ class Sidecar:
                         return await _attempt(session, url, body)
                     except TimeoutError:
                         failure = f"no answer in {self._timeout_seconds:g} s"
-                    except (aiohttp.ClientError, ValueError) as error:
-                        failure = str(error) or type(error).__name__
+                    except (BadAnswer, aiohttp.ClientConnectorError) as error:
+                        failure = str(error)
+                    except (
+                        aiohttp.ClientError,
+                        ValueError,
+                    ) as error:  # of the protocol: they quote the answer
+                        failure = type(error).__name__
         except TimeoutError:
             raise SidecarError(f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s") from None
         raise SidecarError(f"{NO_ANSWER}: {url}: {failure}, after {self._attempts} attempts")
 
 
 async def _attempt(session: aiohttp.ClientSession, url: str, body: bytes) -> ForecastAnswer:
-    """One attempt. Raises ValueError for an answer that is worth another attempt."""
-    content = bytearray()
-    async with session.post(url, data=io.BytesIO(body)) as response:
-        async for chunk in response.content.iter_chunked(65536):
-            content += chunk
-            if len(content) > MAX_ANSWER_BYTES:
-                raise ValueError(f"answered with more than {MAX_ANSWER_BYTES} bytes")
+    """One attempt. Raises BadAnswer for an answer that is worth another attempt."""
+    async with session.post(url, data=io.BytesIO(body), allow_redirects=False) as response:
+        content = await read_answer(response, MAX_ANSWER_BYTES)
     if 400 <= response.status < 500:
-        raise SidecarError(f"the forecast was refused: {_refusal(bytes(content))}")
+        raise SidecarError(f"the forecast was refused: {_refusal(response.status, content)}")
     if response.status != 200:
-        raise ValueError(f"answered {response.status}")
-    try:
-        return msgspec.json.decode(content, type=ForecastAnswer)
-    except ValueError as error:
-        raise ValueError(f"answered something else than a forecast: {error}") from error
+        raise BadAnswer(f"answered {response.status}")
+    return await asyncio.to_thread(decode_json, content, ForecastAnswer)
 
 
-def _refusal(content: bytes) -> str:
+def _refusal(status: int, content: bytearray) -> str:
+    """The sidecar's reason. It is a part of this release, so its message is quoted, but nothing that another server answers."""
     try:
-        error = msgspec.json.decode(content, type=ErrorAnswer)
-    except ValueError:
-        return f"unknown: {content[:200].decode('utf-8', 'replace')}"
-    return f"{error.code}: {error.message}"
+        error = decode_json(content, ErrorAnswer)
+    except BadAnswer:
+        return f"HTTP {status}"
+    return f"{error.code[:64]}: {error.message[:MAX_REASON]}"

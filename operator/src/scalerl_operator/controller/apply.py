@@ -5,6 +5,7 @@ Only objects with the run's uid are changed or deleted; another object with the 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from scalerl_api.conditions import Phase, Reason
+from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.build import render
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.build.storage import curve_config_map
@@ -39,6 +41,8 @@ OWNERSHIP_TRIES: Final = 5
 SEARCH_SECONDS: Final = 15.0
 """Between two searches for the coordinator's pod when it is not in the cache."""
 FAILED_GANG_GRACE_SECONDS: Final = 5
+MOST_POINTS_AT_ONCE: Final = 500
+"""Points of a curve whose table is made on the event loop: 5 ms."""
 _DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
 """Kinds of objects that are deleted when they are no longer wanted; those with data, and the NetworkPolicy, stay."""
 _VALUE_CHARACTERS: Final = 60
@@ -81,7 +85,7 @@ class Applier:
         )
         images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points
-        curve = [curve_config_map(context.run, context.uid, points)] if points else []
+        curve = [await _curve(context, points)] if points else []
         if state.fingerprint is not None and state.fingerprint == fingerprint(context, desired, images):
             blocked = await ensure_token(self._api, context)
             for obj in curve:
@@ -387,6 +391,12 @@ def pinned(context: RunContext, images: Images) -> Images:
         generator=live.get(Role.GENERATOR, images.generator),
         coordinator=live.get(Role.COORDINATOR, images.coordinator),
     )
+
+
+async def _curve(context: RunContext, points: Sequence[EvaluationPoint]) -> Object:
+    """The curve's ConfigMap. The table of thousands of points, whose number the coordinator determines, takes .1 s: in a thread."""
+    make = functools.partial(curve_config_map, context.run, context.uid, points)
+    return make() if len(points) <= MOST_POINTS_AT_ONCE else await asyncio.to_thread(make)
 
 
 def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | None:

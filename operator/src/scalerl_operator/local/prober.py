@@ -19,7 +19,7 @@ async def succeeds(probe: Probe, port: int) -> bool:
     timeout = aiohttp.ClientTimeout(total=probe.timeout_seconds)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
             session.get(f"http://{HOST}:{port}{probe.path}", allow_redirects=False) as response,
         ):
             return 200 <= response.status < 300

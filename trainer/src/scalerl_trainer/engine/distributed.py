@@ -1,8 +1,17 @@
-"""The ranks' default process group."""
+"""The ranks' default process group.
+
+torch's store has no authentication: whoever reaches its port can read and write it. The rendezvous therefore counts a rank only
+if it proves that it has the run's token, and ranks believe a decision only with such a proof; a rank of another run, or one
+without the token, does not join. This does not protect the addresses that torch exchanges in the store afterwards, nor the
+connections between ranks: only the network's policy keeps others from them (docs/operations.md).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +27,9 @@ from scalerl_trainer.errors import EngineError, Stopped
 POLL_SECONDS = 0.05
 STORE_GRACE_SECONDS = 1.0
 """After a stop, rank 0 keeps the store open for this time, so that the others can read the decision."""
-_DECISION, _PROCEED, _STOPPED = "decision", "proceed", "stopped"
+NONCE_SECONDS = 5.0
+"""A rank that is stopped waits for rank 0 for this time after its connection, so that it can write the decision to stop."""
+_NONCE, _DECISION, _PROCEED, _STOPPED = "nonce", "decision", "proceed", "stopped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ def init_process_group(
     rank: Rank,
     *,
     device: Literal["cpu", "cuda"],
+    token: str = "",
     timeout_seconds: float = 600.0,
     stopped: Callable[[], bool] = lambda: False,
 ) -> torch.device:
@@ -63,10 +75,13 @@ def init_process_group(
     Blocks until all ranks have joined, at most ``timeout_seconds``, which is also the limit of every later collective.
     DeepSpeed uses a clone of the group (:func:`limit_as_default`).
 
+    Args:
+        token: the run's, which all ranks must have.
+
     Raises:
         Stopped: ``stopped`` is true on this rank or on another that has joined.
         EngineError: this rank's device is missing.
-        OSError: not all ranks joined in time.
+        OSError: not all ranks joined in time, or one has not the token.
     """
     # DeepSpeed reads LOCAL_RANK from the environment.
     os.environ["LOCAL_RANK"] = str(rank.local_rank)
@@ -77,7 +92,7 @@ def init_process_group(
                 f"{torch.cuda.device_count()}"
             )
         torch.cuda.set_device(rank.local_rank)
-    store = _rendezvous(rank, timeout_seconds, stopped)
+    store = _rendezvous(rank, timeout_seconds, stopped, token)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=store,
@@ -89,8 +104,16 @@ def init_process_group(
     return torch.device(device, rank.local_rank) if device == "cuda" else torch.device("cpu")
 
 
-def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool]) -> Any:
-    """Connect to a store, and return it once all ranks have joined.
+def _proof(token: str, *what: object) -> str:
+    """Proves knowledge of ``token``."""
+    text = "\0".join(("scalerl rendezvous", *map(str, what)))
+    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool], token: str = "") -> Any:
+    """Connect to a store, and return it once all ranks with the ``token`` have joined.
+
+    Rank 0 writes a random nonce; the other values are proofs of the token and of that nonce.
 
     Signal handlers do not run during torch's blocking call, so another thread makes it.
     """
@@ -121,25 +144,58 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool])
             raise Stopped("stopped while connecting to rank 0")
     if failed:
         raise ConnectionError(f"no rendezvous at {rank.address}:{rank.port}: {failed[0]}") from failed[0]
-    store = stores[0]
-    store.set(f"here/{rank.rank}", "")
-    all_ranks = [f"here/{other}" for other in range(rank.world)]
+    store = dist.PrefixStore(_proof(token, "store"), stores[0])  # type: ignore[attr-defined]
+    own_nonce, connected = secrets.token_hex(16), time.monotonic()
+    if rank.rank == 0:
+        store.set(_NONCE, own_nonce)
+    nonce, joined = "", 0
     while True:
         # The first decision is valid for all ranks: either all proceed or all stop.
-        if stopped():
-            store.compare_set(_DECISION, "", _STOPPED)
-        elif store.check(all_ranks):
-            store.compare_set(_DECISION, "", _PROCEED)
-        if store.check([_DECISION]):
-            if store.get(_DECISION).decode() == _PROCEED:
+        if not nonce and store.check([_NONCE]):
+            nonce = own_nonce if rank.rank == 0 else store.get(_NONCE).decode(errors="replace")
+            store.set(f"here/{rank.rank}", _proof(token, nonce, rank.rank))
+        if stopped() and nonce:
+            store.compare_set(_DECISION, "", f"{_STOPPED} {_proof(token, nonce, _STOPPED)}")
+        elif nonce:
+            joined = _joined(store, rank.world, joined, token, nonce)
+            if joined == rank.world:
+                store.compare_set(_DECISION, "", f"{_PROCEED} {_proof(token, nonce, _PROCEED)}")
+        if nonce and store.check([_DECISION]):
+            decision, _, proof = store.get(_DECISION).decode(errors="replace").partition(" ")
+            if not hmac.compare_digest(proof.encode(), _proof(token, nonce, decision).encode()):
+                raise ConnectionError(
+                    "the rendezvous of the ranks has a decision without the run's token: who reaches this port?"
+                )
+            if decision == _PROCEED:
                 return store
             if rank.rank == 0:
                 time.sleep(STORE_GRACE_SECONDS)
             raise Stopped("this rank or another was stopped during the rendezvous")
         if time.monotonic() > deadline:
+            if not nonce:
+                raise TimeoutError(
+                    f"rank 0 did not begin the rendezvous with this run's token within {timeout_seconds:g} s"
+                )
             missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
             raise TimeoutError(f"ranks {missing} of {rank.world} did not join within {timeout_seconds:g} s")
+        if stopped() and not nonce and time.monotonic() > connected + NONCE_SECONDS:
+            raise Stopped("stopped while waiting for rank 0")
         time.sleep(POLL_SECONDS)
+
+
+def _joined(store: Any, world: int, joined: int, token: str, nonce: str) -> int:
+    """The number of ranks, from rank 0 on, that have joined; the first ``joined`` are known.
+
+    Raises:
+        ConnectionError: one has not the token. Not an ``EngineError``, after which the run would not be tried again.
+    """
+    while joined < world and store.check([f"here/{joined}"]):
+        if not hmac.compare_digest(store.get(f"here/{joined}"), _proof(token, nonce, joined).encode()):
+            raise ConnectionError(
+                f"rank {joined} joined the rendezvous without the run's token: who reaches this port?"
+            )
+        joined += 1
+    return joined
 
 
 def destroy_process_group() -> None:

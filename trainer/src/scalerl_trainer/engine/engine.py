@@ -556,11 +556,20 @@ class Engine:
             return None, 0
         # An outlier that does not exceed the ordinary tokens is not masked, so only the others are exchanged one by one.
         own_n = done.outliers_n.cpu()
-        gathered: list[Any] = [None] * self._world
         large_n = own_n > ordinary
-        dist.all_gather_object(gathered, (own_n[large_n].tolist(), float(own_n[~large_n].sum())))
-        rest = ordinary + sum(small for _, small in gathered)
-        every = [square for squares, _ in gathered for square in squares]
+        own = own_n[large_n].double()
+        head = torch.tensor([len(own), float(own_n[~large_n].sum())], dtype=torch.float64, device=self.device)
+        heads = gather_vectors(head).tolist()
+        longest = max(int(count) for count, _ in heads)
+        if not 0 < longest <= trainable:
+            raise EngineError(f"a rank announces {longest} outliers of {trainable} tokens")
+        padded = torch.zeros(longest, dtype=torch.float64, device=self.device)
+        padded[: len(own)] = own.to(self.device)
+        squares = gather_vectors(padded).tolist()
+        rest = ordinary + sum(small for _, small in heads)
+        every = [
+            square for row, (count, _) in zip(squares, heads, strict=True) for square in row[: int(count)]
+        ]
         smallest = smallest_masked(every, rest)
         if smallest is None:
             return None, 0

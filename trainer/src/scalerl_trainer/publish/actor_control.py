@@ -12,7 +12,14 @@ import httpx
 import msgspec
 
 from scalerl_api import wire
-from scalerl_trainer.coordinator_client import decode_problem, failure_reason, wire_headers
+from scalerl_api.answers import BadAnswer
+from scalerl_trainer.coordinator_client import (
+    MAX_ANSWER_BYTES,
+    decode_problem,
+    failure_reason,
+    request,
+    wire_headers,
+)
 
 CONNECT_SECONDS = 5.0
 LATE_ANSWER_SECONDS = 30.0
@@ -112,16 +119,17 @@ class ActorControl:
             timeout_seconds + LATE_ANSWER_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
         )
         try:
-            response = self._http.post(url, content=body, timeout=timeout)
-        except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: closed under us
+            code, content = request(self._http, "POST", url, body, timeout, MAX_ANSWER_BYTES)
+        # RuntimeError: closed under us
+        except (httpx.HTTPError, httpx.InvalidURL, BadAnswer, RuntimeError) as error:
             answer = Answer(error=f"POST {url}: {failure_reason(error, timeout)}")
         else:
-            if response.is_success:
-                answer = Answer(body=response.content)
+            if httpx.codes.is_success(code):
+                answer = Answer(body=bytes(content))
             else:
-                problem = decode_problem(response)
+                problem = decode_problem(content)
                 answer = Answer(
-                    error=f"POST {url}: {response.status_code} {problem.error}: {problem.message}",
+                    error=f"POST {url}: {code} {problem.error}: {problem.message}",
                     cleared=problem.error != "not-ready",  # not-ready: the member's own server is gone
                 )
         calls._arriving.put((member.member_id, answer))

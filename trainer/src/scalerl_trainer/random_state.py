@@ -1,0 +1,135 @@
+"""Writes and restores a rank's random states in a checkpoint, as plain values: a volume may be shared, and a pickle is code."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from scalerl_trainer.errors import TrainerError
+
+
+class RandomStateError(TrainerError):
+    """The file of a checkpoint has something else than random states."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    """The states of Python's, numpy's and torch's generators."""
+
+    python: tuple[int, list[int], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: bytes
+    cuda: bytes | None
+
+
+def save_random_state(directory: Path, rank: int) -> None:
+    version, values, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
+    cuda = bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_available() else None
+    state = _State(
+        python=(version, list(values), gauss),
+        numpy=(numpy[0], numpy[1].tolist(), *numpy[2:]),
+        torch=bytes(torch.get_rng_state().numpy()),
+        cuda=cuda,
+    )
+    _file(directory, rank).write_bytes(msgspec.msgpack.encode(state))
+
+
+def load_random_state(directory: Path, rank: int) -> None:
+    """Restore the random states. A rank that did not exist at the checkpoint gets a seed derived from rank 0's state.
+
+    Raises:
+        RandomStateError
+    """
+    state, is_new_rank = _read(directory, rank), False
+    if state is None:
+        state, is_new_rank = _read(directory, 0), True
+    if state is None:
+        raise RandomStateError(f"{_file(directory, 0)} is missing")
+    try:
+        random.setstate((state.python[0], tuple(state.python[1]), state.python[2]))
+        name, keys, position, has_gauss, cached = state.numpy
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_tensor(state.torch))
+        if state.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_tensor(state.cuda))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise RandomStateError(f"{_file(directory, rank)}: {error}") from error
+    if is_new_rank:
+        seed = random.getrandbits(31) ^ rank
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)  # also seeds the accelerator
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"random-rank{rank:05d}.msgpack"
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _read(directory: Path, rank: int) -> _State | None:
+    """The rank's states; None without its file."""
+    file, earlier = _file(directory, rank), directory / f"random-rank{rank:05d}.pickle"
+    try:
+        if file.is_file():
+            return msgspec.msgpack.decode(file.read_bytes(), type=_State)
+        return _of_earlier_release(earlier.read_bytes()) if earlier.is_file() else None
+    except (
+        ValueError,
+        RecursionError,
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        TypeError,
+        IndexError,
+    ) as error:
+        raise RandomStateError(
+            f"{file if file.is_file() else earlier}: not random states: {error}"
+        ) from error
+
+
+# --- checkpoints of earlier releases ------------------------------------------------------------
+
+
+def _storage(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+_NAMES: Final[dict[tuple[str, str], Any]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): np.ndarray,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch.storage", "_load_from_bytes"): _storage,
+}
+"""What a pickle of random states names. Any other name is refused."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+            return super().find_class("numpy._core.multiarray", name)
+        if (found := _NAMES.get((module, name))) is None:
+            raise pickle.UnpicklingError(f"{module}.{name} is not a part of a random state")
+        return found
+
+
+def _of_earlier_release(content: bytes) -> _State:
+    state = _Unpickler(io.BytesIO(content)).load()
+    (version, values, gauss), numpy, cuda = state["python"], state["numpy"], state["cuda"]
+    return _State(
+        python=(version, list(values), gauss),
+        numpy=(numpy[0], numpy[1].tolist(), *numpy[2:]),
+        torch=bytes(state["torch"].numpy()),
+        cuda=None if cuda is None else bytes(cuda.numpy()),
+    )

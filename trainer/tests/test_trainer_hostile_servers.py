@@ -1,0 +1,67 @@
+"""What answers the trainer may be hostile: the coordinator's address, and those that members register."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from hostile_server import MARK, REDIRECTS, Hostile
+
+from scalerl_api import wire
+from scalerl_trainer import coordinator_client
+from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
+from scalerl_trainer.publish import actor_control
+from scalerl_trainer.publish.actor_control import ActorControl
+
+ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *REDIRECTS)
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(actor_control, "LATE_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(actor_control, "MAX_ANSWER_BYTES", 2**20)
+
+
+def ask_coordinator(url: str) -> str:
+    message = wire.NextRequest(incarnation="i", version=0, wait_seconds=0.0)
+    coordinator = Coordinator(url, "t", "i")
+    with pytest.raises(CoordinatorError) as refused:
+        coordinator._once("/v1/trainer/next", message, wire.Next, 0.0, 2**20)
+    coordinator.close()
+    return str(refused.value)
+
+
+def ask_actor(url: str) -> str:
+    member = wire.Member(member_id="m", name="m", control_url=url, weight_version=0)
+    control = ActorControl("t")
+    calls = control.start([member], "/v1/weights/probe", {"m": wire.Ack()}, 30.0)
+    answer = calls.wait()["m"]
+    control.close()
+    # The body is decoded by the caller.
+    return answer.error or "not decoded"
+
+
+@pytest.mark.parametrize(
+    ("ask", "attack"),
+    [
+        *((ask_coordinator, attack) for attack in (*ATTACKS, "slow")),
+        *((ask_actor, attack) for attack in ATTACKS),  # its deadline is that of a publish
+    ],
+)
+async def test_answer_is_bounded_and_no_redirect_is_followed(ask: Callable[[str], str], attack: str) -> None:
+    other, began = Hostile("valid"), time.monotonic()
+    async with other.serving() as target, Hostile(attack, f"{target}/x").serving() as url:
+        said = await asyncio.to_thread(ask, url)
+    assert other.requests == 0
+    assert MARK not in said
+    assert len(said) < 300
+    assert time.monotonic() - began < 60.0
+    if attack in ("gzip", "deflate"):
+        assert "compressed" in said
+    if attack in ("endless", "announced"):
+        assert "more than 1048576 bytes" in said
+    if attack == "slow":
+        assert "not complete in time" in said
