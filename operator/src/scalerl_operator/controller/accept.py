@@ -22,7 +22,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
-from scalerl_operator.policy.edits_of_run import changed_fields, edit_between
+from scalerl_operator.policy.edits_of_run import changed_fields, differing_paths, edit_between
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
@@ -63,8 +63,10 @@ def _compare(context: RunContext) -> None:
 def _differences(before: str, after: str) -> tuple[str, ...]:
     """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles."""
     nameless: Object = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "run"}}
-    old, new = (accepted_run(nameless | {"spec": json.loads(text)}) for text in (before, after))
-    return changed_fields(old.spec, new.spec)
+    old, new = json.loads(before), json.loads(after)
+    changed = changed_fields(*(accepted_run(nameless | {"spec": spec}).spec for spec in (old, new)))
+    # As they were written: a preset or an alternative has many values that nobody wrote.
+    return changed and (differing_paths(old, new) or changed)
 
 
 def with_spec(run: Object, text: str) -> Object:

@@ -61,12 +61,15 @@ _ABSOLUTE: Final = Rule(
 )
 
 
-def _not_below(limit: str, used: str, what: str, *, number: str = "{}") -> Rule:
+def _not_below(
+    limit: str, used: str, what: str, *, number: str = "{}", shown: tuple[str, str] = ("%d", "%d")
+) -> Rule:
     """A limit of the budget is not set below what the run has used.
 
     limit: field of ``spec.budget``.
     used: path in ``status``.
     number: CEL of a number to compare; ``{}`` is the field.
+    shown: formats of both values in the message.
     """
     now, before, amount = f"self.spec.budget.{limit}", f"oldSelf.spec.budget.{limit}", f"self.status.{used}"
     parts = used.split(".")
@@ -80,15 +83,16 @@ def _not_below(limit: str, used: str, what: str, *, number: str = "{}") -> Rule:
         f"{missing} || {number.format(now)} >= {number.format(amount)} || (has({before}) && {before} == {now})",
         f"{limit} is below status.{used}, {advice}",
         field=f"spec.budget.{limit}",
-        expression=f"'{limit} ' + string({now}) + ' is below status.{used}, ' + string({amount}) + ', {advice}'",
+        # Not `+ string(…)`: an API server estimates the length of a converted integer as unbounded.
+        expression=f"'{limit} {shown[0]} is below status.{used}, {shown[1]}, {advice}'.format([{now}, {amount}])",
         changes=True,
     )
 
 
 OF_THE_OBJECT: Final = (
     _not_below("maxSteps", "step", "trained"),
-    _not_below("maxDeviceHours", "usage.deviceHours", "used", number="double({})"),
-    _not_below("maxSeconds", "usage.elapsedSeconds", "taken", number="double({})"),
+    _not_below("maxDeviceHours", "usage.deviceHours", "used", number="double({})", shown=("%s", "%s")),
+    _not_below("maxSeconds", "usage.elapsedSeconds", "taken", number="double({})", shown=("%d", "%s")),
     _not_below("maxComputeTokens", "usage.computeTokens", "used"),
     Rule(
         # A size that the claim could not be enlarged to may be lowered again: the claim itself does not shrink.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from scalerl_api.edits import Effect, edit_of, flat
 from scalerl_api.spec import BudgetSpec, RunSpec
@@ -52,10 +53,14 @@ def restarts_a_role(field: str) -> bool:
 
 def changed_fields(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     """The paths, below ``spec``, of values that differ. A new default is no change."""
-    old, new = (
-        dict(flat(spec.model_dump(mode="json", by_alias=True, exclude_none=True))) for spec in (before, after)
-    )
-    return tuple(path for path in sorted(old.keys() | new.keys()) if path and old.get(path) != new.get(path))
+    dumped = (spec.model_dump(mode="json", by_alias=True, exclude_none=True) for spec in (before, after))
+    return differing_paths(*dumped)
+
+
+def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths of values that differ."""
+    old, new = dict(flat(before)), dict(flat(after))
+    return tuple(path for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path))
 
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
