@@ -65,8 +65,13 @@ def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tupl
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
     """The edit from ``before`` to ``after`` of a run with that status."""
-    raised = _raised(before.budget, after.budget) or _released(before, after)
-    return SpecEdit(changed_fields(before, after), raised and not limits_reached(after.budget, status))
+    raised = raises_limit(before, after) and not limits_reached(after.budget, status)
+    return SpecEdit(changed_fields(before, after), raised)
+
+
+def raises_limit(before: RunSpec, after: RunSpec) -> bool:
+    """Whether a limit of the budget is raised or removed, the deadline is later, or the autoscaler may no longer stop the run."""
+    return _raised(before.budget, after.budget) or _released(before, after)
 
 
 def limits_reached(budget: BudgetSpec, status: RunStatus) -> bool:
