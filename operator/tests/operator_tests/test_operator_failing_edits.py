@@ -241,6 +241,20 @@ def test_edit_without_a_restart_leaves_the_run_alone(edited: Edited) -> None:
     assert {key: o for key, o in world.objects.items() if key[0] == "Job"} == before
 
 
+def test_pod_of_a_reverted_edit_fails_nothing() -> None:
+    """It is still there when the operator sees the revert."""
+    edited = next(edited for edited in RESTARTING if edited.path == "trace")
+    world = started(edited.before)
+    world.edit(edited.manifest)
+    world.reconcile()
+    (pod,) = world.pods(Role.COORDINATOR)
+    world.edit(edited.before)
+    world._end(Role.COORDINATOR, 2, "wrong")
+    assert pod["status"]["phase"] == "Failed"
+    assert world.reconcile().phase == "Running"
+    assert world.until_ready().step == STEPS
+
+
 def test_run_that_was_given_more_steps_goes_on() -> None:
     """Completed, then ``budget.maxSteps`` is raised; other edits start nothing."""
     manifest: Any = copy.deepcopy(RESTARTING[0].before)
