@@ -5,6 +5,7 @@ Every field, on objects in memory: ``test_operator_failing_edits.py``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -35,10 +36,22 @@ async def drain(there: Stage) -> None:
     await there.end("trainer", 0, count=2)
 
 
+async def prepare_ends(there: Stage, code: int = 0, message: str = "") -> None:
+    """As soon as the preparation has been created again; before, the phase is that of the drain."""
+    for _ in range(600):
+        await there.reconcile()
+        pods = [
+            pod for pod in await there.all("Pod", "prepare") if "deletionTimestamp" not in pod["metadata"]
+        ]
+        if any(pod.get("status", {}).get("phase") in (None, "Pending") for pod in pods):
+            return await there.end("prepare", code, message)
+        await asyncio.sleep(0.1)
+    raise AssertionError("no other preparation is made")
+
+
 async def start_again(there: Stage) -> Object:
     """The run prepares, and all its pods start; its coordinator resumes from the journal."""
-    await there.reconcile_until(phase("Preparing"))
-    await there.end("prepare")
+    await prepare_ends(there)
     await there.reconcile_until(phase("Running"))
     there.coordinator.phase = wire.Phase.RUNNING
     await there.begin("coordinator")
@@ -76,8 +89,7 @@ async def test_wrong_mount_path_holds_the_run_until_it_is_reverted(there: Stage)
     await there.start(tiny())
     await there.edit(*RUN, {"spec": {"podTemplate": MOUNT}})
     await drain(there)
-    await there.reconcile_until(phase("Preparing"))
-    await there.end("prepare", 2, LINE)
+    await prepare_ends(there, 2, LINE)
     run = await is_held(
         there,
         "BadInput: task.jsonl.path: /data/data.jsonl does not exist",
@@ -97,8 +109,16 @@ async def test_coordinator_that_rejects_an_edit_holds_the_run(there: Stage) -> N
     await there.start(tiny())
     await there.edit(*RUN, {"spec": {"coordinator": {"podTemplate": {"env": [{"name": "A", "value": "b"}]}}}})
     await there.reconcile()
-    await there.pods("coordinator")
-    await there.end("coordinator", 2, "trackers: no module named wandb")
+    for _ in range(600):
+        (pod,) = await there.pods("coordinator")
+        if any(entry["name"] == "A" for entry in pod["spec"]["containers"][0]["env"]):
+            break
+        await asyncio.sleep(0.1)
+    over = {"terminated": {"exitCode": 2, "message": "trackers: no module named wandb", "reason": "Error"}}
+    container = {"name": "coordinator", "ready": False, "restartCount": 1, "image": "a", "imageID": ""}
+    states = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": over}
+    status = {"phase": "Running", "containerStatuses": [container | states]}
+    await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
     await is_held(
         there, "BadInput: coordinator: trackers: no module named wandb", "spec.coordinator.podTemplate.env.0"
     )
