@@ -282,3 +282,21 @@ def test_run_trains_the_same_prompts_after_interrupt_kill_and_resume(
     assert [row["version"] for row in third.curve()] == ["0", "10", "20"]
     assert_events_are_metrics(third)
     assert_nothing_left(third.directory)
+
+
+def test_completed_run_goes_on_with_a_raised_budget(finished: LocalRun, tmp_path: Path) -> None:
+    """From its last checkpoint, on the prompts of the steps that follow; each step is trained once."""
+    ignored = shutil.ignore_patterns("lock", "token")
+    shutil.copytree(finished.directory, tmp_path / "run", ignore=ignored)
+    more = STEPS + 4
+    raised = {**RUN, "spec": {**RUN["spec"], "budget": {**RUN["spec"]["budget"], "maxSteps": more}}}
+    with start_run(tmp_path, raised, "--resume") as again:
+        assert again.finish(700) == 0, again.tail()
+    summary = again.summary()
+    assert (summary["stop_reason"], summary["steps"]) == ("maxSteps", more)
+    assert_counts_add_up(summary, raised)
+    rows = again.metrics()
+    assert [row["step"] for row in rows] == list(range(more))
+    assert [row["prompts_crc32"] for row in rows[:STEPS]] == [
+        row["prompts_crc32"] for row in finished.metrics()
+    ]

@@ -35,9 +35,18 @@ class Phase(_Explained):
     RUNNING = "Running", "The run is training or about to start training."
     FINISHING = "Finishing", "Training has ended; the last evaluation and checkpoint are in progress."
     SUSPENDING = "Suspending", "The run is writing a checkpoint and releasing its devices."
-    SUSPENDED = "Suspended", "Nothing is running. Set spec.suspend to false to continue from the checkpoint."
-    COMPLETED = "Completed", "The run has finished; its results are on the volume."
-    FAILED = "Failed", "The run has failed; the condition Failed has the reason."
+    SUSPENDED = (
+        "Suspended",
+        "Nothing is running, and the checkpoint stays; the condition Suspended has the reason, and how to continue.",
+    )
+    COMPLETED = (
+        "Completed",
+        "The run has finished; its results are on the volume. It continues when its budget is raised.",
+    )
+    FAILED = (
+        "Failed",
+        "The run has failed; the condition Failed has the reason. It continues when its spec is mended.",
+    )
 
 
 class ConditionType(_Explained):
@@ -97,7 +106,8 @@ class ConditionType(_Explained):
     SUSPENDED = (
         "Suspended",
         "Nothing of the run is running, and its checkpoint is written.",
-        "Set spec.suspend to false to continue from the checkpoint.",
+        "Suspended by its spec or its forecast: set spec.suspend to false to continue from the checkpoint. Held after a failure: "
+        "mend the spec, or set spec.suspend to true and then to false to try again.",
     )
     COMPLETED = (
         "Completed",
@@ -107,8 +117,8 @@ class ConditionType(_Explained):
     FAILED = (
         "Failed",
         "The run has failed.",
-        "The message has the error. Fix the cause and create the run again; with its claim in spec.storage.claimName, it "
-        "continues from its checkpoint.",
+        "The message has the error. Mend the spec, and the run continues, from its checkpoint if it has one. If the cause was "
+        "not in the spec, set spec.suspend to true and then to false.",
     )
 
 
@@ -267,7 +277,7 @@ class Reason(_Explained):
     PREPARED = "Prepared", NOTHING_TO_DO
     PREPARE_FAILED = (
         "PrepareFailed",
-        "The message quotes the end of its log. Fix the spec and create the run again.",
+        "The message quotes the end of its log. Fix the spec: the run then continues.",
     )
 
     # Progressing
@@ -374,22 +384,29 @@ class Reason(_Explained):
 
     # Suspended
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to continue."
+    EDIT_FAILED = (
+        "EditFailed",
+        "The run has trained, and failed to start after an edit, or within ten steps. The message has the failure and the edited "
+        "fields: revert or mend them, and the run continues from its checkpoint. If the cause was elsewhere, set spec.suspend to "
+        "true and then to false.",
+    )
 
     # Completed
     BUDGET_REACHED = (
         "BudgetReached",
-        "Nothing to do; to continue, create a run with a larger budget on its claim.",
+        "Nothing to do. To continue, raise the limit: the run goes on from its last checkpoint.",
     )
     STOPPED_BY_FORECAST = (
         "StoppedByForecast",
         "The predicted gain was not worth its cost; the decision has the reasons. A suspended run continues when "
-        "spec.suspend is set to false.",
+        "spec.suspend is set to false, a completed one when its budget is raised or autoscaling.mode is no longer Auto; "
+        "it takes new evaluations to stop it again.",
     )
 
     # Failed
     BAD_INPUT = (
         "BadInput",
-        "A role rejected its input; the message quotes the end of its log. Fix the spec.",
+        "A role rejected its input; the message quotes the end of its log. Fix the spec: the run then continues.",
     )
     DIVERGED = (
         "Diverged",
@@ -399,8 +416,8 @@ class Reason(_Explained):
     PUBLISH_REFUSED = (
         "PublishRefused",
         "Generators cannot load the weights that the trainer publishes, or compute something else with them, twice in a row; "
-        "the message has the tensors or the measured mismatch, and the checkpoint has the trained weights. See "
-        "docs/operations.md, A publish that is refused.",
+        "the message has the tensors or the measured mismatch, and the checkpoint has the trained weights. The run is held until "
+        "its spec is edited, or suspended and resumed. See docs/operations.md, A publish that is refused.",
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",

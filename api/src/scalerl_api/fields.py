@@ -53,6 +53,9 @@ class Rule:
     """The rule compares with the previous value, so only a change can violate it."""
     kept: bool = False
     """An object that violated the rule before its introduction may continue to do so; otherwise it could not be suspended."""
+    expression: str = ""
+    """The message in CEL, with the values that the rule compares; empty: ``message``, which an API server also shows if the
+    expression fails."""
     one_of: tuple[str, ...] = ()
     """Alternative fields; the error message in Python lists those that are given."""
 
@@ -64,6 +67,8 @@ class Rule:
     def as_validation(self) -> dict[str, Any]:
         """An entry of ``x-kubernetes-validations``."""
         entry: dict[str, Any] = {"rule": self.cel, "message": self.message % _Paths()}
+        if self.expression:
+            entry["messageExpression"] = self.expression
         if self.field:
             entry["fieldPath"] = f".{self.field}"
         if self.changes:

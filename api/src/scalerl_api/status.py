@@ -112,8 +112,12 @@ class UsageStatus(StatusModel):
 
     seconds: Annotated[str, Field(max_length=32)] = "0"
     """Time of mid-training and since the first lease, without suspensions."""
+    elapsed_seconds: Annotated[str, Field(max_length=32)] = "0"
+    """The same, and the time until the first lease: what budget.maxSeconds limits."""
     device_hours: Annotated[str, Field(max_length=32)] = "0"
     """Devices × hours; a CPU process counts as one device."""
+    compute_tokens: Count = 0
+    """Compute, in tokens of supervised training: what budget.maxComputeTokens limits."""
     tokens_generated: Count = 0
     """Completion tokens delivered by generators."""
     tokens_trained: Count = 0
@@ -243,6 +247,8 @@ class RunStatus(StatusModel):
     """Generation of the spec that this status refers to."""
     accepted_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
     """The spec accepted last, as JSON. The run uses it while its current spec is invalid."""
+    trained_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
+    """The spec of the last trained steps, as JSON, while an edit of it has not trained ten steps yet."""
     conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
     """Conditions of the run, one per type."""
     recipe: Annotated[list[RecipeValue], Field(max_length=64), AfterValidator(Unique("field"))] = []
@@ -250,7 +256,7 @@ class RunStatus(StatusModel):
     start_time: Time | None = None
     """When the first pod of the run was created."""
     completion_time: Time | None = None
-    """When the run was completed or failed."""
+    """When the run was completed or failed; removed when it continues."""
     stop_reason: Text | None = None
     """Why the run is being stopped, from the request on."""
     drain_start_time: Time | None = None
@@ -260,7 +266,11 @@ class RunStatus(StatusModel):
     rest: Literal["", "Asked", "Resting"] = ""
     """``Asked``: stopped by its forecast, but spec.suspend is not set yet. ``Resting``: suspended and drained."""
     resumed: bool = False
-    """The run was resumed, but the coordinator has not been notified yet."""
+    """The run was resumed, or continues after its end, but the coordinator has not been notified yet."""
+    has_trained: bool = False
+    """The run has trained steps, of RL or of mid-training."""
+    unproven_since: Count | None = None
+    """Steps at the last edit or resumption, until ten more are trained: a failure meanwhile suspends the run."""
     step: Count | None = None
     """Steps trained."""
     last_step_time: Time | None = None

@@ -83,7 +83,9 @@ memories = st.builds(
         st.sampled_from([Reason.BAD_INPUT, Reason.BUDGET_REACHED]),
         st.just("why"),
     ),
-)
+    has_trained=st.booleans(),
+    unproven_since=st.none() | st.integers(0, 9),
+).filter(lambda memory: memory.outcome is None or memory.rest is Suspension.NO)
 
 
 @given(memories, memories)

@@ -265,7 +265,7 @@ def test_restart_request_retries_at_once(
         memory, record=replace(memory.record, consecutive_failures=20, failed_starts=7, has_been_ready=True)
     )
     memory = decide(SPEC, between, memory).memory
-    memory = decide(SPEC, replace(RUNNING, trainer=Job()), memory).memory
+    memory = decide(SPEC, replace(RUNNING, trainer=Job(), prepare=Job()), memory).memory
     decision = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
     assert (decision.trainer, decision.memory.record) == (2, Record())
     memory, made = tries(decision.memory, CRASH, 3600)

@@ -267,7 +267,7 @@ def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
     )
     later = replace(RUNNING, unix_seconds=1e6, status=held, trainer=replace(RUNNING.trainer, ready=True))
     decision = decide(SPEC, later, FIRST)
-    assert (decision.phase, exists(decision)) == ("Finishing", (True, True, 1, 1))
+    assert (decision.phase, exists(decision)) == ("Finishing", (True, True, 0, 1)), "it needs no generator"
     assert (decision.request_stop, decision.memory.outcome) == (None, None), "the budget ends nothing"
     draining = decide(SPEC, replace(later, suspend=True), FIRST)
     assert (draining.phase, draining.trainer, draining.request_stop) == ("Suspending", 1, None)

@@ -68,6 +68,14 @@ def test_resume_keeps_the_token_and_applies_a_new_budget(tmp_path: Path) -> None
     again.release()
 
 
+@pytest.mark.parametrize(("steps", "raised"), [(10, False), (9, False), (210, True)])
+def test_resume_knows_a_raised_limit(tmp_path: Path, steps: int, raised: bool) -> None:
+    RunDirectory.create(tmp_path / "run", run_spec(budget={"maxSteps": 10})).release()
+    resumed = RunDirectory.resume(tmp_path / "run", run_spec(budget={"maxSteps": steps}))
+    assert resumed.raises_limit == raised
+    resumed.release()
+
+
 def test_resume_of_the_release_before_needs_changed_defaults(tmp_path: Path) -> None:
     first = RunDirectory.create(tmp_path / "run", run_spec())
     manifest = yaml.safe_load(first.paths.run_file.read_text())

@@ -5,12 +5,14 @@ While the current spec is invalid, the run continues with the spec accepted befo
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from typing import Any, Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
+from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import MAX_ACCEPTED_SPEC
 from scalerl_operator.build.scope import SPEC_HASH_VERSION, spec_hash
 from scalerl_operator.controller.observe import label
@@ -20,6 +22,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
+from scalerl_operator.policy.edits_of_run import changed_fields, differing_paths, edit_between
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
@@ -41,6 +44,29 @@ def accept(context: RunContext) -> None:
             message += "; the run continues with the spec accepted before"
             context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
         context.invalid = Problem(Reason.SPEC_INVALID, message)
+    _compare(context)
+
+
+def _compare(context: RunContext) -> None:
+    """Sets in ``context`` what has been edited since the last reconcile, and since the last steps that were trained."""
+    before, accepted = context.before, context.accepted
+    last, proven = before.accepted_spec, before.trained_spec or before.accepted_spec
+    if accepted is None or context.spec_text is None:
+        return
+    if last is not None and last != context.spec_text:
+        context.edit = edit_between(accepted_run(with_spec(context.obj, last)).spec, accepted.spec, before)
+    if proven is not None and proven != context.spec_text:
+        context.unproven = _differences(proven, context.spec_text)
+
+
+@functools.lru_cache(maxsize=64)
+def _differences(before: str, after: str) -> tuple[str, ...]:
+    """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles."""
+    nameless: Object = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "run"}}
+    old, new = json.loads(before), json.loads(after)
+    changed = changed_fields(*(accepted_run(nameless | {"spec": spec}).spec for spec in (old, new)))
+    # As they were written: a preset or an alternative has many values that nobody wrote.
+    return changed and (differing_paths(old, new) or changed)
 
 
 def with_spec(run: Object, text: str) -> Object:

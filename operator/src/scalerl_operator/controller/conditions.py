@@ -36,6 +36,9 @@ _MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
 _SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
+_DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
+"""Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is held."""
+_OF_PREPARATION: Final = (Reason.PREPARE_FAILED, Reason.BAD_INPUT, Reason.EDIT_FAILED)
 
 Value = tuple[bool, Problem]
 """Whether a condition is true, and its reason; if the message is empty, the condition has the reason's text."""
@@ -115,7 +118,7 @@ def _admitted(context: RunContext) -> Value:
 def _prepared(context: RunContext) -> Value:
     job, outcome = context.observed.prepare, context.decision.memory.outcome
     was_true = _was_true(context, ConditionType.PREPARED)
-    if outcome is not None and outcome.reason in (Reason.PREPARE_FAILED, Reason.BAD_INPUT) and not was_true:
+    if outcome is not None and outcome.reason in _OF_PREPARATION and not was_true:
         return False, Problem(Reason.PREPARE_FAILED, outcome.message)
     if job.state is JobState.COMPLETE:
         return True, Problem(Reason.PREPARED, "")
@@ -137,6 +140,8 @@ def _coordinator_ready(context: RunContext) -> Value:
 
 
 def _generators_ready(context: RunContext) -> Value:
+    if context.coordinator is not None and context.coordinator.unsaved_version >= 0:
+        return True, Problem(Reason.READY, "none is needed: training has ended")
     return _role_ready(context, Role.GENERATOR, context.run.spec.generator.replicas)
 
 
@@ -211,6 +216,9 @@ def _degraded(context: RunContext) -> Value:
 
 
 def _suspended(context: RunContext) -> Value:
+    outcome = context.decision.memory.outcome
+    if outcome is not None and outcome.end is End.HELD:
+        return True, Problem(outcome.reason, outcome.message)
     if context.decision.phase is not Phase.SUSPENDED:
         return False, _phase(context)
     by = _SUSPENDED_BY.get(context.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
@@ -280,18 +288,24 @@ def event_type(condition: Condition) -> EventType | None:
     unresolved = condition.status == "False" and condition.reason in _NEEDS_A_PERSON
     if condition.reason in _PHASES:
         return None
-    if unresolved or condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
+    if unresolved or _is_held(condition) or condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
         return "Warning"
     return CONDITIONS[condition.type].events.get(condition.status)
 
 
 def is_problem(condition: Condition) -> bool:
     """Whether a condition indicates a problem. A condition that is not true yet does; the alert has a delay."""
-    if condition.reason == Reason.BROKEN:
+    if _is_held(condition) or condition.reason == Reason.BROKEN:
         return True
     if condition.reason in _PHASES:
         return (condition.type, condition.reason) == (ConditionType.PREPARED, Phase.PREPARING)
     return condition.status == CONDITIONS[condition.type].problem and condition.reason not in _NO_PROBLEM
+
+
+def _is_held(condition: Condition) -> bool:
+    """Whether the condition is that of a run that is held after a failure."""
+    suspended = condition.type == ConditionType.SUSPENDED and condition.status == "True"
+    return suspended and condition.reason not in _DECIDED
 
 
 def _was_true(context: RunContext, type_: ConditionType) -> bool:

@@ -73,6 +73,7 @@ class PodView:
     started: its startup probes have succeeded, so that it responds though it may not be ready.
     steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
     model: what a preparation that has ended well reports of the model.
+    spec_hash: of the spec that it was created for; empty if unknown.
     """
 
     name: str
@@ -93,6 +94,7 @@ class PodView:
     started: bool = False
     steps_lost: bool = False
     model: ModelStatus | None = None
+    spec_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,21 @@ class RunObservation:
         """The pods of a role that are not being deleted."""
         return tuple(p for p in self.pods if p.role == role and not p.leaving)
 
-    def service(self, role: Role) -> Service:
-        """The lifecycle's input about a role that runs as a service."""
+    def service(self, role: Role, spec_hash: str = "") -> Service:
+        """The lifecycle's input about a role that runs as a service.
+
+        spec_hash: pods of another spec count as starting; empty: the failures of all pods count.
+        """
         pods = self.of(role)
-        worst = max(pods, key=lambda p: p.restarts, default=None)
+        own = [pod for pod in pods if not spec_hash or pod.spec_hash in ("", spec_hash)]
+        worst = max(own, key=lambda p: p.restarts, default=None)
+        rejecting = [pod for pod in own if pod.bad_input is not None]
         return Service(
             ready=sum(p.ready for p in pods),
-            starting=sum(not p.ready and p.bad_input is None for p in pods),
+            starting=sum(not p.ready and p not in rejecting for p in pods),
             restarts=worst.restarts if worst is not None else 0,
             restarted=worst.name if worst is not None else "",
-            bad_input=next((p.bad_input for p in pods if p.bad_input is not None), None),
+            bad_input=rejecting[0].bad_input if rejecting else None,
         )
 
     def problem(self, role: Role) -> Problem | None:
@@ -249,6 +256,7 @@ def pod_view(pod: Object) -> PodView:
         started=bool(containers) and all(c.get("started") is True for c in containers),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
+        spec_hash=str((metadata.get("annotations") or {}).get(SPEC_HASH, "")),
     )
 
 

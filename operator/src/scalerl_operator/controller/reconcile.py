@@ -25,7 +25,7 @@ from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, a
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
 from scalerl_operator.controller.observe import observe, patient
 from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
-from scalerl_operator.controller.status import RunObject, remembered, report
+from scalerl_operator.controller.status import RunObject, is_over, remembered, report
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
@@ -121,7 +121,7 @@ class Reconciler:
         if await self._edit_spec(context):
             return 0.0  # the operator's own write wakes no run
         repair = context.state.next_repair_seconds(context.unix_seconds)
-        if context.decision.memory.outcome is not None:
+        if is_over(context.decision.memory):
             return _soonest(await self._run.expire(context), repair)
         return _soonest(
             context.decision.again_seconds,

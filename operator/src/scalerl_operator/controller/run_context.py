@@ -18,10 +18,12 @@ from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy.edits_of_run import SpecEdit
 from scalerl_operator.policy.lifecycle_types import (
     LifecycleDecision,
     LifecycleInput,
     Memory,
+    Service,
 )
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
@@ -168,6 +170,10 @@ class RunContext:
     """The accepted spec for the status; None if it is too large."""
     invalid: Problem | None = None
     """Why the current spec is invalid."""
+    edit: SpecEdit = field(default_factory=SpecEdit)
+    """Of the accepted spec, since the last reconcile."""
+    unproven: tuple[str, ...] = ()
+    """Fields that were edited after the last steps that were trained."""
 
     # observe
     observed: RunObservation = field(default_factory=RunObservation)
@@ -264,14 +270,24 @@ class RunContext:
             serving=observed.serving,
             prepare=observed.prepare,
             trainer=observed.trainer,
-            coordinator=observed.service(Role.COORDINATOR),
-            generators=observed.service(Role.GENERATOR),
+            coordinator=self._service(Role.COORDINATOR),
+            generators=self._service(Role.GENERATOR),
             status=self.coordinator,
             stop="" if self.state.autoscaler is None else self.state.autoscaler.stop,
             generators_wanted=self.before.generators.replicas
             if self.accepted is None
             else self.accepted.spec.generator.replicas,
+            steps=self.steps,
+            edit=self.edit,
+            unproven=self.unproven,
         )
+
+    def _service(self, role: Role) -> Service:
+        """The lifecycle's input about a role; failures of pods of an earlier spec, which are being replaced, do not count."""
+        found = self.observed.service(role)
+        if self.accepted is None or (found.bad_input is None and not found.restarts):
+            return found
+        return self.observed.service(role, spec_hash(self.accepted, role))
 
 
 def is_deleted(obj: Object) -> bool:

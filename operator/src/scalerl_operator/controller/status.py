@@ -34,6 +34,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
 from scalerl_operator.policy import restarts
+from scalerl_operator.policy.budget import elapsed_seconds
 from scalerl_operator.policy.lifecycle_types import End, Memory, Outcome, Suspension
 from scalerl_operator.workloads import Role
 
@@ -55,13 +56,16 @@ def report(context: RunContext) -> RunStatus:
         "phase": context.decision.phase,
         "observed_generation": context.generation,
         "accepted_spec": context.spec_text if context.not_started is None else before.accepted_spec,
+        "trained_spec": _trained_spec(context),
         "conditions": conditions(context),
         "start_time": before.start_time or (now if context.decision.prepare else None),
-        "completion_time": before.completion_time or (now if memory.outcome is not None else None),
+        "completion_time": (before.completion_time or now) if is_over(memory) else None,
         "drain_start_time": _time(memory.drain_since),
         "coordinator_unreachable_time": _time(memory.unreachable_since),
         "rest": memory.rest.value,
         "resumed": memory.resumed,
+        "has_trained": memory.has_trained,
+        "unproven_since": memory.unproven_since,
         "trainer": _trainer(memory),
         "model": context.model,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
@@ -108,8 +112,25 @@ def remembered(status: RunStatus) -> Memory:
         unreachable_since=seconds(status.coordinator_unreachable_time) or None,
         rest=Suspension(status.rest),
         resumed=status.resumed,
+        has_trained=status.has_trained,
+        unproven_since=status.unproven_since,
         outcome=_outcome(status),
     )
+
+
+def is_over(memory: Memory) -> bool:
+    """Whether the run has ended; a run that is held has not."""
+    return memory.outcome is not None and memory.outcome.end is not End.HELD
+
+
+def _trained_spec(context: RunContext) -> str | None:
+    """The spec of the last steps that were trained, while the accepted one has not been proven."""
+    before = context.before
+    if context.not_started is not None:
+        return before.trained_spec
+    proven = before.trained_spec or before.accepted_spec
+    unproven = context.decision.memory.unproven_since is not None and proven != context.spec_text
+    return proven if unproven else None
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +159,9 @@ def _outcome(status: RunStatus) -> Outcome | None:
         condition = status.condition(type_)
         if condition is not None and condition.status == "True":
             return Outcome(end, *Reason.understood(condition.reason, condition.message))
+    suspended = status.condition(ConditionType.SUSPENDED)
+    if suspended is not None and suspended.status == "True" and not status.rest:
+        return Outcome(End.HELD, *Reason.understood(suspended.reason, suspended.message))
     return None
 
 
@@ -178,7 +202,9 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
             seconds=f"{coordinator.wall_seconds:.0f}",
+            elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}",
             device_hours=f"{coordinator.device_seconds / 3600:.4f}",
+            compute_tokens=int(coordinator.compute_tokens),
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
         ),

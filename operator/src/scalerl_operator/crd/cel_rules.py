@@ -66,16 +66,40 @@ _ABSOLUTE: Final = Rule(
     "self.startsWith('/')", "must be absolute on a cluster: a pod has no folder that it could be relative to"
 )
 
-OF_THE_OBJECT: Final = (
-    Rule(
+
+def _not_below(
+    limit: str, used: str, what: str, *, number: str = "{}", shown: tuple[str, str] = ("%d", "%d")
+) -> Rule:
+    """A limit of the budget is not set below what the run has used.
+
+    limit: field of ``spec.budget``.
+    used: path in ``status``.
+    number: CEL of a number to compare; ``{}`` is the field.
+    shown: formats of both values in the message.
+    """
+    now, before, amount = f"self.spec.budget.{limit}", f"oldSelf.spec.budget.{limit}", f"self.status.{used}"
+    parts = used.split(".")
+    absent = [f"!has(self.status.{'.'.join(parts[: n + 1])})" for n in range(len(parts))]
+    missing = " || ".join([f"!has({now})", "!has(self.status)", *absent])
+    advice = (
+        f"which the run has {what} already; to end the run now, set it to that, or suspend or delete the run"
+    )
+    return Rule(
         # The status may exceed an unchanged limit: only a new limit is refused.
-        "!has(self.spec.budget.maxSteps) || !has(self.status) || !has(self.status.step) || "
-        "self.spec.budget.maxSteps >= self.status.step || "
-        "(has(oldSelf.spec.budget.maxSteps) && oldSelf.spec.budget.maxSteps == self.spec.budget.maxSteps)",
-        "maxSteps is below status.step, which the run has trained already; to end the run now, set it to that step",
-        field="spec.budget.maxSteps",
+        f"{missing} || {number.format(now)} >= {number.format(amount)} || (has({before}) && {before} == {now})",
+        f"{limit} is below status.{used}, {advice}",
+        field=f"spec.budget.{limit}",
+        # Not `+ string(…)`: an API server estimates the length of a converted integer as unbounded.
+        expression=f"'{limit} {shown[0]} is below status.{used}, {shown[1]}, {advice}'.format([{now}, {amount}])",
         changes=True,
-    ),
+    )
+
+
+OF_THE_OBJECT: Final = (
+    _not_below("maxSteps", "step", "trained"),
+    _not_below("maxDeviceHours", "usage.deviceHours", "used", number="double({})", shown=("%s", "%s")),
+    _not_below("maxSeconds", "usage.elapsedSeconds", "taken", number="double({})", shown=("%d", "%s")),
+    _not_below("maxComputeTokens", "usage.computeTokens", "used"),
     Rule(
         # A size that the claim could not be enlarged to may be lowered again: the claim itself does not shrink.
         "!isQuantity(string(self.spec.storage.size)) || !isQuantity(string(oldSelf.spec.storage.size)) || "
@@ -84,6 +108,8 @@ OF_THE_OBJECT: Final = (
         f"self.status.conditions.exists(c, c.type == 'Degraded' && c.reason == '{Reason.CLAIM_NOT_ENLARGED}'))",
         "storage.size can only be raised: Kubernetes does not shrink claims. Create another run with another claim",
         field="spec.storage.size",
+        expression="'storage.size can only be raised, from ' + string(oldSelf.spec.storage.size) + ' not to ' + "
+        "string(self.spec.storage.size) + ': Kubernetes does not shrink claims. Create another run with another claim'",
         changes=True,
     ),
 )

@@ -143,8 +143,8 @@ class LocalRun:
                 earlier=DirectoryRuns(directory.paths.root, lambda text: on_event(Event("autoscaler", text))),
                 on_event=on_event,
             )
-        # With onStop: Complete, a run that its forecast stopped does not continue when it is resumed.
-        final = run.spec.autoscaling.on_stop == "Complete"
+        # With onStop: Complete, a run that its forecast stopped continues only when it is resumed with a higher limit.
+        final = run.spec.autoscaling.on_stop == "Complete" and not directory.raises_limit
         self._revocable = (*REVOCABLE, BROKEN) if final else (*REVOCABLE, BROKEN, FORECAST)
         self._status: Status | None = None
         self._meter = RateMeter()

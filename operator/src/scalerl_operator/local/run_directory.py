@@ -23,6 +23,7 @@ from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.local.procfs import kill_marked
+from scalerl_operator.policy.edits_of_run import raises_limit
 from scalerl_operator.policy.resume_changes import forbidden_changes
 
 LOCK_FILE: Final = "lock"
@@ -37,11 +38,15 @@ class DirectoryProblem(Exception):
 
 
 class RunDirectory:
-    """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock."""
+    """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock.
 
-    def __init__(self, root: Path, lock_fd: int) -> None:
+    raises_limit: the run is resumed with a limit above that of its last start.
+    """
+
+    def __init__(self, root: Path, lock_fd: int, *, raises_limit: bool = False) -> None:
         self.paths = RunPaths(root)
         self.lock_fd = lock_fd
+        self.raises_limit = raises_limit
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
@@ -78,7 +83,8 @@ class RunDirectory:
                 + "\nundo the change, or start a new run with another --dir"
             )
         try:
-            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS))
+            raised = raises_limit(accepted_run(before).spec, run.spec)
+            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS), raises_limit=raised)
             # The lock is free, so the runtime and the subreapers of any process that still uses this directory were killed.
             kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)

@@ -12,9 +12,13 @@ Running        coordinator, generators, the present trainer attempt   the coordi
 Finishing      the same                                               the coordinator has finished and the trainer ended
 Suspending     the same                                               the trainer has ended, or the drain timed out
 Suspended      the volume and other kept objects                      ``suspend`` becomes false
-Completed      kept objects, and Jobs that have ended                 never
-Failed         the same                                               never
+Suspended      the same, and Jobs that have ended: the run is held    the spec is edited, or suspended and resumed
+Completed      the same                                               a limit is raised
+Failed         the same                                               the spec is mended
 =============  =====================================================  ==============================================
+
+A failure after an edit, or after a resumption, holds a run that has trained (``End.HELD``): its spec has worked, and can be mended.
+An ended run continues as a suspended one that is resumed: what is left of it is deleted first.
 
 A queue (Kueue) admits each Job separately. The coordinator and the generators are created once the trainer's Job is admitted, and
 deleted when it has been requeued for ``HELD_SECONDS``, so that a queued run holds no devices and its clock does not advance.
@@ -36,6 +40,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts
+from scalerl_operator.policy.edits_of_run import restarts_a_role
 from scalerl_operator.policy.lifecycle_types import (
     End,
     Ended,
@@ -45,7 +50,6 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     Memory,
     Outcome,
-    Service,
     Suspension,
 )
 
@@ -61,9 +65,16 @@ volume, a device plug-in) may last an hour."""
 HELD_SECONDS: Final = 30.0
 """How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
 second."""
+PROVEN_STEPS: Final = 10
+"""Steps after which an edit is no longer taken for the cause of a failure. At least 2: the first may have been in progress."""
+MOST_FIELDS: Final = 5
+"""Most edited fields in a message."""
+MOST_CHARACTERS: Final = 1200
+"""Of a failure, in a message with edited fields."""
 NEWS_SECONDS: Final = 30.0
 """How long after the failure of a Job the exit codes of its pods may arrive."""
 _IN_QUEUE: Final = "the queue to admit it"
+_EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
 
 
 def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
@@ -74,8 +85,12 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if observed.trainer.attempt > memory.attempt:
         # A process created this attempt and ended before it recorded it.
         memory = replace(memory, attempt=observed.trainer.attempt, ready_since=None)
+    if observed.steps > 0:
+        memory = replace(memory, has_trained=True)
+    if memory.has_trained and observed.edit.restarts:
+        memory = replace(memory, unproven_since=observed.steps)
     if memory.outcome is not None:
-        return _ended(observed, memory, memory.outcome)
+        return _after_outcome(observed, memory, memory.outcome)
     if observed.deleting or observed.suspend or memory.rest is not Suspension.NO:
         return _suspend(observed, memory)
     assert spec is not None
@@ -84,15 +99,17 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         note = "the objects of the earlier spec to be deleted"
         draining = _drain(observed, memory, Phase.PREPARING)
         return draining or LifecycleDecision(Phase.PREPARING, _reset_failures(memory), note=note)
-    memory = _without_drain(memory)
     if observed.prepare.state is not JobState.COMPLETE:
-        return _prepare(spec, observed, memory)
+        return _prepare(spec, observed, _without_drain(memory))
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
-    failure = _coordinator_failure(spec, observed.coordinator) or _generator_failure(spec, observed)
+    failure = _coordinator_failure(spec, observed, memory) or _generator_failure(spec, observed, memory)
     if failure is not None:
-        return _end(observed, memory, failure)
-    return _run(spec, observed, memory)
+        # While the coordinator answers, a run that is held saves its training first.
+        saves = failure.end is End.HELD and observed.status is not None
+        draining = _drain(observed, memory, Phase.SUSPENDING) if saves else None
+        return draining or _end(observed, _without_drain(memory), failure)
+    return _run(spec, observed, _without_drain(memory))
 
 
 # --- suspension ----------------------------------------------------------------------------------
@@ -109,8 +126,12 @@ def _suspend(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
         return LifecycleDecision(Phase.SUSPENDED, replace(_without_drain(memory), rest=Suspension.YES))
     if memory.rest is Suspension.ASKED:
         return LifecycleDecision(Phase.SUSPENDED, memory, set_suspend=True)
+    if {observed.prepare.state, observed.trainer.state} != {JobState.ABSENT}:
+        return LifecycleDecision(Phase.PENDING, memory, again_seconds=ASK_AGAIN_SECONDS, note=_EARLIER_JOBS)
     # A user who resumes a run has removed the cause of its failures.
-    memory = replace(_reset_failures(_without_drain(memory)), rest=Suspension.NO, resumed=True)
+    unproven_since = observed.steps if memory.has_trained else None
+    memory = _reset_failures(_without_drain(memory))
+    memory = replace(memory, rest=Suspension.NO, resumed=True, unproven_since=unproven_since)
     return LifecycleDecision(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
 
 
@@ -128,9 +149,9 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
     now, trainer = observed.unix_seconds, observed.trainer
     since = _since(memory.drain_since, now)
     # A trainer whose ranks were never all ready has trained nothing: it waits for a queue, a node or an image.
-    has_trained = trainer.ready or memory.ready_since is not None
+    was_ready = trainer.ready or memory.ready_since is not None
     draining = trainer.state is JobState.LEAVING or (
-        trainer.state is JobState.ACTIVE and has_trained and (trainer.ending or not trainer.held)
+        trainer.state is JobState.ACTIVE and was_ready and (trainer.ending or not trainer.held)
     )
     if not draining or memory.rest is not Suspension.NO or now - since >= DRAIN_SECONDS:
         return None
@@ -149,7 +170,7 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
         replace(memory, drain_since=since, unreachable_since=unreachable),
         prepare=True,
         coordinator=serving,
-        generators=observed.generators_wanted if serving else 0,
+        generators=_generators(observed) if serving else 0,
         trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
         frozen=True,
         request_stop=_stop_request(INTERRUPTED, observed.status, resumed=False),
@@ -184,7 +205,7 @@ def _prepare(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Lifecyc
         worst = _worst(job.ends)
         reason = Reason.BAD_INPUT if worst.exit_code == BAD_INPUT_EXIT_CODE else Reason.PREPARE_FAILED
         message = worst.message or f"prepare exited with {worst.exit_code}"
-        return _end(observed, memory, Outcome(End.FAILED, reason, message))
+        return _end(observed, memory, _failure(observed, memory, reason, message))
     if job.held:
         return LifecycleDecision(Phase.PENDING, memory, prepare=True, note=_IN_QUEUE)
     note = "the model and tokenizer to be prepared"
@@ -194,33 +215,63 @@ def _prepare(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Lifecyc
 # --- training -----------------------------------------------------------------------------------
 
 
-def _coordinator_failure(spec: RunSpec, coordinator: Service) -> Outcome | None:
+def _failure(observed: LifecycleInput, memory: Memory, reason: Reason, message: str) -> Outcome:
+    """The outcome after a failure: a run that has trained is held if an edit or a resumption may be its cause."""
+    if reason is not Reason.PUBLISH_REFUSED and memory.unproven_since is None:
+        return Outcome(End.FAILED, reason, message)
+    edited = tuple(field for field in observed.unproven if restarts_a_role(field))
+    if edited:
+        fields = ", ".join(f"spec.{field}" for field in edited[:MOST_FIELDS])
+        fields += f" and {len(edited) - MOST_FIELDS} more" if len(edited) > MOST_FIELDS else ""
+        message = f"{message[:MOST_CHARACTERS]}; revert or mend the edit of {fields}"
+        if reason is not Reason.PUBLISH_REFUSED:
+            return Outcome(End.HELD, Reason.EDIT_FAILED, f"{reason}: {message}")
+    return Outcome(End.HELD, reason, message)
+
+
+def _coordinator_failure(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Outcome | None:
     """The outcome of a coordinator that cannot continue."""
+    coordinator = observed.coordinator
     if coordinator.bad_input is not None:
         message = coordinator.bad_input.message or "its input is wrong"
-        return Outcome(End.FAILED, Reason.BAD_INPUT, f"coordinator: {message}")
+        return _failure(observed, memory, Reason.BAD_INPUT, f"coordinator: {message}")
     if coordinator.restarts > spec.coordinator.max_restarts:
         message = f"{coordinator.restarted or 'coordinator'} was restarted {coordinator.restarts} times"
-        return Outcome(End.FAILED, Reason.BACKOFF_LIMIT_EXCEEDED, message)
+        return _failure(observed, memory, Reason.BACKOFF_LIMIT_EXCEEDED, message)
     return None
 
 
-def _generator_failure(spec: RunSpec, observed: LifecycleInput) -> Outcome | None:
-    """The outcome of a run whose generators all reject their input before any of them has held weights, which only the
-    coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint, needs none."""
+def _generator_failure(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Outcome | None:
+    """The outcome of a run whose generators all reject their input, after an edit or before any of them has held weights, which
+    only the coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint, needs none."""
     generators, status = observed.generators, observed.status
     end = generators.bad_input
     if end is None or generators.ready or generators.starting:
         return None
-    if status is None or status.published_version >= 0:
+    if status is None or (status.published_version >= 0 and memory.unproven_since is None):
         return None
     if spec.warm_start is not None and status.checkpoint_version < 0:
         return None
-    return Outcome(End.FAILED, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
+    return _failure(observed, memory, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
+
+
+def _generators(observed: LifecycleInput) -> int:
+    """How many are to exist: none beside a trainer that only waits for space on the volume, to save its last weights."""
+    unsaved = observed.status is not None and observed.status.unsaved_version >= 0
+    return 0 if unsaved else observed.generators_wanted
+
+
+def _note_progress(observed: LifecycleInput, memory: Memory) -> Memory:
+    status, since = observed.status, memory.unproven_since
+    if status is None:
+        return memory
+    trained = memory.has_trained or status.step > 0 or status.supervised_steps > 0
+    proven = since is None or (observed.trainer.ready and status.step >= since + PROVEN_STEPS)
+    return replace(memory, has_trained=trained, unproven_since=None if proven else since)
 
 
 def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    status = observed.status
+    status, memory = observed.status, _note_progress(observed, memory)
     if status is not None and not status.stop_reason:
         memory = replace(memory, resumed=False)
     wanted = _stop_reason(spec, observed, resumed=memory.resumed)
@@ -258,15 +309,14 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         return LifecycleDecision(
             Phase.PENDING, memory, prepare=True, trainer=trainer, again_seconds=again, note=_IN_QUEUE
         )
-    ending = status is not None and (
-        status.phase in (CoordinatorPhase.FINISHING, CoordinatorPhase.FINISHED) or bool(status.stop_reason)
-    )
+    # A run that continues after its end has the reason of that end until its trainer has started.
+    ending = status is not None and status.phase in (CoordinatorPhase.FINISHING, CoordinatorPhase.FINISHED)
     return LifecycleDecision(
         Phase.FINISHING if ending and request_stop != "" else Phase.RUNNING,
         memory,
         prepare=True,
         coordinator=True,
-        generators=observed.generators_wanted,
+        generators=_generators(observed),
         trainer=trainer,
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),
@@ -338,9 +388,8 @@ def _record_end(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Memo
         elif ready_seconds is None and not (decision.bad_input or memory.record.has_been_ready):
             reason = Reason.STARTS_FAILED
         message = f"trainer: {decision.reason}" + (f": {worst.message}" if worst.message else "")
-        return replace(
-            memory, outcome=Outcome(End.FAILED, reason, message), last_recorded_attempt=memory.attempt
-        )
+        outcome = _failure(observed, memory, reason, message)
+        return replace(memory, outcome=outcome, last_recorded_attempt=memory.attempt)
     return replace(
         memory,
         last_recorded_attempt=memory.attempt,
@@ -399,11 +448,24 @@ def _is_pending(wait: float) -> bool:
 # --- end ----------------------------------------------------------------------------------------
 
 
+def _after_outcome(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> LifecycleDecision:
+    """The decision for a run that has ended, or is held: it may continue."""
+    if outcome.end is End.COMPLETED:
+        continues = observed.edit.raises_limit
+    else:
+        continues = observed.suspend or observed.edit.mends
+    if observed.deleting or not continues:
+        return _ended(observed, memory, outcome)
+    memory = replace(memory, outcome=None, rest=Suspension.YES)
+    phase = Phase.SUSPENDED if observed.suspend else Phase.PENDING
+    return LifecycleDecision(phase, memory, again_seconds=0.0, note=_EARLIER_JOBS)
+
+
 def _ended(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> LifecycleDecision:
-    """Jobs that have ended have only their logs, and stay until the run is deleted."""
+    """Jobs that have ended have only their logs, and stay until the run continues or is deleted."""
     ended = (JobState.COMPLETE, JobState.FAILED)
     return LifecycleDecision(
-        Phase.COMPLETED if outcome.end is End.COMPLETED else Phase.FAILED,
+        Phase(outcome.end.value),
         memory,
         prepare=observed.prepare.state in ended,
         trainer=observed.trainer.attempt if observed.trainer.state in ended else None,

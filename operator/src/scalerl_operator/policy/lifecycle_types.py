@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.wire import Status
 from scalerl_operator.policy import restarts
+from scalerl_operator.policy.edits_of_run import SpecEdit
 
 
 class JobState(enum.StrEnum):
@@ -78,6 +79,9 @@ class LifecycleInput:
     serving: the coordinator or generators exist.
     status: of the coordinator; None while it does not answer.
     stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
+    steps: trained, as recorded in the run's status.
+    edit: of the spec, since the last reconcile.
+    unproven: fields that have been edited and have not trained :data:`.lifecycle.PROVEN_STEPS` steps yet.
     """
 
     unix_seconds: float
@@ -92,6 +96,9 @@ class LifecycleInput:
     status: Status | None = None
     stop: str = ""
     generators_wanted: int = 1
+    steps: int = 0
+    edit: SpecEdit = field(default_factory=SpecEdit)
+    unproven: tuple[str, ...] = ()
 
 
 class Suspension(enum.StrEnum):
@@ -105,12 +112,17 @@ class Suspension(enum.StrEnum):
 
 class End(enum.StrEnum):
     COMPLETED = "Completed"
+    """Continues when a limit is raised."""
     FAILED = "Failed"
+    """Continues when its spec is mended."""
+    HELD = "Suspended"
+    """A run that has trained does not start with its present spec. It is not over: it continues when its spec is edited, or
+    when a user suspends and resumes it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, finally."""
+    """How a run ended. It stays until an edit lets the run continue."""
 
     end: End
     reason: Reason
@@ -130,7 +142,10 @@ class Memory:
     drain_since: start of the present drain.
     unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
     rest: the run is drained, and nothing exists until ``suspend`` becomes false.
-    resumed: ``suspend`` became false, and the coordinator may still have the stop request.
+    resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
+    has_trained: steps, of RL or of mid-training.
+    unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
+        :data:`.lifecycle.PROVEN_STEPS` more.
     """
 
     attempt: int = 0
@@ -144,6 +159,8 @@ class Memory:
     unreachable_since: float | None = None
     rest: Suspension = Suspension.NO
     resumed: bool = False
+    has_trained: bool = False
+    unproven_since: int | None = None
     outcome: Outcome | None = None
 
 

@@ -1,0 +1,99 @@
+"""What an edit of the spec means for a run that is held, failed or completed, and for the cause of a failure. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from scalerl_api.edits import Effect, edit_of, flat
+from scalerl_api.spec import BudgetSpec, RunSpec
+from scalerl_api.status import RunStatus
+
+_OF_A_STOPPED_RUN: Final = frozenset(
+    {"suspend", "ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling"}
+)
+"""Fields, and sections, whose edit starts no run: they cannot have been the cause of its failure."""
+_LIMITS: Final = ("max_steps", "max_device_hours", "max_seconds", "max_compute_tokens")
+
+
+@dataclass(frozen=True)
+class SpecEdit:
+    """The changes from one accepted spec to the next.
+
+    fields: paths below ``spec``.
+    raises_limit: a limit of the run was raised or removed, and it has reached none of the others.
+    """
+
+    fields: tuple[str, ...] = ()
+    raises_limit: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a role restarts, and may fail to."""
+        return any(restarts_a_role(field) for field in self.fields)
+
+    @property
+    def mends(self) -> bool:
+        """Whether the edit may have removed the cause of a failure."""
+        return any(
+            field not in _OF_A_STOPPED_RUN and field.partition(".")[0] not in _OF_A_STOPPED_RUN
+            for field in self.fields
+        )
+
+
+def restarts_a_role(field: str) -> bool:
+    """Whether an edit of the field restarts a role."""
+    try:
+        return edit_of(field).effect is not Effect.AT_ONCE
+    except KeyError:  # of a spec that another release accepted
+        return True
+
+
+def changed_fields(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
+    """The paths, below ``spec``, of values that differ. A new default is no change."""
+    dumped = (spec.model_dump(mode="json", by_alias=True, exclude_none=True) for spec in (before, after))
+    return differing_paths(*dumped)
+
+
+def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths of values that differ."""
+    old, new = dict(flat(before)), dict(flat(after))
+    return tuple(path for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path))
+
+
+def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
+    """The edit from ``before`` to ``after`` of a run with that status."""
+    raised = raises_limit(before, after) and not limits_reached(after.budget, status)
+    return SpecEdit(changed_fields(before, after), raised)
+
+
+def raises_limit(before: RunSpec, after: RunSpec) -> bool:
+    """Whether a limit of the budget is raised or removed, the deadline is later, or the autoscaler may no longer stop the run."""
+    return _raised(before.budget, after.budget) or _released(before, after)
+
+
+def limits_reached(budget: BudgetSpec, status: RunStatus) -> bool:
+    """Whether the run has reached a limit."""
+    usage = status.usage
+    used = (status.step or 0, float(usage.device_hours), float(usage.elapsed_seconds), usage.compute_tokens)
+    limits = (getattr(budget, name) for name in _LIMITS)
+    return any(
+        limit is not None and amount >= float(limit) for limit, amount in zip(limits, used, strict=True)
+    )
+
+
+def _raised(before: BudgetSpec, after: BudgetSpec) -> bool:
+    pairs = ((getattr(before, name), getattr(after, name)) for name in _LIMITS)
+    return any(old is not None and (new is None or float(new) > float(old)) for old, new in pairs)
+
+
+def _released(before: RunSpec, after: RunSpec) -> bool:
+    """Whether the autoscaler may no longer stop the run, or has a later deadline."""
+    old, new = before.autoscaling, after.autoscaling
+    if old.mode == "Auto" and new.mode != "Auto":
+        return True
+    return old.deadline is not None and (
+        new.deadline is None or datetime.fromisoformat(new.deadline) > datetime.fromisoformat(old.deadline)
+    )

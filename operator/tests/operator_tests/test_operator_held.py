@@ -1,0 +1,318 @@
+"""A run that has trained is held, not ended, when it fails after an edit; and what lets an ended run continue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from operator_tests.scaling import status
+from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, reported
+from scalerl_api.spec import RunSpec
+from scalerl_api.status import RunStatus, UsageStatus
+from scalerl_api.wire import FORECAST, INTERRUPTED
+from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
+from scalerl_operator.policy.lifecycle import PROVEN_STEPS, decide
+from scalerl_operator.policy.lifecycle_types import (
+    End,
+    Ended,
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    Memory,
+    Outcome,
+    Service,
+    Suspension,
+)
+from scalerl_operator.policy.restarts import Record
+
+FIELDS = ("recipe.loss.cispo.ratioCap", "podTemplate.volumeMounts.0.mountPath")
+SENTENCE = (
+    "; revert or mend the edit of spec.recipe.loss.cispo.ratioCap, spec.podTemplate.volumeMounts.0.mountPath"
+)
+EDITED = replace(FIRST, has_trained=True, unproven_since=120)
+LIVE = replace(RUNNING, steps=120, unproven=FIELDS, status=status([], step=120, published_version=120))
+BAD = Ended(2, "task.jsonl.path: /data/dat.jsonl does not exist")
+FAILED = Job(JobState.FAILED, ends=(BAD,))
+NO_STATUS: dict[str, Any] = {"status": None, "trainer": Job()}
+
+FAILURES: dict[str, tuple[dict[str, Any], Memory, str]] = {
+    "preparation rejects its input": (NO_STATUS | {"prepare": FAILED}, EDITED, "BadInput: task.jsonl.path:"),
+    "preparation runs out of memory": (
+        NO_STATUS | {"prepare": Job(JobState.FAILED, ends=(Ended(137, "OOMKilled"),))},
+        EDITED,
+        "PrepareFailed: OOMKilled",
+    ),
+    "trainer rejects its input": ({"trainer": replace(FAILED, attempt=1)}, EDITED, "BadInput: trainer: "),
+    "trainer never becomes ready": (
+        {"trainer": Job(JobState.FAILED, 1, (Ended(137, "OOMKilled"),))},
+        replace(EDITED, ready_since=None, record=Record(consecutive_failures=5, failed_starts=5)),
+        "StartsFailed: trainer: it failed 6 times in a row before it was ready: OOMKilled",
+    ),
+    "trainer fails at its first step, again and again": (
+        {"trainer": Job(JobState.FAILED, 1, (Ended(1, "out of memory"),))},
+        replace(EDITED, record=Record(consecutive_failures=20, has_been_ready=True)),
+        "BackoffLimitExceeded: trainer: it was restarted 20 times",
+    ),
+    "training diverges": (
+        {"trainer": Job(JobState.FAILED, 1, (Ended(3, "loss is nan"),))},
+        replace(EDITED, record=Record(diverged=True)),
+        "Diverged: trainer: BROKEN",
+    ),
+    "coordinator rejects its input": (
+        {"status": None, "coordinator": Service(bad_input=Ended(2, "no tracker"))},
+        EDITED,
+        "BadInput: coordinator: no tracker",
+    ),
+    "coordinator crashes": (
+        {"status": None, "coordinator": Service(restarts=21, restarted="math-coordinator-0")},
+        EDITED,
+        "BackoffLimitExceeded: math-coordinator-0 was restarted 21 times",
+    ),
+    "generators reject their input": (
+        {"trainer": Job(JobState.COMPLETE, 1), "generators": Service(bad_input=Ended(2, "no such option"))},
+        EDITED,
+        "BadInput: generator: no such option",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "memory", "says"), FAILURES.values(), ids=FAILURES)
+def test_failure_after_an_edit_holds_a_run_that_has_trained(
+    change: dict[str, Any], memory: Memory, says: str
+) -> None:
+    decision = decide(SPEC, replace(LIVE, **change), memory)
+    outcome = decision.memory.outcome
+    assert outcome is not None
+    assert (decision.phase, outcome.end, outcome.reason) == ("Suspended", End.HELD, "EditFailed")
+    assert outcome.message.startswith(says)
+    assert outcome.message.endswith(SENTENCE)
+    assert (decision.coordinator, decision.generators) == (False, 0), "it holds no devices"
+
+
+@pytest.mark.parametrize(("change", "memory", "says"), FAILURES.values(), ids=FAILURES)
+def test_failure_of_a_run_that_has_not_trained_ends_it(
+    change: dict[str, Any], memory: Memory, says: str
+) -> None:
+    new = status([], step=0, published_version=-1) if change.get("status", LIVE.status) else None
+    never = replace(LIVE, **{**change, "status": new}, steps=0, edit=SpecEdit(FIELDS))
+    outcome = decide(SPEC, never, replace(memory, has_trained=False, unproven_since=None)).memory.outcome
+    assert outcome is not None
+    assert outcome.end is End.FAILED
+    assert outcome.reason == says.partition(":")[0]
+
+
+@pytest.mark.parametrize("steps", [PROVEN_STEPS - 1, PROVEN_STEPS])
+def test_edit_is_proven_by_steps(steps: int) -> None:
+    ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    later = replace(ready, status=status([], step=120 + steps), steps=120 + steps)
+    memory = decide(SPEC, later, EDITED).memory
+    assert (memory.unproven_since is None) == (steps == PROVEN_STEPS)
+    failed = replace(later, trainer=replace(FAILED, attempt=1))
+    outcome = decide(SPEC, failed, memory).memory.outcome
+    assert outcome is not None
+    assert outcome.end is (End.FAILED if steps == PROVEN_STEPS else End.HELD)
+
+
+def test_edit_without_a_restart_is_no_cause() -> None:
+    memory = decide(SPEC, replace(LIVE, edit=SpecEdit(("budget.maxSeconds",))), FIRST).memory
+    assert (memory.has_trained, memory.unproven_since) == (True, None)
+    memory = decide(SPEC, replace(LIVE, edit=SpecEdit(("trace",))), FIRST).memory
+    assert memory.unproven_since == 120
+
+
+def test_resumption_that_fails_holds_the_run() -> None:
+    """Nothing was edited: another release of the operator, or a hub that is away."""
+    rest = replace(EDITED, rest=Suspension.YES, unproven_since=None)
+    quiet = replace(LIVE, **NO_STATUS, prepare=Job(), unproven=())
+    resumed = decide(SPEC, quiet, rest).memory
+    outcome = decide(SPEC, replace(quiet, prepare=FAILED), resumed).memory.outcome
+    assert outcome is not None
+    assert (outcome.end, outcome.reason, outcome.message) == (End.HELD, "BadInput", BAD.message)
+
+
+def held(**change: Any) -> tuple[LifecycleInput, Memory]:
+    """A run that is held since its preparation failed, whose Job is still there."""
+    observed = replace(LIVE, **NO_STATUS, prepare=FAILED)
+    memory = decide(SPEC, observed, EDITED).memory
+    assert memory.outcome is not None
+    return replace(observed, **change), memory
+
+
+def until_started(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+    """The decisions until the preparation is created again, with an operator that dies before it acts on any of them."""
+    observed = replace(observed, edit=SpecEdit())
+    for _ in range(3):  # its Jobs are still there
+        decision = decide(SPEC, observed, memory)
+        assert exists(decision) == (False, False, 0, None)
+        assert (decision.phase, decision.memory) == ("Pending", memory)
+    leaving = replace(observed, prepare=replace(observed.prepare, state=JobState.LEAVING))
+    assert exists(decide(SPEC, leaving, memory)) == (False, False, 0, None)
+    return decide(SPEC, replace(observed, prepare=Job(), trainer=Job()), memory)
+
+
+def test_mended_spec_continues_from_the_checkpoint() -> None:
+    observed, memory = held(edit=SpecEdit(("podTemplate.volumeMounts.0.mountPath",)))
+    decision = decide(SPEC, observed, memory)
+    assert (decision.phase, exists(decision)) == ("Pending", (False, False, 0, None))
+    assert decision.memory.outcome is None
+    decision = until_started(observed, decision.memory)
+    assert (exists(decision), decision.memory.resumed) == ((True, False, 0, None), True)
+    started = replace(observed, edit=SpecEdit(), prepare=DONE, trainer=Job())
+    decision = decide(SPEC, started, decision.memory)
+    assert exists(decision) == (True, True, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "field", ["ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling.mode"]
+)
+def test_edit_that_mends_nothing_starts_nothing(field: str) -> None:
+    observed, memory = held(edit=SpecEdit((field,), raises_limit=True))
+    assert decide(SPEC, observed, memory).memory.outcome == memory.outcome
+
+
+def test_held_run_is_tried_again_by_suspending_and_resuming_it() -> None:
+    observed, memory = held(suspend=True, edit=SpecEdit(("suspend",)))
+    decision = decide(SPEC, observed, memory)
+    assert (decision.phase, decision.memory.outcome, decision.memory.rest) == (
+        *("Suspended", None),
+        Suspension.YES,
+    )
+    decision = decide(SPEC, replace(observed, prepare=Job(), edit=SpecEdit()), decision.memory)
+    assert (decision.phase, decision.again_seconds) == ("Suspended", None)
+    decision = decide(SPEC, replace(observed, prepare=Job(), suspend=False), decision.memory)
+    assert (decision.phase, decision.prepare) == ("Pending", True)
+
+
+def test_held_run_is_deleted_at_once() -> None:
+    observed, memory = held(deleting=True, edit=SpecEdit(FIELDS))
+    assert decide(None, observed, memory).release
+
+
+def test_generator_failure_saves_the_training_first() -> None:
+    """The coordinator answers; and an edit that is reverted meanwhile stops nothing."""
+    bad = Service(bad_input=Ended(2, "no such option"))
+    observed = replace(LIVE, generators=bad, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    decision = decide(SPEC, observed, EDITED)
+    assert (decision.phase, decision.request_stop, exists(decision)) == (
+        *("Suspending", INTERRUPTED),
+        (True, True, 1, 1),
+    )
+    told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
+    mended = decide(SPEC, replace(observed, generators=Service(starting=1), status=told), decision.memory)
+    assert (mended.phase, mended.request_stop, mended.memory.drain_since) == ("Running", "", None)
+    left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=told)
+    assert decide(SPEC, left, decision.memory).phase == "Suspended"
+
+
+def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
+    """A first publish, too; with the edited fields, if there are any."""
+    failed = Job(JobState.FAILED, 1, (Ended(5, "PUBLISH REFUSED: KL of generator-0 3 nats"),))
+    observed = replace(RUNNING, trainer=failed)
+    memory = replace(FIRST, record=Record(publish_refused=True))
+    decision = decide(SPEC, observed, memory)
+    outcome = decision.memory.outcome
+    assert outcome is not None
+    assert (decision.phase, outcome.end, outcome.reason) == ("Suspended", End.HELD, "PublishRefused")
+    assert outcome.message.endswith("KL of generator-0 3 nats")
+    outcome = decide(SPEC, replace(observed, unproven=FIELDS), memory).memory.outcome
+    assert outcome is not None
+    assert (outcome.reason, outcome.message.endswith(SENTENCE)) == ("PublishRefused", True)
+    mended = replace(observed, edit=SpecEdit(("weightSync.probeLimit",)))
+    decision = decide(SPEC, mended, decision.memory)
+    decision = decide(SPEC, replace(mended, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.memory)
+    assert (decision.prepare, decision.memory.record.publish_refused) == (True, False)
+
+
+# --- completed and failed runs -------------------------------------------------------------------
+
+COMPLETED = replace(
+    *(FIRST,),
+    has_trained=True,
+    outcome=Outcome(End.COMPLETED, "BudgetReached", "maxSteps"),  # type: ignore[arg-type]
+)
+
+
+@pytest.mark.parametrize("reason", ["maxSteps", "maxSeconds", FORECAST])
+def test_raised_limit_continues_a_completed_run(reason: str) -> None:
+    ended = replace(LIVE, status=None, trainer=Job(JobState.COMPLETE, 1))
+    again = decide(SPEC, ended, COMPLETED)
+    assert again.memory.outcome == COMPLETED.outcome
+    assert again.memory == decide(SPEC, replace(ended, suspend=True), COMPLETED).memory
+    raised = replace(ended, edit=SpecEdit(("budget.maxSteps",), raises_limit=True))
+    decision = decide(SPEC, raised, COMPLETED)
+    assert (decision.phase, decision.memory.outcome) == ("Pending", None)
+    decision = until_started(replace(ended, prepare=DONE), decision.memory)
+    assert decision.memory.resumed
+    # The coordinator has the reason of the last end in its journal; its own ends are void by the new limit.
+    phase = CoordinatorPhase.WAITING if reason == "maxSteps" else CoordinatorPhase.FINISHED
+    told = replace(LIVE, status=reported(phase, reason), trainer=Job())
+    decision = decide(SPEC, told, decision.memory)
+    assert decision.memory.outcome is None
+    assert (decision.trainer, decision.request_stop) == (1, None if reason == "maxSteps" else "")
+    assert decision.phase == "Running"
+
+
+def test_mended_spec_continues_a_failed_run() -> None:
+    failed = decide(SPEC, LifecycleInput(0.0, prepare=FAILED), Memory())
+    assert failed.phase == "Failed"
+    decision = decide(
+        SPEC, LifecycleInput(0.0, prepare=FAILED, edit=SpecEdit(("podTemplate",))), failed.memory
+    )
+    decision = until_started(LifecycleInput(0.0, prepare=FAILED), decision.memory)
+    assert (decision.prepare, decision.memory.unproven_since) == (True, None)
+
+
+def spec_of(**sections: Any) -> RunSpec:
+    base = SPEC.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return RunSpec.model_validate(base | sections)
+
+
+USED = RunStatus(
+    step=10, usage=UsageStatus(device_hours="3.5000", elapsed_seconds="400", compute_tokens=1000)
+)
+LIMITS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    ({"budget": {"maxSteps": 10}}, {"budget": {"maxSteps": 210}}, True),
+    ({"budget": {"maxSteps": 10}}, {"budget": {"maxSeconds": 500}}, True),
+    ({"budget": {"maxSteps": 210}}, {"budget": {"maxSteps": 100}}, False),
+    ({"budget": {"maxSteps": 10}}, {"budget": {"maxSteps": 210, "maxSeconds": 400}}, False),
+    ({"budget": {"maxDeviceHours": "3.5"}}, {"budget": {"maxDeviceHours": 10}}, True),
+    ({"budget": {"maxDeviceHours": "3"}}, {"budget": {"maxDeviceHours": "3.4"}}, False),
+    ({"budget": {"maxSeconds": 400}}, {"budget": {"maxSeconds": 401}}, True),
+    ({"budget": {"maxComputeTokens": 1000}}, {"budget": {"maxComputeTokens": 1001}}, True),
+    ({"trace": False}, {"trace": True}, False),
+]
+DEADLINE = {"mode": "Auto", "deadline": "2026-08-01T12:00:00Z"}
+AUTOSCALING: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    (DEADLINE, DEADLINE | {"deadline": "2026-08-01T12:00:00+02:00"}, False),
+    (DEADLINE, DEADLINE | {"deadline": "2026-08-01T12:00:01Z"}, True),
+    (DEADLINE, {"mode": "Auto"}, True),
+    ({"mode": "Auto"}, {"mode": "Advisory"}, True),
+    ({"mode": "Auto"}, {"mode": "Auto", "onStop": "Complete"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "raised"),
+    [
+        *LIMITS,
+        *(
+            (
+                {"budget": {"maxSteps": 99}, "autoscaling": old},
+                {"budget": {"maxSteps": 99}, "autoscaling": new},
+                to,
+            )
+            for old, new, to in AUTOSCALING
+        ),
+    ],
+)
+def test_limit_is_raised_if_none_is_reached(
+    before: dict[str, Any], after: dict[str, Any], raised: bool
+) -> None:
+    edit = edit_between(spec_of(**before), spec_of(**after), USED)
+    assert edit.raises_limit == raised
+    assert edit.fields
+    assert edit_between(spec_of(**after), spec_of(**after), USED) == SpecEdit()
