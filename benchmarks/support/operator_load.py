@@ -22,6 +22,8 @@ minute. No cache is warm at the start. Volumes for the claims exist, and are bou
 5. *event loop*: lag of a task that sleeps half a second, over all phases, from the operator's own histogram (the figure
    is the upper bound of the highest bucket that is not empty). The lag includes time in which other processes used the
    core, so the CPU time of the longest callback, measured around each callback, is also reported.
+6. *scrape*: median time of eleven requests for the operator's metrics, bytes, and series. No run has a forecast, an ETA or a
+   deadline here; `series_of_runs` are the series that have a run's name.
 """
 
 from __future__ import annotations
@@ -259,6 +261,7 @@ async def measure(cluster: Cluster, work: Path, count: int, idle: float, quiet: 
         figures["rss_mb"] = round(operator.memory_mb("VmRSS"), 1)
         figures["rss_highest_mb"] = round(operator.memory_mb("VmHWM"), 1)
         figures |= _lag(await operator.metrics())
+        figures |= await operator.scrape()
     return figures
 
 

@@ -28,6 +28,7 @@ from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import conditions, event_type
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.summary import columns
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -40,7 +41,21 @@ from scalerl_operator.workloads import Role
 log = logging.getLogger(__name__)
 
 PROGRESS: Final = frozenset(
-    {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
+    {
+        *(
+            "step",
+            "progress",
+            "eta",
+            "budget",
+            "lastStepTime",
+            "reward",
+            "points",
+            "usage",
+            "trouble",
+            "exports",
+        ),
+        *("forecast", "outlook", "stopVotes", "decisions"),
+    }
 )
 """Fields of the status that change continuously while a run trains."""
 PROGRESS_SECONDS: Final = 15.0
@@ -69,6 +84,8 @@ def report(context: RunContext) -> RunStatus:
     if scaling.known and scaling.decisions:
         update |= {
             "forecast": scaling.forecast,
+            "outlook": scaling.outlook,
+            "stop_votes": scaling.votes,
             "decision": scaling.state,
             "decisions": list(scaling.decisions),
         }
@@ -82,7 +99,8 @@ def report(context: RunContext) -> RunStatus:
         update |= {"replicas": len(pods), "generators": GeneratorsStatus(replicas=len(pods), ready=ready)}
     if context.coordinator is not None:
         update |= _progress(context.coordinator, before, now)
-    return before.model_copy(update=update)
+    status = before.model_copy(update=update)
+    return status.model_copy(update=columns(context, status))
 
 
 def remembered(status: RunStatus) -> Memory:
@@ -177,9 +195,11 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
             seconds=f"{coordinator.wall_seconds:.0f}",
+            waiting_seconds=f"{coordinator.waiting_seconds:.0f}",
             device_hours=f"{coordinator.device_seconds / 3600:.4f}",
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
+            compute_tokens=int(coordinator.compute_tokens),
         ),
         "exports": before.exports if coordinator.exports is None else _exports(coordinator.exports),
     }
