@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -362,8 +363,7 @@ def test_columns_of_kubectl_get(scraped, control_plane):
         header, *lines = control_plane.kubectl("get", RUNS, "-n", HERE, *options).splitlines()
         starts = [match.start() for match in re.finditer(r"\S+", header)] + [None]
         return [
-            {header[a:b].strip(): line[a:b].strip() for a, b in zip(starts, starts[1:], strict=False)}
-            for line in lines
+            {header[a:b].strip(): line[a:b].strip() for a, b in itertools.pairwise(starts)} for line in lines
         ]
 
     found = {row["NAME"]: row for row in rows("-o", "wide")}

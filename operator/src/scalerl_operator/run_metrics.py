@@ -1,7 +1,7 @@
 """Metrics of each run, in Prometheus' text format.
 
 A run's lines are formatted when it is reconciled, and joined at a scrape: a registry that formats some twenty series of a thousand
-runs at each scrape would block the event loop for a tenth of a second and more. All series of a run are dropped with it. Their number
+runs at each scrape would block the event loop for a fifth of a second. All series of a run are dropped with it. Their number
 is bounded: label values are of fixed sets, besides namespace and run.
 """
 
