@@ -42,19 +42,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS: Final = frozenset(
     {
-        *(
-            "step",
-            "progress",
-            "eta",
-            "budget",
-            "lastStepTime",
-            "reward",
-            "points",
-            "usage",
-            "trouble",
-            "exports",
-        ),
-        *("forecast", "outlook", "stopVotes", "decisions"),
+        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "trouble"),
+        *("exports", "forecast", "outlook", "stopVotes", "decisions"),
     }
 )
 """Fields of the status that change continuously while a run trains."""
