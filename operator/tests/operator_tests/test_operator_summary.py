@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from operator_tests.manifests import cluster_run, context
 from operator_tests.scaling import EVERY, TOKENS, evaluations, status
@@ -211,3 +212,15 @@ def test_used_fractions():
         shown = RunStatus(step=50, usage=UsageStatus(seconds=odd, device_hours=odd))
         used = used_fractions(BudgetSpec.model_validate(budget), shown)
         assert (used["maxSeconds"], used["maxDeviceHours"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan"), 1e308, -1.0])
+def test_numbers_of_a_coordinator_break_no_reconcile(odd):
+    budget = {"maxSteps": 160, "maxSeconds": 1000, "maxDeviceHours": "1", "maxComputeTokens": 1000}
+    for name in ("wall_seconds", "waiting_seconds", "device_seconds", "compute_tokens"):
+        found = of(coordinator=status([], step=5, **{name: odd}), budget=budget)
+        assert 0 <= found.usage.compute_tokens <= 2**63 - 1
+        assert RunStatus.read(found.to_object()).progress == "5/160"
+    points = evaluations([0.2, 0.3, 0.4])
+    points[-1] = replace(points[-1], wall_seconds=odd)
+    assert of(coordinator=status(points), budget={"maxSteps": 160}).progress == "20/160"

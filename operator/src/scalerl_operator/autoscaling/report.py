@@ -24,6 +24,8 @@ from scalerl_operator.autoscaling.observation import limits, recipe
 
 _STOPS: Final = {"stop": FORECAST, "hold": BROKEN}
 """Actions that end a run, and the reasons for the stop request to its coordinator."""
+MAX_TOKENS: Final = 1e18
+"""The API server accepts no count above 2^63."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +117,23 @@ def _outlook(evaluated: Line | None) -> OutlookStatus | None:
         return None
     point, asymptote, gain = answer.forecasts[0], answer.fit.A, answer.outlook.gain
     return OutlookStatus(
-        tokens=max(0, round(point.compute)),
-        median=f"{point.median:.4f}",
-        low=f"{point.low:.4f}",
-        high=f"{point.high:.4f}",
-        asymptote=f"{asymptote.median:.4f}",
-        asymptote_low=f"{asymptote.low:.4f}",
-        asymptote_high=f"{asymptote.high:.4f}",
-        gain=f"{gain.median:.4f}",
-        gain_low=f"{gain.low:.4f}",
-        gain_high=f"{gain.high:.4f}",
-        gain_probability=f"{answer.outlook.p_gain_above_min:.4f}",
+        tokens=int(min(max(point.compute, 0.0), MAX_TOKENS)),
+        median=_number(point.median),
+        low=_number(point.low),
+        high=_number(point.high),
+        asymptote=_number(asymptote.median),
+        asymptote_low=_number(asymptote.low),
+        asymptote_high=_number(asymptote.high),
+        gain=_number(gain.median),
+        gain_low=_number(gain.low),
+        gain_high=_number(gain.high),
+        gain_probability=_number(answer.outlook.p_gain_above_min),
     )
+
+
+def _number(value: float) -> str:
+    """Cut: a record that somebody has changed may hold any number."""
+    return f"{value:.4f}"[:32]
 
 
 def _forecast_ready(evaluated: Line | None) -> tuple[bool, Reason, str]:

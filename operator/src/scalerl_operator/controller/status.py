@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -183,15 +184,20 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "points": len(coordinator.points),
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
-            seconds=f"{coordinator.wall_seconds:.0f}",
-            waiting_seconds=f"{coordinator.waiting_seconds:.0f}",
-            device_hours=f"{coordinator.device_seconds / 3600:.4f}",
+            seconds=f"{coordinator.wall_seconds:.0f}"[:32],
+            waiting_seconds=f"{coordinator.waiting_seconds:.0f}"[:32],
+            device_hours=f"{coordinator.device_seconds / 3600:.4f}"[:32],
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
-            compute_tokens=int(coordinator.compute_tokens),
+            compute_tokens=_count(coordinator.compute_tokens),
         ),
         "exports": before.exports if coordinator.exports is None else _exports(coordinator.exports),
     }
+
+
+def _count(value: float) -> int:
+    """A count of a coordinator as the API server accepts it."""
+    return int(min(max(value, 0.0), 1e18)) if math.isfinite(value) else 0
 
 
 def _exports(found: Exports) -> ExportsStatus:

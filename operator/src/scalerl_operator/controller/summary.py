@@ -17,6 +17,8 @@ from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.eta import coarse, eta_seconds, recent_rates
 
+MAX_SECONDS_LEFT: Final = 100 * 365 * 86400.0
+"""Longest ETA that is shown."""
 _ENDS: Final = {
     Phase.SUSPENDED: ConditionType.SUSPENDED,
     Phase.COMPLETED: ConditionType.COMPLETED,
@@ -111,4 +113,5 @@ def _seconds_left(context: RunContext) -> float | None:
         return None
     spec = context.accepted.spec
     rates = recent_rates(coordinator, float(rl_token_cost(spec.recipe)))
-    return eta_seconds(spec.budget, coordinator, rates)
+    left = eta_seconds(spec.budget, coordinator, rates)
+    return left if left is not None and left < MAX_SECONDS_LEFT else None
