@@ -27,7 +27,7 @@ Values = Iterable[tuple[Mapping[str, str], float | str | None]]
 
 
 class Family(NamedTuple):
-    """A metric. labels: besides ``namespace`` and ``run``."""
+    """A metric with the labels ``namespace`` and ``run``, and perhaps more."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -118,12 +118,13 @@ def _values(status: RunStatus, figures: RunFigures) -> dict[str, Values]:
         names.RUN_ESTIMATED_END: [({}, figures.estimated_end)],
         names.RUN_DEADLINE: [({}, figures.deadline)],
     }
-    if figures.stop_after is not None:
-        found |= {
-            names.RUN_DECISION: [({"state": decision}, 1.0)] if decision in _STATES else [],
-            names.RUN_STOP_VOTES: [({}, status.stop_votes)],
-            names.RUN_STOP_VOTES_NEEDED: [({}, figures.stop_after)],
-        } | ({} if outlook is None else _forecast(outlook))
+    if figures.stop_after is None:
+        return found
+    found[names.RUN_DECISION] = [({"state": decision}, 1.0)] if decision in _STATES else []
+    found[names.RUN_STOP_VOTES] = [({}, status.stop_votes)]
+    found[names.RUN_STOP_VOTES_NEEDED] = [({}, figures.stop_after)]
+    if outlook is not None:
+        found |= _forecast(outlook)
     return found
 
 
@@ -153,7 +154,7 @@ def _line(start: str, labels: Mapping[str, str], value: float | str) -> str:
     except ValueError:
         return ""  # of another writer of the status
     more = "".join(f',{name}="{_escaped(text)}"' for name, text in labels.items())
-    return f"{start}{more}}} {floatToGoString(number)}\n"
+    return f"{start}{more}}} {floatToGoString(number)}\n"  # type: ignore[no-untyped-call]
 
 
 def _escaped(text: str) -> str:
