@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from prometheus_client import generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from scalerl_api import wire
-from scalerl_api.status import Condition, RunStatus
+from scalerl_api.status import Condition, OutlookStatus, RunStatus
 from scalerl_api.task_figures import TASK_FIGURES, task_key
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
@@ -19,6 +20,7 @@ from scalerl_coordinator.response_log import HistoryCounters
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
+from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.metrics import Metrics as OperatorMetrics
 from scalerl_trainer.metrics import Metrics as TrainerMetrics
@@ -48,12 +50,14 @@ class Registered:
 
 def registered() -> list[Registered]:
     """All of them."""
-    return [metric for registry in _registries() for metric in _of(registry)]
+    found = [metric for registry in _registries() for metric in _of(registry)]
+    return found + [_family(family) for family in text_string_to_metric_families(_operator().runs.text())]
 
 
 def expositions() -> list[str]:
     """What Prometheus reads from each process, once everything without labels has been counted."""
-    return [generate_latest(registry).decode() for registry in _registries()]
+    *others, _ = _registries()
+    return [*(generate_latest(registry).decode() for registry in others), _operator().text().decode()]
 
 
 def _registries() -> Iterator[CollectorRegistry]:
@@ -100,13 +104,23 @@ def _registries() -> Iterator[CollectorRegistry]:
     yield TrainerMetrics().registry
     yield ActorMetrics(ServerState(), BusyClock()).registry
     yield SidecarMetrics().registry
+    yield _operator().registry
+
+
+def _operator() -> OperatorMetrics:
+    """With a run that has all series."""
     operator = OperatorMetrics()
     operator.watch(_Idle(), Cache(lambda key: None), _Idle())
     problem = Condition(
         type="Failed", status="True", reason="Diverged", last_transition_time="2026-01-01T00:00:00Z"
     )
-    operator.run(("namespace", "run"), RunStatus(conditions=[problem]))
-    yield operator.registry
+    numbers = {name: 0 if name == "tokens" else "0.5" for name in OutlookStatus.model_fields}
+    status = RunStatus(conditions=[problem], decision="STOP", outlook=OutlookStatus.model_validate(numbers))
+    figures = RunFigures(
+        max_steps=1, budget_used={"maxSteps": 0.5}, estimated_end=1.0, deadline=1.0, stop_after=1
+    )
+    operator.run(("namespace", "run"), status, figures)
+    return operator
 
 
 class _Idle:

@@ -22,6 +22,9 @@ minute. No cache is warm at the start. Volumes for the claims exist, and are bou
 5. *event loop*: lag of a task that sleeps half a second, over all phases, from the operator's own histogram (the figure
    is the upper bound of the highest bucket that is not empty). The lag includes time in which other processes used the
    core, so the CPU time of the longest callback, measured around each callback, is also reported.
+6. *scrape*: median time of eleven requests for the operator's metrics, bytes, and series. No run has a forecast, an ETA or a
+   deadline here; `series_of_runs` are the series that have a run's name. *all series*: the same number of runs in this process,
+   with every series that a run can have but problems: CPU time of a scrape's text, and to record one run, as each reconcile does.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import asyncio
 import contextlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -44,9 +48,12 @@ import yaml
 
 from scalerl_api import operator_metric_names as metric_names
 from scalerl_api.conditions import Phase
+from scalerl_api.status import OutlookStatus, RunStatus
 from scalerl_operator import names
+from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.run_metrics import RunMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
@@ -259,6 +266,8 @@ async def measure(cluster: Cluster, work: Path, count: int, idle: float, quiet: 
         figures["rss_mb"] = round(operator.memory_mb("VmRSS"), 1)
         figures["rss_highest_mb"] = round(operator.memory_mb("VmHWM"), 1)
         figures |= _lag(await operator.metrics())
+        figures |= await operator.scrape()
+        figures |= _all_series(count)
     return figures
 
 
@@ -272,6 +281,31 @@ def _lag(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[st
         "loop_lag_longest_under_seconds": next(bound for bound, value in buckets if value == total),
         "loop_lag_over_100ms": total - within[0.1],
         "loop_lag_samples": total,
+    }
+
+
+def _all_series(count: int) -> dict[str, float]:
+    """Costs of the metrics of runs that have all series."""
+    numbers = {name: 0 if name == "tokens" else "0.6123" for name in OutlookStatus.model_fields}
+    status = RunStatus(
+        phase=Phase.RUNNING, reason="Healthy", decision="STOP", outlook=OutlookStatus.model_validate(numbers)
+    )
+    used = dict.fromkeys(("maxSteps", "maxSeconds", "maxDeviceHours", "maxComputeTokens"), 0.3125)
+    figures = RunFigures(max_steps=160, budget_used=used, estimated_end=1.9e9, deadline=1.8e9, stop_after=3)
+    metrics, seconds, text = RunMetrics(), [], ""
+    began = time.thread_time()
+    for number in range(count):
+        metrics.set((f"team-{number % 50}", f"run-{number:04d}"), status, figures)
+    recorded = time.thread_time() - began
+    for _ in range(11):
+        began = time.thread_time()
+        text = metrics.text()
+        seconds.append(time.thread_time() - began)
+    return {
+        "all_series": sum(not line.startswith("#") for line in text.splitlines()),
+        "all_series_kilobytes": round(len(text) / 1000, 1),
+        "all_series_scrape_cpu_milliseconds": round(1000 * statistics.median(seconds), 1),
+        "all_series_record_cpu_microseconds": round(1e6 * recorded / count, 1),
     }
 
 

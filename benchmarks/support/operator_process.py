@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -70,6 +71,22 @@ class Operator:
     async def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         async with self.session.get(f"{self.url}/metrics") as answer:
             return samples(await answer.text())
+
+    async def scrape(self) -> dict[str, float]:
+        """Time and size of the metrics."""
+        seconds, text = [], ""
+        for _ in range(11):
+            began = time.perf_counter()
+            async with self.session.get(f"{self.url}/metrics") as answer:
+                text = await answer.text()
+            seconds.append(time.perf_counter() - began)
+        series = [line for line in text.splitlines() if not line.startswith("#")]
+        return {
+            "scrape_milliseconds": round(1000 * statistics.median(seconds), 1),
+            "scrape_kilobytes": round(len(text) / 1000, 1),
+            "series": len(series),
+            "series_of_runs": sum(',run="' in line or '{run="' in line for line in series),
+        }
 
     async def writes(self) -> Counter[str]:
         """Number of the operator's writes, by kind."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from panels import Board, Panel, Query, Section, Variable, lines, number
 
+from scalerl_api import operator_metric_names as operator
+
 HERE = 'namespace=~"$namespace"'
 
 
@@ -56,10 +58,19 @@ NOW = Section(
         ),
         Panel(
             "Runs",
-            "State of each run.",
+            "State of each run, also of those without pods; a run's name links to its dashboard.",
             (
-                Query(each(f"scalerl_coordinator_step{{{HERE}}}"), "step"),
+                Query(
+                    f"max by (namespace, run, phase, reason) ({operator.RUN_PHASE}{{{HERE}}})", unit="hidden"
+                ),
+                Query(each(f"{operator.RUN_STEP}{{{HERE}}}"), "step"),
+                Query(each(f"{operator.RUN_MAX_STEPS}{{{HERE}}}"), "of"),
+                Query(each(f"{operator.RUN_BUDGET_USED}{{{HERE}}}"), "budget used", "percentunit"),
+                Query(f"{each(f'{operator.RUN_ESTIMATED_END}{{{HERE}}}')} - time()", "left", "s"),
                 Query(each(f"scalerl_coordinator_evaluation_reward{{{HERE}}}"), "reward"),
+                Query(each(f'{operator.RUN_FORECAST_REWARD}{{{HERE}, bound="median"}}'), "forecast"),
+                Query(each(f'{operator.RUN_FORECAST_ASYMPTOTE}{{{HERE}, bound="median"}}'), "asymptote"),
+                Query(f"max by (namespace, run, state) ({operator.RUN_DECISION}{{{HERE}}})", "", "hidden"),
                 Query(each(f"scalerl_coordinator_members{{{HERE}}}"), "generators"),
                 Query(each(f"scalerl_coordinator_generator_busy_fraction{{{HERE}}}"), "generators busy"),
                 Query(each(f"scalerl_coordinator_trainer_busy_fraction{{{HERE}}}"), "trainer busy"),
@@ -69,7 +80,54 @@ NOW = Section(
             ),
             kind="rows",
             width=24,
-            height=9,
+            height=12,
+        ),
+    ),
+)
+
+AHEAD = Section(
+    "Forecast and budget",
+    (
+        lines(
+            "Runs by phase",
+            "As last reconciled by the operator.",
+            (
+                f"count by (phase) (max by (namespace, run, phase) ({operator.RUN_PHASE}{{{HERE}}}))",
+                "{{phase}}",
+            ),
+        ),
+        lines(
+            "Budget used",
+            "Of the limit that is nearest.",
+            (each(f"{operator.RUN_BUDGET_USED}{{{HERE}}}"), NAME),
+            unit="percentunit",
+        ),
+        lines(
+            "Time left",
+            "Until the first limit of the budget, at the pace of the latest evaluations.",
+            (f"{each(f'{operator.RUN_ESTIMATED_END}{{{HERE}}}')} - time()", NAME),
+            unit="s",
+        ),
+        lines(
+            "Forecast",
+            "Reward predicted at the horizon, median. Not comparable between tasks.",
+            (each(f'{operator.RUN_FORECAST_REWARD}{{{HERE}, bound="median"}}'), NAME),
+            minimum=None,
+            maximum=1.0,
+        ),
+        lines(
+            "Expected gain",
+            "Gain of reward from now to the horizon, median.",
+            (each(f'{operator.RUN_FORECAST_GAIN}{{{HERE}, bound="median"}}'), NAME),
+            minimum=None,
+        ),
+        lines(
+            "Votes for a stop",
+            "Consecutive evaluations, as a share of autoscaling.stopAfter; from 1 on, a stop is decided.",
+            (
+                f"{each(f'{operator.RUN_STOP_VOTES}{{{HERE}}}')} / {each(f'{operator.RUN_STOP_VOTES_NEEDED}{{{HERE}}}')}",
+                NAME,
+            ),
         ),
     ),
 )
@@ -124,7 +182,7 @@ BOARD = Board(
     uid="scalerl-fleet",
     title="ScaleRL / fleet",
     description="Comparison of all runs.",
-    sections=(NOW, COMPARED),
-    variables=(Variable("namespace", "scalerl_coordinator_step", many=True),),
+    sections=(NOW, AHEAD, COMPARED),
+    variables=(Variable("namespace", operator.RUN_PHASE, many=True),),
     links=(("Run", "scalerl-run"), ("Operator", "scalerl-operator")),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from panels import Board, Panel, Query, Section, Variable, lines, number, quantiles
 
+from scalerl_api import operator_metric_names as operator
+
 RUN = 'namespace="$namespace", run="$run"'
 
 
@@ -92,6 +94,84 @@ CURVE = Section(
             unit="percentunit",
             width=6,
             maximum=1.0,
+        ),
+    ),
+)
+
+AHEAD = Section(
+    "Forecast and budget",
+    (
+        Panel(
+            "State",
+            "Phase, reason and latest decision; docs/operations.md explains each.",
+            (
+                Query(f"max by (phase, reason) ({operator.RUN_PHASE}{{{RUN}}})", unit="hidden"),
+                Query(f"max by (state) ({operator.RUN_DECISION}{{{RUN}}})", unit="hidden"),
+            ),
+            kind="rows",
+            height=4,
+        ),
+        number(
+            "Time left",
+            "Until the first limit of the budget, at the pace of the latest evaluations.",
+            f"{newest(operator.RUN_ESTIMATED_END)} - time()",
+            unit="s",
+        ),
+        number(
+            "To the deadline",
+            "Time between the estimated end of the budget and the deadline; negative if it ends too late.",
+            f"{newest(operator.RUN_DEADLINE)} - {newest(operator.RUN_ESTIMATED_END)}",
+            unit="s",
+        ),
+        number(
+            "Gain is worthwhile",
+            "Probability of a gain above autoscaling.minGain at the horizon.",
+            newest(operator.RUN_FORECAST_GAIN_PROBABILITY),
+            unit="percentunit",
+        ),
+        number(
+            "Horizon",
+            "Compute of the forecast, in completion tokens of trained steps.",
+            newest(operator.RUN_FORECAST_TOKENS),
+        ),
+        lines(
+            "Forecast",
+            "Reward predicted at the horizon with its 90 % interval, and the latest evaluation.",
+            (f"max by (bound) ({operator.RUN_FORECAST_REWARD}{{{RUN}}})", "{{bound}}"),
+            (newest("scalerl_coordinator_evaluation_reward"), "measured"),
+            minimum=None,
+            maximum=1.0,
+        ),
+        lines(
+            "Asymptote",
+            "Reward of unlimited compute with its 90 % interval.",
+            (f"max by (bound) ({operator.RUN_FORECAST_ASYMPTOTE}{{{RUN}}})", "{{bound}}"),
+            minimum=None,
+            maximum=1.0,
+        ),
+        lines(
+            "Expected gain",
+            "Gain of reward from now to the horizon with its 90 % interval.",
+            (f"max by (bound) ({operator.RUN_FORECAST_GAIN}{{{RUN}}})", "{{bound}}"),
+            minimum=None,
+        ),
+        lines(
+            "Budget used",
+            "By limit.",
+            (f"max by (limit) ({operator.RUN_BUDGET_USED}{{{RUN}}})", "{{limit}}"),
+            unit="percentunit",
+        ),
+        lines(
+            "Steps",
+            "Trained, and the limit.",
+            (newest(operator.RUN_STEP), "trained"),
+            (newest(operator.RUN_MAX_STEPS), "budget.maxSteps"),
+        ),
+        lines(
+            "Votes for a stop",
+            "Consecutive evaluations that voted for a stop, and as many as it needs.",
+            (newest(operator.RUN_STOP_VOTES), "votes"),
+            (newest(operator.RUN_STOP_VOTES_NEEDED), "needed"),
         ),
     ),
 )
@@ -458,10 +538,10 @@ BOARD = Board(
     uid="scalerl-run",
     title="ScaleRL / run",
     description="One run, from its curve to its disk.",
-    sections=(CURVE, TASKS, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
+    sections=(CURVE, AHEAD, TASKS, POLICY, ROLLOUTS, TRAINER, GENERATORS, COORDINATOR, PROCESSES),
     variables=(
-        Variable("namespace", "scalerl_coordinator_step"),
-        Variable("run", 'scalerl_coordinator_step{namespace="$namespace"}'),
+        Variable("namespace", operator.RUN_PHASE),
+        Variable("run", f'{operator.RUN_PHASE}{{namespace="$namespace"}}'),
     ),
     links=(("Fleet", "scalerl-fleet"), ("Operator", "scalerl-operator")),
 )

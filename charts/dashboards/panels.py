@@ -15,14 +15,22 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 WIDTH = 24
+RUN_URL = (
+    "/d/scalerl-run?var-namespace=${__data.fields.namespace}&var-run=${__data.fields.run}&${__url_time_range}"
+)
+"""The dashboard of the run of a row."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A query and what its series are called (``{{label}}``)."""
+    """A query and what its series are called (``{{label}}``).
+
+    unit: of its column, in ``rows``; ``hidden``: its labels are columns, and its value is none.
+    """
 
     expr: str
     legend: str = ""
+    unit: str = "short"
 
 
 @dataclass(frozen=True)
@@ -180,10 +188,17 @@ def _rows(panel: Panel) -> table.Panel:
     built = table.Panel().title(panel.title).description(panel.description).datasource(SOURCE)
     built = built.span(panel.width).height(panel.height).targets(_targets(panel))
     built = built.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    names = {f"Value #{chr(ord('A') + place)}": query.legend for place, query in enumerate(panel.queries)}
+    values = {f"Value #{chr(ord('A') + place)}": query for place, query in enumerate(panel.queries)}
+    hidden = {value: True for value, query in values.items() if query.unit == "hidden"}
+    names = {value: query.legend for value, query in values.items() if value not in hidden}
+    for query in panel.queries:
+        if query.unit not in ("short", "hidden"):
+            built = built.override_by_name(query.legend, [models.DynamicConfigValue("unit", query.unit)])
+    link = {"title": "Open the run", "url": RUN_URL}
+    built = built.override_by_name("run", [models.DynamicConfigValue("links", [link])])
     return built.with_transformation(
         models.DataTransformerConfig(
-            id_val="organize", options={"excludeByName": {"Time": True}, "renameByName": names}
+            id_val="organize", options={"excludeByName": {"Time": True} | hidden, "renameByName": names}
         )
     )
 

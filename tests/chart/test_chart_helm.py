@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -30,11 +31,16 @@ def test_helm_finds_nothing_to_complain_about(helm, name):
     assert done.returncode == 0, done.stdout
 
 
+NO_THRESHOLD = "metrics.rules.alerts.ScaleRLStopAdvised"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--set", "replica=3"], "replica"),
         (["--set", "metrics.rules.enabled=true", "--set", "metrics.rules.alerts.Typo.enabled=false"], "no such alert"),
+        (["--set", "metrics.rules.enabled=true", "--set", f"{NO_THRESHOLD}.threshold=1"], f"{NO_THRESHOLD}.threshold: this alert has no threshold"),
+        (["--set", "metrics.rules.enabled=true", "--set", "metrics.rules.alerts.ScaleRLMismatch.threshold=-1"], "threshold"),
         (["--set", "serviceAccount.create=false"], "serviceAccount.name"),
         (["--kube-version", "1.29.14"], r"requires kubeVersion: >=1\.30\.0-0"),
         # What the schema says, helm says too, in place of what it could not read or render.
@@ -212,6 +218,31 @@ def test_alerts_are_changed_by_name(helm):
     assert len(by_name) == len(rules()) - 1
     assert by_name["ScaleRLRunStalled"]["for"] == "2h"
     assert by_name["ScaleRLRunStalled"]["labels"] == {"severity": "info", "team": "rl"}
+
+
+def test_thresholds_of_alerts_are_values(helm, promtool, tmp_path):
+    """Of every alert with a number at its end, and of no other: what fires at 1 stays so."""
+    ends = {rule["alert"]: re.search(r"[<>]=? [0-9.]+$", rule["expr"].strip()) for rule in rules()}
+    having = sorted(name for name, end in ends.items() if end)
+    assert {"ScaleRLBudgetUsed", "ScaleRLDeadlineUnreachable", "ScaleRLMismatch"} <= set(having)
+    values = tmp_path / "values.yaml"
+    for number, written in ((0.125, "0.125"), (3600, "3600"), (0.00002, "2e-05"), (2_000_000, "2e+06")):
+        alerts = {name: {"threshold": number} for name in having}
+        values.write_text(yaml.safe_dump({"metrics": {"rules": {"enabled": True, "alerts": alerts}}}))
+        (made,) = (obj for obj in render(helm, "--values", str(values)) if obj["kind"] == "PrometheusRule")
+        by_name = {rule["alert"]: rule for group in made["spec"]["groups"] for rule in group["rules"]}
+        for rule in rules():
+            before, found = rule["expr"].strip(), by_name[rule["alert"]]["expr"].strip()
+            if rule["alert"] in having:
+                assert re.sub(r"[0-9.]+$", written, before) == found
+            else:
+                assert before == found
+        file = tmp_path / "rules.yaml"
+        file.write_text(yaml.safe_dump(made["spec"]))
+        done = subprocess.run(
+            [promtool, "check", "rules", str(file)], capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_each_watched_namespace_has_its_role_and_none_more(helm):

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import json
 import math
 import re
+import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import yaml
 from charts import NAMESPACE, RELEASE, Object, render
-from live_operator import CurveFit, LiveOperator, as_account, curve_fit, operator
+from live_operator import CurveFit, LiveOperator, as_account, curve_fit, operator, until
 from live_prometheus import Prometheus, Target
 from live_prometheus import prometheus as started
 from promql import selectors
 from queries import ALERTS, CHART, ROOT, Asked, alerts, concrete, dashboards
 from releases import Helm
 from runs import LocalRun, small_spec, start_run
+from stage import Coordinator, tiny
 
 from scalerl_api import forecast as wire
+from scalerl_api.wire import EvaluationPoint, Status
+from scalerl_coordinator.decisions import DecisionLog
 
 if TYPE_CHECKING:
     from testcluster import Cluster
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.local, pytest.mark.timeout(900)]
 RUNS = "scalerlruns.scalerl.dev"
 RUN, HERE = "small", "measured"
+LATE, NEVER = "late", "never"
+"""Runs of the operator beside :data:`RUN`: one with all that the alerts are about, and one that cannot start."""
 STEPS = 12
 WINDOW = "5m"
 START_SECONDS = 420.0
@@ -41,7 +52,6 @@ CURVE = msgspec.json.encode(
 
 # Metrics, or labels of them, where there is nothing to see while all is well; the test says so when one has data after all.
 EMPTY = {
-    "scalerl_operator_decisions_total": "no run of this operator has reached its first evaluation",
     'name="teacher_kl"': "the run has no teacher",
     "scalerl_coordinator_task_": "the run has one task",
     "scalerl_coordinator_history_": "the run has no speculation",
@@ -71,11 +81,107 @@ def targets_of(run: LocalRun) -> list[Target]:
     return found
 
 
+class Scripted(Coordinator):
+    """A coordinator that says what it is given: a run after 40 evaluations, one each ten steps."""
+
+    def __init__(self, rewards: list[float], step_seconds: float, log: Path) -> None:
+        super().__init__()
+        self.step = 10 * (len(rewards) - 1)
+        self.decisions = DecisionLog(log)
+        self._step_seconds = step_seconds
+        self.points = [
+            EvaluationPoint(
+                version=10 * i, work_tokens=10_000 * i, reward=reward, standard_error=0.01, samples=4000, prompts=1000,
+                set_digest="set", mixed_versions=False, truncated_fraction=0.02, mean_tokens=5.0,
+                wall_seconds=10 * step_seconds * i, device_seconds=20 * step_seconds * i,
+            )
+            for i, reward in enumerate(rewards)
+        ]  # fmt: skip
+
+    def status(self) -> Status:
+        spent = self._step_seconds * self.step
+        return msgspec.structs.replace(super().status(), wall_seconds=spent, device_seconds=2 * spent)
+
+
+def curve(rise: float) -> list[float]:
+    """A sigmoid of so many midpoints' compute, with noise; of many, it rises no more."""
+    spent = [rise * i / 40 for i in range(41)]
+    return [0.2 + 0.4 * x**2 / (1 + x**2) + 0.004 * (-1) ** i for i, x in enumerate(spent)]
+
+
+@contextlib.contextmanager
+def served(*coordinators: Coordinator) -> Iterator[None]:
+    """Answers for all of them, in a thread."""
+    loop, stop, up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for each in coordinators:
+                await stack.enter_async_context(each.serving())
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(120)
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(120)
+        loop.close()
+
+
+def runs_of_the_operator() -> list[Object]:
+    """Their manifests."""
+    now = datetime.now(UTC)
+
+    def storage(name: str) -> Object:
+        return {"storage": {"size": "1Gi", "accessMode": "ReadWriteOnce", "storageClassName": name}}
+
+    def of(name: str, steps: int, hours: float) -> Object:
+        deadline = f"{now + timedelta(hours=hours):%Y-%m-%dT%H:%M:%SZ}"
+        rules = {"mode": "Advisory", "stopAfter": 1, "deadline": deadline}
+        return tiny(
+            name,
+            **storage("standing"),
+            budget={"maxSteps": steps, "maxSeconds": 100_000_000},
+            autoscaling=rules,
+        )
+
+    never = tiny(NEVER, **storage("missing"))
+    return [of(RUN, 800, 5000.0), of(LATE, 410, 1.0), never]
+
+
+def train(cluster: Cluster, run: str, coordinator: Coordinator, state: Any) -> None:
+    """Plays the kubelet until the run trains: its preparation has ended well, and its coordinator has an address."""
+
+    def patched(role: str, **status: Any) -> bool:
+        selector = f"scalerl.dev/run={run},app.kubernetes.io/component={role}"
+        found = cluster.get("pods", "-n", HERE, "-l", selector)["items"]
+        for pod in found:
+            patch = json.dumps({"status": status})
+            where = ("pod", pod["metadata"]["name"], "-n", HERE, "--subresource=status", "--type=merge")
+            cluster.kubectl("patch", *where, "-p", patch)
+        return bool(found)
+
+    until(lambda: patched("prepare", phase="Succeeded"), 180, state)
+    address = coordinator.address
+    ready = [{"type": "Ready", "status": "True"}]
+    until(
+        lambda: patched(
+            "coordinator", phase="Running", podIP=address, podIPs=[{"ip": address}], conditions=ready
+        ),
+        180,
+        state,
+    )
+
+
 @pytest.fixture(scope="module")
 def live_operator(
-    helm: str, control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory
+    helm: str, control_plane: Cluster, live_curve_fit: CurveFit, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveOperator]:
-    """An operator that leads, with a run whose pods run nothing."""
+    """An operator that leads, with runs whose pods run nothing but their coordinators, and their forecasts."""
     folder = tmp_path_factory.mktemp("operator")
     for name in (NAMESPACE, HERE):
         control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
@@ -83,12 +189,32 @@ def live_operator(
     release("install", RELEASE, str(CHART), "--set", "replicas=0")
     (deployment,) = (obj for obj in render(helm) if obj["kind"] == "Deployment")
     kubeconfig = as_account(control_plane, NAMESPACE, RELEASE, folder)
-    run: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
+    data = f"--from-file={ROOT / 'examples/tiny/data.jsonl'}"
+    control_plane.kubectl("create", "configmap", "tiny-addition-data", "-n", HERE, data)
+    storage = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": "standing"}}
+    control_plane.apply(storage | {"provisioner": "kubernetes.io/no-provisioner"})
+    rising = Scripted(curve(1.5), 1000.0, folder / "rising.jsonl")
+    flat = Scripted(curve(20.0), 1000.0, folder / "flat.jsonl")
+    runs = runs_of_the_operator()
     try:
-        with operator(deployment, kubeconfig, NAMESPACE, folder / "log", SCALERL_SIDECAR_URL="") as made:
-            control_plane.apply(run, namespace=HERE)
+        with (
+            operator(
+                deployment, kubeconfig, NAMESPACE, folder / "log", SCALERL_SIDECAR_URL=live_curve_fit.url
+            ) as made,
+            served(rising, flat),
+        ):
+            state = made.tail
+            for run in runs:
+                control_plane.apply(run, namespace=HERE)
+            for name, coordinator in ((RUN, rising), (LATE, flat)):
+                train(control_plane, name, coordinator, state)
+            until(lambda: made.get("/metrics").count("run_forecast_tokens{") == 2, 180, state)
             yield made
-            control_plane.kubectl("delete", RUNS, run["metadata"]["name"], "-n", HERE, "--timeout=180s")
+        # Nobody drains them: without the operator, and without its finalizer, they are gone at once.
+        for name in (RUN, LATE):
+            without = json.dumps({"metadata": {"finalizers": None}})
+            control_plane.kubectl("patch", RUNS, name, "-n", HERE, "--type=merge", "-p", without)
+            control_plane.kubectl("delete", RUNS, name, "-n", HERE, "--timeout=180s")
     finally:
         release("uninstall", RELEASE)
         control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
@@ -206,3 +332,46 @@ def test_empty_panels_have_a_known_reason(scraped):
     for metric in EMPTY:
         query = f"{{{metric}}}" if "=" in metric else metric
         assert not scraped.query(query), f"{metric} has data now: take it from EMPTY"
+
+
+@pytest.mark.parametrize(
+    "name", ["ScaleRLStopAdvised", "ScaleRLBudgetUsed", "ScaleRLDeadlineUnreachable", "ScaleRLRunNotScraped"]
+)
+def test_alert_is_raised_for_the_run_that_it_is_about_and_no_other(scraped, name):
+    (asked,) = (asked for asked in alerts() if asked.where == f"alert {name}")
+    assert {series["metric"]["run"] for series in scraped.query(asked.expr)} == {LATE}
+    raised = [
+        alert["labels"]["run"]
+        for alert in scraped.get("alerts")["alerts"]
+        if alert["labels"]["alertname"] == name
+    ]
+    assert raised == [LATE], "pending, or firing"
+
+
+def test_run_that_cannot_start_is_shown_until_it_is_deleted(scraped, control_plane):
+    about = f'{{__name__=~"scalerl_operator_run_.*", run="{NEVER}"}}'
+    (phase,) = (s["metric"] for s in scraped.query(about) if s["metric"]["__name__"].endswith("_phase"))
+    assert (phase["phase"], phase["reason"]) == ("Pending", "ReferenceNotFound")
+    control_plane.kubectl("delete", RUNS, NEVER, "-n", HERE, "--timeout=180s")
+    until(lambda: not scraped.query(about), 120, lambda: str(scraped.query(about)))
+    assert scraped.query(f'scalerl_operator_run_phase{{run="{LATE}"}}')
+
+
+def test_columns_of_kubectl_get(scraped, control_plane):
+    def rows(*options: str) -> list[dict[str, str]]:
+        """By header; a column begins where its header does."""
+        header, *lines = control_plane.kubectl("get", RUNS, "-n", HERE, *options).splitlines()
+        starts = [match.start() for match in re.finditer(r"\S+", header)] + [None]
+        return [
+            {header[a:b].strip(): line[a:b].strip() for a, b in itertools.pairwise(starts)} for line in lines
+        ]
+
+    found = {row["NAME"]: row for row in rows("-o", "wide")}
+    plain = ["NAME", "PHASE", "REASON", "STEP", "REWARD", "DECISION", "ETA", "AGE"]
+    assert list(rows()[0]) == plain
+    assert set(found[LATE]) - set(plain) == {"FORECAST", "BUDGET", "GENERATORS", "DEVICE-HOURS"}
+    late = found[LATE]
+    assert (late["PHASE"], late["STEP"], late["DECISION"]) == ("Running", "400/410", "STOP")
+    assert (late["ETA"], late["BUDGET"]) == ("3h", "98% of maxSteps")
+    assert re.fullmatch(r"0\.\d\d \(0\.\d\d-0\.\d\d\)", late["FORECAST"])
+    assert found[RUN]["STEP"] == "400/800"

@@ -62,7 +62,7 @@ async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
         there.cache,
         images=there.images,
         operator_namespace="scalerl",
-        on_status=lambda key, status: steps.__setitem__(key, status.step if status else None),
+        on_status=lambda key, status, _: steps.__setitem__(key, status.step if status else None),
         wake=queue.wake,
     )
     await there.account()

@@ -21,6 +21,8 @@ Count = Annotated[int, Field(ge=0)]
 Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
 """RFC 3339, UTC, like ``2026-08-01T12:00:00Z``."""
 Text = Annotated[str, Field(max_length=1024)]
+Fraction = Annotated[str, Field(max_length=32)]
+"""A number with fractions, like ``0.6123``."""
 
 MAX_MESSAGE = 32_768
 """Maximum length of a condition's message in characters, as in Kubernetes."""
@@ -227,6 +229,33 @@ class ModelStatus(StatusModel):
             return None
 
 
+class OutlookStatus(StatusModel):
+    """Numbers of the latest forecast. Intervals are 90 % intervals."""
+
+    tokens: Count
+    """Compute at the horizon of the forecast: completion tokens of trained steps."""
+    median: Fraction
+    """Median of the reward at the horizon."""
+    low: Fraction
+    """Lower end of its interval."""
+    high: Fraction
+    """Upper end of its interval."""
+    asymptote: Fraction
+    """Median of the curve's asymptote."""
+    asymptote_low: Fraction
+    """Lower end of its interval."""
+    asymptote_high: Fraction
+    """Upper end of its interval."""
+    gain: Fraction
+    """Median of the gain of reward from now to the horizon."""
+    gain_low: Fraction
+    """Lower end of its interval."""
+    gain_high: Fraction
+    """Upper end of its interval."""
+    gain_probability: Fraction
+    """Probability that the gain is above autoscaling.minGain."""
+
+
 class RecipeValue(StatusModel):
     """An effective value of the recipe."""
 
@@ -243,6 +272,8 @@ class RunStatus(StatusModel):
 
     phase: Phase = Phase.PENDING
     """Summary of the run's state."""
+    reason: Annotated[str, Field(max_length=128)] = ""
+    """Reason of the condition that matters most: why the run ended, is suspended or waits, or its problem."""
     observed_generation: Count = 0
     """Generation of the spec that this status refers to."""
     accepted_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
@@ -273,6 +304,12 @@ class RunStatus(StatusModel):
     """Steps at the last edit or resumption, until ten more are trained: a failure meanwhile suspends the run."""
     step: Count | None = None
     """Steps trained."""
+    progress: Annotated[str, Field(max_length=64)] | None = None
+    """Steps trained of budget.maxSteps, like ``50/160``."""
+    eta: Annotated[str, Field(max_length=32)] | None = None
+    """Estimated time until the first limit of the budget is reached, in coarse steps, like ``3h30m``; while the run trains."""
+    budget: Annotated[str, Field(max_length=64)] | None = None
+    """Used share of the limit of the budget that is nearest, like ``31% of maxSteps``."""
     last_step_time: Time | None = None
     """When the latest step was detected."""
     reward: Annotated[str, Field(max_length=32)] | None = None
@@ -281,8 +318,12 @@ class RunStatus(StatusModel):
     """Number of evaluations: points of the curve in ``<run>-curve``."""
     forecast: Annotated[str, Field(max_length=64)] | None = None
     """Reward predicted at the horizon, with its 90 % interval, like ``0.61 (0.58-0.64)``."""
+    outlook: OutlookStatus | None = None
+    """The same forecast in numbers, with asymptote and expected gain."""
     decision: Annotated[str, Field(max_length=32)] | None = None
     """State of the latest decision."""
+    stop_votes: Count = 0
+    """Consecutive evaluations that voted for a stop, or had the alarm of a broken run; autoscaling.stopAfter are needed."""
     decisions: Annotated[list[DecisionStatus], Field(max_length=RECENT_DECISIONS)] = []
     """The latest decisions, newest last; ``decisions.jsonl`` on the run's volume has all."""
     replicas: Count = 0

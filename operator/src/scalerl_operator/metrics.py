@@ -1,11 +1,12 @@
-"""The operator's Prometheus metrics; their names are those of :mod:`scalerl_api.operator_metric_names`."""
+"""The operator's Prometheus metrics; their names are those of :mod:`scalerl_api.operator_metric_names`. Those of each run:
+:mod:`scalerl_operator.run_metrics`."""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,20 +17,20 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scalerl_api import operator_metric_names as names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.conditions import is_problem
+from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.leader_election import Leader
 from scalerl_operator.kube.transport import READS
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
-from scalerl_operator.names import label_value
+from scalerl_operator.run_metrics import RunMetrics
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAGS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -42,7 +43,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._runs: dict[Key, _RunSample] = {}
+        self.runs = RunMetrics()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry, buckets=_SECONDS)
         self._reconciles = histogram(names.RECONCILE_SECONDS, "Seconds to reconcile a run.", ["result"])
@@ -71,7 +72,7 @@ class Metrics:
             (names.LEADER, "1 while this replica may write.", leader.is_leader),
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
-        self.registry.register(_RunCollector(cache, self._runs))
+        self.registry.register(_RunCollector(cache, self.runs))
 
     def called(self, verb: str, kind: str, code: int, seconds: float) -> None:
         """A call to the API server ended."""
@@ -88,16 +89,16 @@ class Metrics:
         """A watch received an event."""
         self._events.labels(kind).inc()
 
-    def run(self, key: Key, status: RunStatus | None) -> None:
-        """Records the status of a run; None: the run is deleted."""
+    def run(self, key: Key, status: RunStatus | None, figures: RunFigures) -> None:
+        """Records the status and the figures of a run; None: the run is deleted."""
         if status is None:
-            self._runs.pop(key, None)
+            self.runs.remove(key)
         else:
-            self._runs[key] = _RunSample(status.phase, problems(status), status.trainer.restarts)
+            self.runs.set(key, status, figures)
 
     def forget_runs(self) -> None:
         """Drops all runs: this replica no longer leads, and the next leader reports them."""
-        self._runs.clear()
+        self.runs.clear()
 
     def decision(self, state: str) -> None:
         """The autoscaler decided."""
@@ -105,50 +106,22 @@ class Metrics:
 
     def text(self) -> bytes:
         """Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-def problems(status: RunStatus) -> tuple[tuple[str, str], ...]:
-    """Conditions of a run that indicate a problem, with their reasons."""
-    return tuple((c.type, c.reason) for c in status.conditions if is_problem(c))
-
-
-class _RunSample(NamedTuple):
-    phase: Phase
-    problems: tuple[tuple[str, str], ...]
-    trainer_restarts: int
+        return generate_latest(self.registry) + self.runs.text().encode()
 
 
 class _RunCollector(Collector):
     """Counts runs and cached objects at each scrape."""
 
-    def __init__(self, cache: Cache, runs: dict[Key, _RunSample]) -> None:
+    def __init__(self, cache: Cache, runs: RunMetrics) -> None:
         self._cache = cache
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
         runs = GaugeMetricFamily(names.RUNS, "Runs, as this replica last reconciled them.", labels=["phase"])
-        by_phase = Tally(run.phase for run in self._runs.values())
+        by_phase = self._runs.phases()
         for phase in Phase:
             runs.add_metric([phase.value], by_phase[phase])
         yield runs
-        problem = GaugeMetricFamily(
-            names.RUN_PROBLEM,
-            "1 for each unhealthy condition of a run.",
-            labels=["namespace", "run", "condition", "reason"],
-        )
-        restarts = CounterMetricFamily(
-            names.TRAINER_RESTARTS,
-            "Trainer attempts that ended before the run.",
-            labels=["namespace", "run"],
-        )
-        for (namespace, name), run in self._runs.items():
-            label = label_value(name)
-            restarts.add_metric([namespace, label], run.trainer_restarts)
-            for condition, reason in run.problems:
-                problem.add_metric([namespace, label, condition, reason], 1.0)
-        yield problem
-        yield restarts
         kept = GaugeMetricFamily(names.CACHED_OBJECTS, "Objects of runs kept in memory.", labels=["kind"])
         by_kind = Tally(kind for kind, _, _ in self._cache)
         for kind in KINDS.values():

@@ -88,6 +88,7 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     assert (first.known, first.stop, first.decisions) == (False, "", ())
     early = await stepped.settled(curve[:5])
     assert (early.ready, early.reason, early.state) == (False, Reason.NO_FORECAST, "INSUFFICIENT")
+    assert (early.outlook is None) == (early.forecast is None)
     await stepped.settled(curve[:40])
     assert not stepped.report(curve[:40]).stop
     report = await stepped.settled(curve)
@@ -98,6 +99,17 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     assert report.forecast is not None
     assert report.forecast.startswith("0.6")
     assert report.forecast.count("-") == 1
+    outlook = report.outlook
+    assert outlook is not None
+    assert (
+        report.forecast == f"{float(outlook.median):.2f} ({float(outlook.low):.2f}-{float(outlook.high):.2f})"
+    )
+    assert float(outlook.asymptote_low) <= float(outlook.asymptote) <= float(outlook.asymptote_high)
+    assert float(outlook.gain_low) <= float(outlook.gain) <= float(outlook.gain_high)
+    assert float(outlook.gain) < 0.02
+    assert float(outlook.gain_probability) < 0.18, "as of a stop"
+    assert outlook.tokens == 2 * curve[-1].work_tokens, "the horizon"
+    assert report.votes == 2
     assert [d.sequence for d in report.decisions] == [0, 1, 2]
     assert (report.decisions[-1].action, report.decisions[-1].time) == ("stop", "2023-11-14T22:13:20Z")
     assert verify(stepped.api.content())[1] == []

@@ -9,6 +9,7 @@ import sys
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from operator_tests.test_operator_metrics import FIGURES, OUTLOOK
 from scalerl_api import operator_metric_names as metric_names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import Condition, RunStatus
@@ -111,7 +112,8 @@ async def test_every_metric_is_in_the_first_scrape() -> None:
         message="m",
         last_transition_time="2026-01-01T00:00:00Z",
     )
-    metrics.run(("n", "r"), RunStatus(phase=Phase.RUNNING, conditions=[degraded]))
+    status = RunStatus(phase=Phase.RUNNING, conditions=[degraded], decision="STOP", outlook=OUTLOOK)
+    metrics.run(("n", "r"), status, FIGURES)
     metrics.event("Job")
     metrics.decision("CONTINUE")
     samples = {

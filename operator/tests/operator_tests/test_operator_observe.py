@@ -13,7 +13,8 @@ from aiohttp.test_utils import TestServer
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import WIRE_VERSION, Ack, Counts, Phase, Problem, Status, Stop
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_operator.local.snapshot import RateMeter, Rates, eta_seconds
+from scalerl_operator.local.snapshot import RateMeter
+from scalerl_operator.policy.eta import Rates, eta_seconds
 
 
 def status(**changes: Any) -> Status:

@@ -8,7 +8,7 @@ from typing import Final
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
-from scalerl_api.status import DecisionStatus
+from scalerl_api.status import DecisionStatus, OutlookStatus
 from scalerl_api.wire import BROKEN, FORECAST
 from scalerl_operator.autoscaling.decision_log import (
     REASON_CHARACTERS,
@@ -24,6 +24,8 @@ from scalerl_operator.autoscaling.observation import limits, recipe
 
 _STOPS: Final = {"stop": FORECAST, "hold": BROKEN}
 """Actions that end a run, and the reasons for the stop request to its coordinator."""
+MAX_TOKENS: Final = 1e18
+"""The API server accepts no count above 2^63."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class AutoscalerReport:
     decisions: the newest decisions, oldest first.
     state: of the newest decision.
     forecast: reward at the horizon with its 90 % interval.
+    outlook: the numbers of that forecast; None without one.
+    votes: consecutive evaluations that voted for a stop, or had the alarm.
     ready, reason, message: of the condition ForecastReady.
     event: message of an Event, reported once; empty without one.
     alarming: the Event is a warning.
@@ -49,6 +53,8 @@ class AutoscalerReport:
     decisions: tuple[DecisionStatus, ...] = ()
     state: str | None = None
     forecast: str | None = None
+    outlook: OutlookStatus | None = None
+    votes: int = 0
     ready: bool = False
     reason: Reason = Reason.AUTOSCALING_OFF
     message: str = ""
@@ -79,6 +85,8 @@ def report_of(
         decisions=tuple(decision_status(line) for line in log.recent),
         state=None if last is None else last.decision.state.value,
         forecast=_forecast(evaluated),
+        outlook=_outlook(evaluated),
+        votes=log.history.streak,
         ready=ready,
         reason=reason,
         message=message[:REASON_CHARACTERS],
@@ -101,6 +109,31 @@ def _forecast(evaluated: Line | None) -> str | None:
         return None
     point = answer.forecasts[0]
     return f"{point.median:.2f} ({point.low:.2f}-{point.high:.2f})"
+
+
+def _outlook(evaluated: Line | None) -> OutlookStatus | None:
+    answer = None if evaluated is None else evaluated.observation.forecast
+    if answer is None or not answer.forecasts or answer.outlook is None:
+        return None
+    point, asymptote, gain = answer.forecasts[0], answer.fit.A, answer.outlook.gain
+    return OutlookStatus(
+        tokens=int(min(max(point.compute, 0.0), MAX_TOKENS)),
+        median=_number(point.median),
+        low=_number(point.low),
+        high=_number(point.high),
+        asymptote=_number(asymptote.median),
+        asymptote_low=_number(asymptote.low),
+        asymptote_high=_number(asymptote.high),
+        gain=_number(gain.median),
+        gain_low=_number(gain.low),
+        gain_high=_number(gain.high),
+        gain_probability=_number(answer.outlook.p_gain_above_min),
+    )
+
+
+def _number(value: float) -> str:
+    """Cut: a record that somebody has changed may hold any number."""
+    return f"{value:.4f}"[:32]
 
 
 def _forecast_ready(evaluated: Line | None) -> tuple[bool, Reason, str]:

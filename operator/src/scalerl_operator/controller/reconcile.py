@@ -26,6 +26,7 @@ from scalerl_operator.controller.diagnosis import next_start_check, queue_proble
 from scalerl_operator.controller.observe import observe, patient
 from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
 from scalerl_operator.controller.status import RunObject, is_over, remembered, report
+from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
@@ -45,7 +46,7 @@ class Reconciler:
     images: of runs that name none.
     namespaced: the operator watches a few namespaces, and may not read cluster-scoped objects.
     autoscaler: creates the autoscaler of a run with that uid; None: no forecasts.
-    on_status: called with each run's status at each reconcile; None: the run is gone.
+    on_status: called with each run's status and figures at each reconcile; None: the run is gone.
     wake: called for a run whose coordinator has responded.
     background: see :class:`.CoordinatorPollers`.
     clock: Unix seconds.
@@ -60,7 +61,7 @@ class Reconciler:
         operator_namespace: str,
         namespaced: bool = False,
         autoscaler: Callable[[ScaleRLRun, str], Autoscaler] | None = None,
-        on_status: Callable[[Key, RunStatus | None], None] = lambda key, status: None,
+        on_status: Callable[[Key, RunStatus | None, RunFigures], None] = lambda key, status, figures: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
         clock: Callable[[], float] = time.time,
@@ -138,7 +139,7 @@ class Reconciler:
         obj = self._cache.run(*key)
         state = await self._known.state(key, None if obj is None else obj["metadata"]["uid"])
         if obj is None or state is None:
-            self._on_status(key, None)
+            self._on_status(key, None, RunFigures())
             return None
         status = RunStatus.read(obj.get("status"))
         return RunContext(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
@@ -180,7 +181,7 @@ class Reconciler:
     async def _report(self, context: RunContext) -> float | None:
         """Writes the status if it has changed. Returns the seconds until a write that was put off is due."""
         status = report(context)
-        self._on_status(context.key, status)
+        self._on_status(context.key, status, figures(context, status))
         return await self._run.write(context, status)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import conditions, event_type
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.summary import columns
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -41,7 +43,10 @@ from scalerl_operator.workloads import Role
 log = logging.getLogger(__name__)
 
 PROGRESS: Final = frozenset(
-    {"step", "lastStepTime", "reward", "points", "usage", "trouble", "exports", "forecast", "decisions"}
+    {
+        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "trouble"),
+        *("exports", "forecast", "outlook", "stopVotes", "decisions"),
+    }
 )
 """Fields of the status that change continuously while a run trains."""
 PROGRESS_SECONDS: Final = 15.0
@@ -74,6 +79,8 @@ def report(context: RunContext) -> RunStatus:
     if scaling.known and scaling.decisions:
         update |= {
             "forecast": scaling.forecast,
+            "outlook": scaling.outlook,
+            "stop_votes": scaling.votes,
             "decision": scaling.state,
             "decisions": list(scaling.decisions),
         }
@@ -87,7 +94,8 @@ def report(context: RunContext) -> RunStatus:
         update |= {"replicas": len(pods), "generators": GeneratorsStatus(replicas=len(pods), ready=ready)}
     if context.coordinator is not None:
         update |= _progress(context.coordinator, before, now)
-    return before.model_copy(update=update)
+    status = before.model_copy(update=update)
+    return status.model_copy(update=columns(context, status))
 
 
 def remembered(status: RunStatus) -> Memory:
@@ -201,15 +209,20 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "points": len(coordinator.points),
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
-            seconds=f"{coordinator.wall_seconds:.0f}",
-            elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}",
-            device_hours=f"{coordinator.device_seconds / 3600:.4f}",
-            compute_tokens=int(coordinator.compute_tokens),
+            seconds=f"{coordinator.wall_seconds:.0f}"[:32],
+            elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}"[:32],
+            device_hours=f"{coordinator.device_seconds / 3600:.4f}"[:32],
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
+            compute_tokens=_count(coordinator.compute_tokens),
         ),
         "exports": before.exports if coordinator.exports is None else _exports(coordinator.exports),
     }
+
+
+def _count(value: float) -> int:
+    """A count of a coordinator as the API server accepts it."""
+    return int(min(max(value, 0.0), 1e18)) if math.isfinite(value) else 0
 
 
 def _exports(found: Exports) -> ExportsStatus:

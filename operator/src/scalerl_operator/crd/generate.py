@@ -41,10 +41,13 @@ _HEADER = "# Written by `make crds` from the models of scalerl_api; changes here
 
 _COLUMNS: Final = (
     ("Phase", "string", ".status.phase", 0),
-    ("Step", "integer", ".status.step", 0),
+    ("Reason", "string", ".status.reason", 0),
+    ("Step", "string", ".status.progress", 0),
     ("Reward", "string", ".status.reward", 0),
-    ("Forecast", "string", ".status.forecast", 0),
     ("Decision", "string", ".status.decision", 0),
+    ("ETA", "string", ".status.eta", 0),
+    ("Forecast", "string", ".status.forecast", 1),
+    ("Budget", "string", ".status.budget", 1),
     ("Generators", "integer", ".status.generators.ready", 1),
     ("Device-Hours", "string", ".status.usage.deviceHours", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),

@@ -24,10 +24,11 @@ from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUn
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
 from scalerl_operator.local.procfs import tree_memory_bytes
 from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
-from scalerl_operator.local.snapshot import RateMeter, Rates, Snapshot, eta_seconds
+from scalerl_operator.local.snapshot import RateMeter, Snapshot
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
 from scalerl_operator.local.unit import Event, Failure
 from scalerl_operator.policy.budget import REVOCABLE, limit_reached, must_send_stop
+from scalerl_operator.policy.eta import Rates, eta_seconds
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role

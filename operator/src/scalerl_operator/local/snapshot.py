@@ -6,24 +6,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.local.unit import UnitStatus
-from scalerl_operator.policy.budget import elapsed_seconds
+from scalerl_operator.policy.eta import Rates
 
 _WINDOW_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates over the last half minute; None until two statuses are known."""
-
-    generated_tokens_per_second: float | None = None
-    trained_tokens_per_second: float | None = None
-    seconds_per_step: float | None = None
-    compute_tokens_per_second: float | None = None
-    """Counted as ``budget.maxComputeTokens``; None if it did not increase."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +62,3 @@ class RateMeter:
             seconds / steps if steps > 0 else None,
             compute / seconds if compute > 0 else None,
         )
-
-
-def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | None:
-    """Seconds until the first limit of the budget is reached, at the present rates."""
-    times: list[float] = []
-    if budget.max_steps is not None:
-        if rates.seconds_per_step is None:
-            return None  # this limit may be the first
-        times.append((budget.max_steps - status.step) * rates.seconds_per_step)
-    if budget.max_seconds is not None:
-        times.append(budget.max_seconds - elapsed_seconds(status))
-    if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
-        devices = status.device_seconds / status.wall_seconds
-        times.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
-    if budget.max_compute_tokens is not None:
-        if rates.compute_tokens_per_second is None:
-            return None
-        times.append((budget.max_compute_tokens - status.compute_tokens) / rates.compute_tokens_per_second)
-    return max(0.0, min(times)) if times else None

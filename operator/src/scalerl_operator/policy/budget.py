@@ -1,18 +1,22 @@
-"""When a run has reached its budget, and when its coordinator is sent a stop request. Pure.
+"""When a run has reached its budget, how much of it is used, and when its coordinator is sent a stop request. Pure.
 
 The coordinator itself enforces ``maxSteps``: it issues no slots beyond it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Final
 
 from scalerl_api.spec import BudgetSpec
+from scalerl_api.status import RunStatus
 from scalerl_api.wire import INTERRUPTED, Status
 
 MAX_SECONDS: Final = "maxSeconds"
 MAX_DEVICE_HOURS: Final = "maxDeviceHours"
+MAX_STEPS: Final = "maxSteps"
+MAX_COMPUTE_TOKENS: Final = "maxComputeTokens"
 REVOCABLE: Final = (INTERRUPTED, MAX_SECONDS, MAX_DEVICE_HOURS)
 """Reasons whose stop request the operator cancels when they no longer hold."""
 
@@ -30,6 +34,29 @@ def limit_reached(budget: BudgetSpec, status: Status) -> str:
 def elapsed_seconds(status: Status) -> float:
     """The time that ``maxSeconds`` limits."""
     return status.waiting_seconds + status.wall_seconds
+
+
+def used_fractions(budget: BudgetSpec, status: RunStatus) -> dict[str, float]:
+    """The used fraction of each limit of the budget, by its field. From the status of the run, which every run has, not from its
+    coordinator."""
+    usage = status.usage
+    seconds = _number(usage.elapsed_seconds)
+    limits = (
+        (MAX_STEPS, budget.max_steps, status.step or 0),
+        (MAX_SECONDS, budget.max_seconds, seconds),
+        (MAX_DEVICE_HOURS, budget.max_device_hours, _number(usage.device_hours)),
+        (MAX_COMPUTE_TOKENS, budget.max_compute_tokens, usage.compute_tokens),
+    )
+    return {name: used / float(limit) for name, limit, used in limits if limit is not None}
+
+
+def _number(text: str) -> float:
+    """A number of the status; 0 for text that is none, which only another writer leaves."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def must_send_stop(wanted: str, given: str, revocable: Collection[str] = REVOCABLE) -> bool:

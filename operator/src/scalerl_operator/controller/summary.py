@@ -1,0 +1,117 @@
+"""What one line about a run shows: reason, progress, ETA, budget; and the figures of its metrics that its status does not have. Pure.
+
+The texts are fields of the status, for the columns of ``kubectl get``, which can only show fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+from scalerl_api.compute import rl_token_cost
+from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.status import Condition, RunStatus
+from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.policy.budget import used_fractions
+from scalerl_operator.policy.eta import coarse, eta_seconds, recent_rates
+
+MAX_SECONDS_LEFT: Final = 100 * 365 * 86400.0
+"""Longest ETA that is shown."""
+_ENDS: Final = {
+    Phase.SUSPENDED: ConditionType.SUSPENDED,
+    Phase.COMPLETED: ConditionType.COMPLETED,
+    Phase.FAILED: ConditionType.FAILED,
+}
+"""Phases in which nothing runs, and the conditions with the reason."""
+_BY_IMPORTANCE: Final = (
+    (ConditionType.ACCEPTED, "False"),
+    (ConditionType.ADMITTED, "False"),
+    (ConditionType.DEGRADED, "True"),
+    (ConditionType.PREPARED, "False"),
+    (ConditionType.COORDINATOR_READY, "False"),
+    (ConditionType.TRAINER_READY, "False"),
+    (ConditionType.GENERATORS_READY, "False"),
+    (ConditionType.PROGRESSING, "False"),
+)
+"""Conditions whose reason explains the state of a run, with the status that does; the first one that applies is shown."""
+_PHASES: Final[frozenset[str]] = frozenset(Phase)
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of a run for its metrics.
+
+    max_steps: None without that limit.
+    budget_used: fraction of each limit, by its field.
+    estimated_end: when the first limit of the budget is reached, Unix seconds; None while unknown, or if the run does not train.
+    deadline: of the autoscaler, Unix seconds; None without one.
+    stop_after: votes that a stop needs; None without autoscaling.
+    """
+
+    max_steps: int | None = None
+    budget_used: dict[str, float] = field(default_factory=dict)
+    estimated_end: float | None = None
+    deadline: float | None = None
+    stop_after: int | None = None
+
+
+def figures(context: RunContext, status: RunStatus) -> RunFigures:
+    """The figures of a run with this status."""
+    if context.accepted is None:
+        return RunFigures()
+    spec, left = context.accepted.spec, _seconds_left(context)
+    rules = spec.autoscaling
+    return RunFigures(
+        max_steps=spec.budget.max_steps,
+        budget_used=used_fractions(spec.budget, status),
+        estimated_end=None if left is None else context.unix_seconds + left,
+        deadline=None if rules.deadline is None else datetime.fromisoformat(rules.deadline).timestamp(),
+        stop_after=None if rules.mode == "Off" else rules.stop_after,
+    )
+
+
+def columns(context: RunContext, status: RunStatus) -> dict[str, Any]:
+    """The fields of the status that are only for people. A run without an accepted spec keeps all but the reason."""
+    found: dict[str, Any] = {"reason": shown_reason(status.phase, status.conditions)}
+    if context.accepted is None:
+        return found
+    budget, step = context.accepted.spec.budget, status.step or 0
+    used = used_fractions(budget, status)
+    limit = max(used, key=lambda name: used[name])
+    found |= {
+        "progress": f"{step}" if budget.max_steps is None else f"{step}/{budget.max_steps}",
+        "budget": f"{100 * used[limit]:.0f}% of {limit}",
+    }
+    left = _seconds_left(context)
+    if left is not None:
+        found["eta"] = coarse(left)
+    elif status.phase is not Phase.RUNNING or context.coordinator is not None:
+        found["eta"] = None  # kept while the coordinator does not respond
+    return found
+
+
+def shown_reason(phase: Phase, conditions: Sequence[Condition]) -> str:
+    """The reason to show beside the phase; ``Healthy`` if nothing is wrong, and empty if the phase says it all."""
+    by_type = {condition.type: condition for condition in conditions}
+    end = by_type.get(_ENDS[phase]) if phase in _ENDS else None
+    if end is not None and end.status == "True":
+        return end.reason
+    for type_, status in _BY_IMPORTANCE:
+        condition = by_type.get(type_)
+        if condition is not None and condition.status == status and condition.reason not in _PHASES:
+            return condition.reason
+    progressing = by_type.get(ConditionType.PROGRESSING)
+    return Reason.HEALTHY.value if progressing is not None and progressing.status == "True" else ""
+
+
+def _seconds_left(context: RunContext) -> float | None:
+    """Seconds until the first limit of the budget is reached, while the run trains."""
+    coordinator = context.coordinator
+    if context.accepted is None or coordinator is None or context.decision.phase is not Phase.RUNNING:
+        return None
+    spec = context.accepted.spec
+    rates = recent_rates(coordinator, float(rl_token_cost(spec.recipe)))
+    left = eta_seconds(spec.budget, coordinator, rates)
+    return left if left is not None and left < MAX_SECONDS_LEFT else None
