@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from scalerl_cli.clusters import volume
 from scalerl_cli.clusters.runs import Run, advice, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Trouble, explained, open_session
 from scalerl_cli.clusters.volume import Entry, Volume, reader_pod
-from scalerl_cli.main import main
+from scalerl_cli.main import main, parser
 from scalerl_operator.kube import errors
 
 
@@ -235,6 +236,13 @@ def test_refusals_of_admission_are_quoted_and_those_of_rbac_name_the_right() -> 
         "ValidatingAdmissionPolicy 'x' denied request: no such registry", what="apply pods a/b"
     )
     assert str(explained(policy)) == f"apply pods a/b: {policy.message}"
+
+
+def test_kubectl_plugin_is_installed_and_named_as_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["kubectl-scalerl"] == project["scripts"]["scalerl"] == "scalerl_cli.main:main"
+    monkeypatch.setattr("sys.argv", ["/usr/local/bin/kubectl-scalerl"])
+    assert parser().prog == "kubectl scalerl"
 
 
 def test_texts_of_a_run_cannot_move_the_cursor() -> None:
