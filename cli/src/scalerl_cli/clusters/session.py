@@ -206,9 +206,9 @@ class Session:
         with _translated(what):
             self._authorize(headers)
             try:
-                socket = ws_client.create_websocket(
+                socket = ws_client.create_websocket(  # type: ignore[no-untyped-call]
                     self._configuration,
-                    ws_client.get_websocket_url(f"{url}?{urlencode(query)}"),
+                    ws_client.get_websocket_url(f"{url}?{urlencode(query)}"),  # type: ignore[no-untyped-call]
                     {name.lower(): value for name, value in headers.items()},
                 )
             except WebSocketBadStatusException as error:
@@ -259,20 +259,20 @@ def open_session(arguments: argparse.Namespace, environ: Mapping[str, str] = os.
     try:
         in_pod = named is None and not default.exists() and "KUBERNETES_SERVICE_HOST" in environ
         if in_pod and arguments.context is None:
-            config.load_incluster_config(client_configuration=configuration)
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
             namespace = NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.exists() else ""
         else:
             files = named or str(default)
             if not any(Path(file).expanduser().is_file() for file in files.split(os.pathsep) if file):
                 raise Trouble(f"no kubeconfig at {files}: set KUBECONFIG or --kubeconfig", BAD_INPUT)
             context = arguments.context or _current_context(files)
-            config.load_kube_config(
+            config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=files,
                 context=context,
                 client_configuration=configuration,
                 persist_config=False,
             )
-            contexts, current = config.list_kube_config_contexts(config_file=files)
+            contexts, current = config.list_kube_config_contexts(config_file=files)  # type: ignore[no-untyped-call]
             used = next((c for c in contexts if c["name"] == context), current)
             namespace = str(used["context"].get("namespace") or "")
     except (config.ConfigException, yaml.YAMLError, OSError, ValueError) as error:
