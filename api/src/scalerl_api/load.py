@@ -104,9 +104,21 @@ def parse_run(text: str, source: str) -> ScaleRLRun:
     return _validated(_document(text, source), source)
 
 
-def _document(text: str, source: str) -> dict[str, Any]:
+def parse_objects(text: str, source: str) -> list[dict[str, Any]]:
+    """The Kubernetes objects of a file with any number of YAML documents, as written; ``source`` is its name in errors.
+
+    Raises:
+        SpecError: the text is no YAML, or has no object or something else.
+    """
+    documents = _documents(text, source)
+    if not documents or not all(isinstance(one, dict) for one in documents):
+        raise SpecError(source, [SpecProblem("file", "expected Kubernetes objects, one per document")])
+    return documents
+
+
+def _documents(text: str, source: str) -> list[Any]:
     try:
-        documents = [d for d in yaml.load_all(text, Loader=_StrictLoader) if d is not None]
+        return [d for d in yaml.load_all(text, Loader=_StrictLoader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "file"
@@ -115,6 +127,10 @@ def _document(text: str, source: str) -> dict[str, Any]:
         raise SpecError(source, [SpecProblem("file", f"not valid YAML: {error}")]) from error
     except RecursionError as error:
         raise SpecError(source, [SpecProblem("file", "nested too deeply to be read")]) from error
+
+
+def _document(text: str, source: str) -> dict[str, Any]:
+    documents = _documents(text, source)
     if len(documents) != 1 or not isinstance(documents[0], dict):
         found = f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__
         raise SpecError(source, [SpecProblem("file", f"expected one {KIND} object, found {found}")])

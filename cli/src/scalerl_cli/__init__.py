@@ -16,11 +16,13 @@
 
 ``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and displays its reports (``view``).
 
+``scalerl get``, ``why``, ``logs``, ``fetch`` and ``submit`` are for runs on a cluster (:mod:`.clusters`).
+
 This package contains: arguments, output for people (views, tables, pictures, error messages), exit codes, and
 the checks that need more than the spec: files, tasks, this machine.
 
 It does not contain: code that decides about a run or starts a process (the operator does that), or an import
 that delays the first child process: matplotlib, scipy, rich and aiohttp are imported where they are used.
 
-Exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130 interrupted; on a cluster also 3 not found, 4 not allowed.
 """

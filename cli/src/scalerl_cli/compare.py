@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 SPECS: Final = (".yaml", ".yml")
 """Suffixes of spec files; every other argument is an existing curve."""
+TABLES: Final = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
+"""Suffixes of files with curves, which are not taken for runs of a cluster."""
+_RUN_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""A name of a run on a cluster."""
 FAILED: Final = "failed: "
 """Prefix of the ``stop_reason`` of a failed run."""
 
@@ -105,9 +110,11 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
     members: list[Member] = []
     for path in arguments.what:
         if path not in specs:
-            members.append(Member(_curve_name(path, arguments.what), curve=path))
             if not (path / "curve.csv" if path.is_dir() else path).is_file():
-                problems.append(f"{path}: neither a spec (.yaml), nor a curve or a directory of a run")
+                fetched = _fetched(path, arguments, problems)
+                members.append(Member(str(path), curve=fetched))
+                continue
+            members.append(Member(_curve_name(path, arguments.what), curve=path))
             continue
         for variant in variants:
             try:
@@ -132,6 +139,28 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
     for line in dict.fromkeys(warnings):  # most variants have the same warnings
         say(line, error=True)
     return members
+
+
+def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> Path:
+    """The curve of a run on a cluster, as a file in ``--dir``. A name with a slash or a suffix of a table is no run's."""
+    name = str(path)
+    target: Path = arguments.dir / "curves" / f"{name}.csv"
+    problem = f"{path}: neither a spec (.yaml), nor a curve or a directory of a run"
+    if path.exists() or not _RUN_NAME.fullmatch(name) or path.suffix in TABLES:
+        problems.append(problem)
+        return path
+    from scalerl_cli.clusters.fetch import curve
+    from scalerl_cli.clusters.runs import find
+    from scalerl_cli.clusters.session import Trouble, open_session
+
+    try:
+        session = open_session(arguments)
+        table, _ = curve(session, find(session, name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, table)
+    except (Trouble, OSError) as trouble:
+        problems.append(f"{problem}; on the cluster: {trouble}")
+    return target
 
 
 def _curve_name(path: Path, all_paths: Sequence[Path]) -> str:

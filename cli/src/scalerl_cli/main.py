@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
+from scalerl_cli.clusters.arguments import add_cluster_commands
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
 from scalerl_cli.simulation.arguments import add_simulate
@@ -22,9 +24,10 @@ from scalerl_operator.workloads import Plan
 def parser() -> argparse.ArgumentParser:
     """The argument parser."""
     top = argparse.ArgumentParser(
-        prog="scalerl",
+        prog="kubectl scalerl" if Path(sys.argv[0]).name == "kubectl-scalerl" else "scalerl",
         description="Train a language model by reinforcement learning.",
-        epilog="exit codes: 0 finished, 1 failed, 2 invalid input (nothing started), 130 interrupted",
+        epilog="exit codes: 0 finished, 1 failed, 2 invalid input (nothing started), 130 interrupted; on a cluster "
+        "also 3 not found, 4 not allowed",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -84,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
     add_simulate(commands)
     add_curve_commands(commands)
+    add_cluster_commands(commands)
     return top
 
 
@@ -158,6 +162,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.plot import plot
 
             return plot(arguments.dir)
+        if arguments.command in CLUSTER_COMMANDS:
+            from scalerl_cli.clusters.command import run_cluster_command
+
+            return run_cluster_command(arguments)
         raise AssertionError(f"no code for the command {arguments.command}")
     except KeyboardInterrupt:
         return INTERRUPTED

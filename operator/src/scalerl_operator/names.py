@@ -43,6 +43,8 @@ QUEUE_LABELS: Final = (QUEUE, "kueue.x-k8s.io/priority-class")
 """Kueue's labels, copied from the run to its workloads."""
 ABANDON: Final = f"{GROUP}/abandon-steps"
 """Annotation by which the user abandons a lost claim: the number of trained steps."""
+ENDED: Final = f"{GROUP}/ended"
+"""Label on the record of a run that was deleted: the run's name, shortened if it is long."""
 SCRAPE: Final = f"{GROUP}/scrape"
 """Label of a namespace whose pods may scrape the metrics of runs: ``scalerl.dev/scrape: "true"`` on that of Prometheus."""
 

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_cli.clusters.arguments import add_connection
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -56,7 +58,8 @@ def _add_compare(commands: Commands) -> None:
         type=Path,
         nargs="+",
         metavar="SPEC|RUN",
-        help="run file (.yaml) to run; or a curve: a run directory, or a file as for `scalerl fit`",
+        help="run file (.yaml) to run; or a curve: a run directory, a file as for `scalerl fit`, or the name of a run on a "
+        "cluster, if there is no such file",
     )
     compare.add_argument(
         "--vary",
@@ -80,6 +83,7 @@ def _add_compare(commands: Commands) -> None:
         help="directory for the runs, comparison.md, .csv and .png (default: compare)",
     )
     _add_columns(compare)
+    add_connection(compare)
 
 
 def _add_fit(commands: Commands) -> None:

@@ -24,6 +24,7 @@ from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wa
 from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator, request_stop
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
 from scalerl_operator.controller.observe import observe, patient
+from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
 from scalerl_operator.controller.status import RunObject, is_over, remembered, report
 from scalerl_operator.controller.summary import RunFigures, figures
@@ -108,6 +109,7 @@ class Reconciler:
         context.autoscaler = autoscaler_report(context, self._make_autoscaler)
         context.decision = decide(context)
         if context.decision.release:
+            await write_record(self._api, context)
             await self._run.release(context)
             await self._known.forget(context.key)
             return None

@@ -90,6 +90,9 @@ class RunState:
     queue_read: tuple[float, str] = (0.0, "")
     """When the run's queue was last read, and the problem."""
 
+    record_tried: float | None = None
+    """When the record of a deleted run was first tried to be written."""
+
     autoscaler: Autoscaler | None = None
 
     def may_repair(self, key: ObjectName, now: float) -> bool:

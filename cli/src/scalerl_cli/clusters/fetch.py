@@ -1,0 +1,130 @@
+"""``scalerl fetch``: curve, model or rollouts of a run, by the least rights that each needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+from scalerl_api.paths import RunPaths
+from scalerl_cli.clusters import volume
+from scalerl_cli.clusters.runs import Run, find, plain
+from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble, explained
+from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
+from scalerl_cli.output import replace_text, say
+from scalerl_operator.build.storage import CURVE_KEY, CURVE_LEFT_OUT
+from scalerl_operator.kube import errors
+
+_PATHS: Final = RunPaths(Path())
+ROLLOUTS: Final = tuple(
+    str(path)
+    for path in (
+        *(_PATHS.journal, _PATHS.history, _PATHS.history_lines, _PATHS.metrics),
+        *(_PATHS.trace, _PATHS.labels, _PATHS.decisions),
+    )
+)
+"""What ``fetch rollouts`` copies: the journal of acknowledged rollouts, past responses, and records of steps and decisions."""
+
+
+def fetch(session: Session, arguments: argparse.Namespace) -> int:
+    """Copy what is asked for into ``--to``, and print where it is."""
+    run = find(session, arguments.name)
+    to: Path = arguments.to
+    if arguments.what != "model" and (arguments.last or arguments.step is not None):
+        raise Trouble("--last and --step select a model", BAD_INPUT)
+    if to.exists() and not to.is_dir():
+        raise Trouble(f"{to} is not a directory", BAD_INPUT)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        if arguments.what == "curve":
+            target = to / f"{run.name}-curve.csv"
+            table, left_out = curve(session, run)
+            replace_text(target, table)
+            if left_out:
+                say(f"{left_out} points are left out; curve.csv on the volume has all", error=True)
+        elif arguments.what == "model":
+            target = _model(session, run, arguments)
+        else:
+            target = _new(to / f"{run.name}-rollouts")
+            with volume.opened(session, run, arguments.image) as opened:
+                entries = _listed(opened, ROLLOUTS)
+                if not entries:
+                    raise Trouble(f"{run.name} has no rollouts yet", NOT_FOUND)
+                volume.copy(opened, entries, target, vanishing=True)
+    except OSError as error:
+        raise Trouble(f"{error.filename or to}: {error.strerror or error}") from error
+    say(str(target))
+    return DONE
+
+
+def curve(session: Session, run: Run) -> tuple[str, int]:
+    """The table of a run's curve, and the number of points that it leaves out: from its ConfigMap, which needs no right on pods;
+    of a deleted run, from its record.
+
+    Raises:
+        Trouble: there is none.
+    """
+    if run.record is not None:
+        table, left_out = run.curve
+    else:
+        try:
+            found = session.get("ConfigMap", run.namespace, run.names.curve)
+        except errors.ApiError as error:
+            raise explained(error) from error
+        table, left_out = "", 0
+        owners = () if found is None else found["metadata"].get("ownerReferences") or ()
+        if found is not None and any(owner.get("uid") == run.uid for owner in owners):
+            table = str((found.get("data") or {}).get(CURVE_KEY) or "")
+            left_out = int((found["metadata"].get("annotations") or {}).get(CURVE_LEFT_OUT, 0))
+    if not table:
+        raise Trouble(f"{run.namespace}/{run.name} has no evaluation yet, so no curve", NOT_FOUND)
+    return table, left_out
+
+
+def _model(session: Session, run: Run, arguments: argparse.Namespace) -> Path:
+    if arguments.step is not None:
+        path, where = str(_PATHS.exports / f"step-{arguments.step:08d}"), ""
+    else:
+        which = "last" if arguments.last else "best"
+        exports = run.status.get("exports") or {}
+        model = exports.get(which)
+        if model is None:
+            problem = f": {plain(exports['problem'])}" if exports.get("problem") else ""
+            raise Trouble(
+                f"{run.namespace}/{run.name} has exported no model yet{problem}; one is written after an evaluation",
+                NOT_FOUND,
+            )
+        path, where = str(model["path"]), str(model.get("uri") or "")
+    step = Path(path).name
+    target = _new(arguments.to / f"{run.name}-{step}")
+    copy = f"; there is a copy in {plain(where)}" if where else ""
+    try:
+        with volume.opened(session, run, arguments.image) as opened:
+            entries = _listed(opened, [path])
+            if not entries:
+                raise Trouble(
+                    f"{path} is not on the volume: only the models of the best and the last evaluation are kept{copy}",
+                    NOT_FOUND,
+                )
+            volume.copy(opened, entries, target, strip=f"{path}/")
+    except errors.ApiError as error:
+        trouble = explained(error)
+        hint = (
+            copy
+            or "; with spec.trainer.export.to, models are copied to a bucket or hub, which needs no right on pods"
+        )
+        raise Trouble(f"{trouble}{hint}", trouble.code) from error
+    return target
+
+
+def _listed(opened: volume.Volume, paths: tuple[str, ...] | list[str]) -> list[volume.Entry]:
+    try:
+        return opened.list(paths)
+    except (CommandFailed, Interrupted) as error:
+        raise Trouble(f"the run directory cannot be listed: {plain(error)}") from error
+
+
+def _new(target: Path) -> Path:
+    if target.exists():
+        raise Trouble(f"{target} exists: remove it, or choose another directory with -o", BAD_INPUT)
+    return target

@@ -1,0 +1,107 @@
+"""``scalerl logs``: the logs of a run's pods, each line with its pod and container."""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+
+from scalerl_cli.clusters.runs import Run, find, plain
+from scalerl_cli.clusters.session import Session, Trouble, explained
+from scalerl_cli.exits import DONE, FAILED, NOT_FOUND
+from scalerl_cli.output import say
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import selector
+
+_Source = tuple[str, str]
+"""Pod and container."""
+
+
+def logs(session: Session, arguments: argparse.Namespace) -> int:
+    """Print the logs; 1 if no container has any."""
+    run = find(session, arguments.name)
+    labels = ",".join(f"{k}={v}" for k, v in selector(run.uid, arguments.role).items())
+    pods = [] if run.record is not None else session.list("Pod", run.namespace, labels)
+    pods.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", pod["metadata"]["name"]))
+    if not pods:
+        raise Trouble(_no_pods(run, arguments.role), NOT_FOUND)
+    sources = [(pod["metadata"]["name"], name) for pod in pods for name in _containers(pod)]
+    query = {"previous": "true"} if arguments.previous else {}
+    query |= {"follow": "true"} if arguments.follow else {}
+    query |= {"tailLines": str(arguments.tail)} if arguments.tail is not None else {}
+    read = _followed if arguments.follow else _in_order
+    printed = 0
+    for (pod, container), line in read(session, run, sources, query):
+        if isinstance(line, errors.ApiError):
+            if isinstance(line, errors.Forbidden):
+                raise explained(line)
+            say(f"{pod}/{container}: {plain(line.message)}", error=True)
+        else:
+            printed += 1
+            say(f"{pod}/{container} {line.decode(errors='replace')}")
+    if not printed:
+        say(f"no container of {run.namespace}/{run.name} has logged anything", error=True)
+        return FAILED
+    return DONE
+
+
+def _containers(pod: Object) -> list[str]:
+    spec = pod["spec"]
+    return [one["name"] for one in (*(spec.get("initContainers") or ()), *spec["containers"])]
+
+
+def _in_order(
+    session: Session, run: Run, sources: list[_Source], query: dict[str, str]
+) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
+    for source in sources:
+        yield from _lines(session, run, source, query)
+
+
+def _followed(
+    session: Session, run: Run, sources: list[_Source], query: dict[str, str]
+) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
+    """Lines of all containers as they come, until all have ended. Pods that are made later are not followed."""
+    merged: queue.Queue[tuple[_Source, bytes | errors.ApiError] | None] = queue.Queue(maxsize=1000)
+
+    def follow(source: _Source) -> None:
+        try:
+            for entry in _lines(session, run, source, query):
+                merged.put(entry)
+        finally:
+            merged.put(None)
+
+    for source in sources:
+        threading.Thread(target=follow, args=(source,), daemon=True).start()
+    for _ in sources:
+        while (entry := merged.get()) is not None:
+            yield entry
+            sys.stdout.flush()
+
+
+def _lines(
+    session: Session, run: Run, source: _Source, query: dict[str, str]
+) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
+    pod, container = source
+    try:
+        for line in session.log(
+            run.namespace, pod, query | {"container": container}, follow="follow" in query
+        ):
+            yield source, line
+    except errors.ApiError as error:
+        yield source, error
+
+
+def _no_pods(run: Run, role: str | None) -> str:
+    """Where to look when there are no pods."""
+    what = f"no pods of the role {role}" if role else "no pods"
+    state = "was deleted" if run.record is not None else f"is {run.phase}"
+    text = f"{run.namespace}/{run.name} {state} and has {what}; the logs of pods end with them"
+    text += f". On the volume (claim {run.claim}, directory {run.name}) are metrics.jsonl, decisions.jsonl and the journal: "
+    text += f"`scalerl fetch {run.name} rollouts`"
+    condition = run.condition
+    if condition is not None and condition.get("message"):
+        text += f". The last message: {plain(condition['message'])}"
+    return text

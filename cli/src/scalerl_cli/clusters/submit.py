@@ -1,0 +1,144 @@
+"""``scalerl submit``: validate, try on the API server, and apply."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalerl_api.load import SpecError, SpecProblem, jsonl_paths, parse_objects, run_from_object
+from scalerl_api.spec import API_VERSION, RunSpec
+from scalerl_api.spec_warnings import cluster_warnings_of, past_deadline, warnings_of
+from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
+from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
+from scalerl_cli.inputs import model_problems, task_problems
+from scalerl_cli.output import say
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.kinds import RUN, Kind
+from scalerl_operator.kube.types import Object
+
+
+@dataclass(frozen=True)
+class _Document:
+    """An object of a file, with the kind by which the cluster knows it."""
+
+    obj: Object
+    kind: Kind
+    namespace: str | None
+
+    @property
+    def shown(self) -> str:
+        name = "/".join(filter(None, (self.namespace, str(self.obj["metadata"]["name"]))))
+        return f"{self.kind.name} {name}"
+
+
+def submit(session: Session, arguments: argparse.Namespace) -> int:
+    """Apply all documents of all files, or none if one is invalid or refused."""
+    found = [(_shown(file), obj) for file in arguments.files for obj in _read(file)]
+    problems = [
+        f"{source}: {problem}" for source, obj in found for problem in _problems(obj, session.namespace)
+    ]
+    for problem in problems:
+        say(problem, error=True)
+    if problems:
+        raise Trouble("nothing was applied", BAD_INPUT)
+    documents = [_document(session, source, obj) for source, obj in found]
+    force = arguments.force_conflicts
+    refused: Trouble | None = None
+    for document in documents:
+        try:
+            session.apply(document.kind, document.namespace, document.obj, dry_run=True, force=force)
+        except errors.ApiError as error:
+            refused = _refusal(document, error)
+            say(str(refused), error=True)
+    if refused is not None:
+        raise Trouble("nothing was applied", refused.code)
+    for document in documents:
+        if document.kind.name == RUN:
+            spec = run_from_object(document.obj).spec
+            for warning in (*warnings_of(spec), *cluster_warnings_of(spec)):
+                say(f"{document.shown}: warning: {warning}", error=True)
+        if arguments.dry_run:
+            say(f"{document.shown}: accepted (dry run)")
+            continue
+        try:
+            session.apply(document.kind, document.namespace, document.obj, dry_run=False, force=force)
+        except errors.ApiError as error:
+            raise _refusal(document, error) from error
+        say(f"{document.shown}: applied")
+    return DONE
+
+
+def _shown(file: str) -> str:
+    return "standard input" if file == "-" else file
+
+
+def _read(file: str) -> list[Object]:
+    source = _shown(file)
+    try:
+        if file == "-":
+            return parse_objects(sys.stdin.buffer.read().decode("utf-8"), source)
+        return parse_objects(Path(file).read_text(encoding="utf-8"), source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Trouble(f"{source}: {getattr(error, 'strerror', None) or error}", BAD_INPUT) from error
+    except SpecError as error:
+        raise Trouble(str(error), BAD_INPUT) from error
+
+
+def _problems(obj: Object, namespace: str) -> list[SpecProblem]:
+    """Problems that `scalerl validate` finds, without those that need the files of the pods; of other kinds, only a missing
+    name."""
+    metadata = obj.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        return [SpecProblem("metadata.name", "required, but not given")]
+    if not isinstance(obj.get("kind"), str) or not isinstance(obj.get("apiVersion"), str):
+        return [SpecProblem("kind", "apiVersion and kind are required")]
+    if obj["kind"] != RUN:
+        return []
+    try:
+        run = run_from_object({**obj, "metadata": {"namespace": namespace, **metadata}})
+    except SpecError as error:
+        return error.problems
+    late = past_deadline(run.spec, time.time())
+    return [*(() if late is None else [late]), *problems_without_files(run.spec)]
+
+
+def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
+    """Problems of model and tasks whose files are not in the pods: a model by its name or made by the run, tasks without
+    ``jsonl``."""
+    found = [] if spec.model.path is not None else [*model_problems(spec, structure=True)]
+    if not any(path is not None for path in jsonl_paths(spec).values()):
+        found += task_problems(spec, answers=True)
+    return found
+
+
+def _document(session: Session, source: str, obj: Object) -> _Document:
+    version, name = obj["apiVersion"], obj["kind"]
+    try:
+        kind = session.kind(version, name)
+    except errors.ApiError as error:
+        raise explained(error) from error
+    if kind is None:
+        missing = (
+            not_installed()
+            if version == API_VERSION and name == RUN
+            else f"the cluster has no {name} of {version}"
+        )
+        raise Trouble(f"{source}: {missing}", NOT_FOUND)
+    namespace = (obj["metadata"].get("namespace") or session.namespace) if kind.namespaced else None
+    return _Document(obj, kind, namespace)
+
+
+def _refusal(document: _Document, error: errors.ApiError) -> Trouble:
+    """What the API server says, field by field."""
+    if isinstance(error, errors.Invalid) and error.causes:
+        lines = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes)
+        return Trouble(f"{document.shown}: refused: {lines}", BAD_INPUT)
+    trouble = explained(error)
+    if isinstance(error, errors.Conflict):
+        return Trouble(
+            f"{document.shown}: {error.message}; --force-conflicts takes these fields over", BAD_INPUT
+        )
+    return Trouble(f"{document.shown}: {trouble}", trouble.code)
