@@ -36,6 +36,7 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -333,7 +334,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     async def reconcile(key: Key) -> float | None:
         if await claims.mine(key[0]):
             return await runs.reconcile(key)
-        parts.metrics.run(key, None)
+        parts.metrics.run(key, None, RunFigures())
         return RENEW_SECONDS
 
     async def forget() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from scalerl_operator.build import record as module
-from scalerl_operator.build.record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY, record
+from scalerl_operator.build import run_record as module
+from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY, record
 from scalerl_operator.names import ENDED, RUN, RUN_UID
 
 

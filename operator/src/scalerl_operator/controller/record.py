@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from scalerl_api.spec import API_VERSION, KIND
-from scalerl_operator.build.record import record
+from scalerl_operator.build.run_record import record
 from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
