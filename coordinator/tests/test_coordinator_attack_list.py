@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from attack_list import admitted
-from conftest import TOKEN
 
 from scalerl_api import endpoints
 
+TOKEN = "secret"
+"""As ``conftest`` writes it."""
 OF_OTHERS = {endpoints.WEIGHTS_JOIN, endpoints.WEIGHTS_RECEIVE, endpoints.WEIGHTS_PROBE}
 SERVED = {
     path

@@ -36,16 +36,16 @@ async def test_operators_client_reads_what_it_wrote(local) -> None:
         await client.record_decision(0, b'{"a":1}\n')
         await client.record_decision(8, b'{"b":2}\n')
         await client.record_decision(8, b'{"b":2}\n')
-        with pytest.raises(OffsetSuperseded, match="has 16 bytes, not 8; read it again"):
+        with pytest.raises(OffsetSuperseded, match="superseded"):
             await client.record_decision(8, b'{"c":3}\n')
         with pytest.raises(OffsetSuperseded):
             await client.record_decision(0, b'{"a":1}\n')
-        with pytest.raises(CoordinatorRefused, match="one line of at most"):
+        with pytest.raises(CoordinatorRefused, match="bad-request"):
             await client.record_decision(16, b"{}\n{}\n")
         assert await client.decisions(0) == wire.DecisionLines(content=b'{"a":1}\n{"b":2}\n', size=16)
         assert await client.decisions(8) == wire.DecisionLines(content=b'{"b":2}\n', size=16)
         assert await client.decisions(16) == wire.DecisionLines(content=b"", size=16)
-        with pytest.raises(OffsetSuperseded, match="has 16 bytes, not 17; read it again"):
+        with pytest.raises(OffsetSuperseded, match="superseded"):
             await client.decisions(17)
     assert local.paths.decisions.read_bytes() == b'{"a":1}\n{"b":2}\n'
 
@@ -83,7 +83,7 @@ async def test_full_disk_is_507_and_other_failures_500(local, visitor) -> None:
         await post(visitor, 0, b"{}\n")
     assert refused.value.status == 500
     async with aclosing(CoordinatorClient(local.url, "secret")) as client:
-        with pytest.raises(CoordinatorUnreachable, match=r"HTTP 500: decisions\.jsonl: Is a directory"):
+        with pytest.raises(CoordinatorUnreachable, match=r"HTTP 500$"):
             await client.decisions(0)
     local.paths.decisions.rmdir()
     await post(visitor, 0, b"{}\n")

@@ -23,7 +23,16 @@ from scalerl_operator.role_containers import plan
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 WRITTEN = re.sub(r"<!-- (?:phases|conditions|reasons|edits|alerts): .*?<!-- end -->", "", PAGE, flags=re.S)
 """Without the tables that `make docs` makes."""
-KUBERNETES = {"Advisory", "Auto", "Delete", "False", "ReadWriteMany", "ReadWriteOnce", "Terminating"}
+KUBERNETES = {
+    "Advisory",
+    "Auto",
+    "Delete",
+    "False",
+    "ReadWriteMany",
+    "ReadOnlyMany",
+    "ReadWriteOnce",
+    "Terminating",
+}
 """Words with a capital letter that are neither a condition nor a reason: values of fields."""
 
 

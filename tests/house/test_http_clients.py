@@ -37,6 +37,7 @@ OTHERS = {
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
     "trainer/src/scalerl_trainer/export_targets.py": "the hub and buckets that the run names, by their libraries",
+    "trainer/src/scalerl_trainer/model_cache.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/prepare.py": "the hub, by its library",
 }
 """Clients of others, which are trusted as far as the run names them."""

@@ -282,11 +282,11 @@ class OneRank:
 
     world, rank, is_leader, timeout_seconds = 1, 0, True, 60.0
 
-    def broadcast(self, value: Any) -> Any:
-        return value
+    def broadcast(self, value: Any, kind: Any) -> Any:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value]
+    def all_gather(self, value: Any, kind: Any) -> list[Any]:
+        return [self.broadcast(value, kind)]
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_stop_of_another_rank_ends_a_call_that_waits_for_the_coordinators_volume
     held: tuple[MidTraining, list[tuple[str, bool]], threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, _, stop = held
-    monkeypatch.setattr(training._ranks, "all_gather", lambda state: [state, (True, True)])
+    monkeypatch.setattr(training._ranks, "all_gather", lambda state, kind: [state, (True, True)])
 
     def call() -> str:
         assert not stop.is_set()

@@ -38,6 +38,7 @@ from scalerl_operator.autoscaling.vote import prior_note
 from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
+from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.local.run_directory import DirectoryRuns
 from scalerl_operator.main import Parts, reconciler
@@ -235,9 +236,16 @@ async def test_forecast_request_has_runs_from_the_cache(url: str, monkeypatch: p
     there.add("before", table=curve_csv(evaluations([p.reward for p in curve] + [0.6] * 60)))
     settings = Settings(images=Images("trainer:1", "generator:1", "coordinator:1"), sidecar_url=url)
     parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
-    async with reconciler(parts) as reconcile:
+    reconcilers: list[Reconciler] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Reconciler:
+        reconcilers.append(Reconciler(*arguments, **options))
+        return reconcilers[-1]
+
+    monkeypatch.setattr("scalerl_operator.main.Reconciler", recorded)
+    async with reconciler(parts):
         run = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
-        made = cast(Any, reconcile).__self__
+        made = cast(Any, reconcilers[0])
         for name in ("decisions", "record_decision"):
             monkeypatch.setattr(made.coordinators, name, functools.partial(_without_uid, getattr(api, name)))
         autoscaler = made._make_autoscaler(run, UID)
