@@ -42,6 +42,8 @@ TABLES: Final = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 """Suffixes of files with curves, which are not taken for runs of a cluster."""
 _RUN_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 """A name of a run on a cluster."""
+_CLUSTER_SECONDS: Final = (3.0, 10.0)
+"""Timeouts of a connection and of a response: the name may be a mistyped path."""
 FAILED: Final = "failed: "
 """Prefix of the ``stop_reason`` of a failed run."""
 
@@ -145,21 +147,26 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
     """The curve of a run on a cluster, as a file in ``--dir``. A name with a slash or a suffix of a table is no run's."""
     name = str(path)
     target: Path = arguments.dir / "curves" / f"{name}.csv"
-    problem = f"{path}: neither a spec (.yaml), nor a curve or a directory of a run"
     if path.exists() or not _RUN_NAME.fullmatch(name) or path.suffix in TABLES:
-        problems.append(problem)
+        problems.append(f"{path}: neither a spec (.yaml), nor a curve or a directory of a run")
         return path
     from scalerl_cli.clusters.fetch import curve
     from scalerl_cli.clusters.runs import find
-    from scalerl_cli.clusters.session import Trouble, open_session
+    from scalerl_cli.clusters.session import Trouble, explained, open_session
+    from scalerl_operator.kube import errors
 
+    where = "a cluster"
     try:
-        session = open_session(arguments)
+        session = open_session(arguments, seconds=_CLUSTER_SECONDS, retries=0)
+        where = f"the namespace {session.namespace}"
+        say(f"{path}: no such file; asking for the run of that name in {where}", error=True)
         table, _ = curve(session, find(session, name))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
+    except errors.ApiError as error:
+        problems.append(f"{path}: no such file, and no run of that name in {where}: {explained(error)}")
     except (Trouble, OSError) as trouble:
-        problems.append(f"{problem}; on the cluster: {trouble}")
+        problems.append(f"{path}: no such file, and no run of that name in {where}: {trouble}")
     return target
 
 

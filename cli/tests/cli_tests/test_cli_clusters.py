@@ -6,21 +6,34 @@ import argparse
 import hashlib
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from scalerl_cli.clusters import volume
+from scalerl_cli.clusters import logs, volume
 from scalerl_cli.clusters.runs import Run, advice, plain
-from scalerl_cli.clusters.session import CommandFailed, Interrupted, Trouble, explained, open_session
+from scalerl_cli.clusters.session import (
+    CommandFailed,
+    Interrupted,
+    Session,
+    Trouble,
+    explained,
+    open_session,
+)
+from scalerl_cli.clusters.submit import submit
 from scalerl_cli.clusters.volume import Entry, Volume, reader_pod
 from scalerl_cli.main import main, parser
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.kinds import Kind
+from scalerl_operator.kube.types import Object
 
 
 class Flaky(Volume):
@@ -38,15 +51,19 @@ class Flaky(Volume):
             raise Interrupted("reset")
         yield data
 
-    def sha256(self, entry: Entry) -> str:
-        return hashlib.sha256(self.files[entry.path][: entry.size]).hexdigest()
+    def sha256(self, entry: Entry) -> Sequence[str]:
+        data = self.files[entry.path][: entry.size]
+        return [hashlib.sha256(data).hexdigest()] if data else []
+
+    def list(self, paths: Sequence[str]) -> list[Entry]:
+        return [Entry(path, len(data)) for path, data in self.files.items() if path in paths]
 
 
 def flaky(files: dict[str, bytes], limit: int | None = None) -> tuple[Flaky, list[Entry]]:
     made: Any = Flaky(None, "ns", "pod", "c")  # type: ignore[arg-type]  # it connects to nothing
     object.__setattr__(made, "files", files)
     object.__setattr__(made, "limit", limit)
-    return made, [Entry(path, len(data), 7) for path, data in sorted(files.items())]
+    return made, [Entry(path, len(data)) for path, data in sorted(files.items())]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +101,7 @@ def test_part_of_another_version_is_not_continued(tmp_path: Path) -> None:
         volume.copy(made, entries, tmp_path / "model")
     (tmp_path / ".model.partial/a").write_bytes(b"y" * 60)
     made, _ = flaky({"a": b"z" * 100})
-    volume.copy(made, [Entry("a", 100, 8)], tmp_path / "model")
+    volume.copy(made, [Entry("a", 100)], tmp_path / "model")
     assert (tmp_path / "model/a").read_bytes() == b"z" * 100
 
 
@@ -106,17 +123,126 @@ def test_files_of_a_journal_may_vanish(tmp_path: Path) -> None:
         volume.copy(made, entries, tmp_path / "model")
 
 
-@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "a/../../b"])
-def test_paths_outside_of_the_run_are_refused(path: str) -> None:
-    made, _ = flaky({})
-    object.__setattr__(made, "_run", lambda script, *words: iter([f"3 7 {path}\n".encode()]))
-    with pytest.raises(Trouble, match="outside of the run directory"):
+class Shell(Volume):
+    """A volume in a directory of this machine, read by the scripts that containers run."""
+
+    root: Path
+
+    def _run(self, script: str, *words: str) -> Iterator[bytes]:
+        done = subprocess.run(["sh", "-c", script, "sh", str(self.root), *words], capture_output=True)
+        if done.returncode:
+            raise CommandFailed(done.stderr.decode())
+        yield done.stdout
+
+
+def shell(root: Path) -> Volume:
+    made: Any = Shell(None, "ns", "pod", "c")  # type: ignore[arg-type]  # it connects to nothing
+    object.__setattr__(made, "root", root)
+    return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("listing", "says"),
+    [
+        *((f"3 {path}\n".encode(), "outside of what") for path in ("../../etc/passwd", "/etc/passwd", "n/b")),
+        *(
+            (f"3 {path}\n".encode(), "outside of what")
+            for path in ("m/../b", "m//home/u/.bashrc", "m/./b", "m/", "mm")
+        ),
+        (b"3 m/a\xff\n", r"'m/a\\udcff' of the volume cannot be copied: rename it"),
+        ("3 m/a\x85b\n".encode(), "cannot be copied"),
+        (b"3 m/a\nb\n", "the line 'b', which is no file"),
+        (b"busybox: applet not found\n", "which is no file"),
+        (b"3 m/a\n4 m/", "ends within a line"),
+    ],
+)
+def test_listings_that_cannot_be_used_are_refused(listing: bytes, says: str) -> None:
+    made = shell(Path())
+    object.__setattr__(made, "_run", lambda script, *words: iter([listing]))
+    with pytest.raises(Trouble, match=says):
         made.list(["m"])
 
 
+def test_files_are_listed_read_and_hashed_in_ranges_by_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run/m").mkdir(parents=True)
+    big = bytes(range(256)) * (5 << 13)
+    for name, data in {"big": big, "empty": b"", "listing.json": b"{}", "a b": b"1"}.items():
+        (tmp_path / "run/m" / name).write_bytes(data)
+    made = shell(tmp_path / "run")
+    sums = volume._SUM.replace("count=64", "count=4").replace(str(volume.RANGE), str(4 << 20))
+    monkeypatch.setattr(volume, "_SUM", sums)
+    monkeypatch.setattr(volume, "RANGE", 4 << 20)
+    entries = made.list(["m", "none"])
+    assert [entry.path for entry in entries] == ["m/a b", "m/big", "m/empty", "m/listing.json"]
+    assert len(made.sha256(entries[1])) == 3
+    (tmp_path / "run/m/big").write_bytes(big + b"more")
+    assert b"".join(made.read(entries[1], len(big) - 5)) == big[-5:]
+    volume.copy(made, entries, tmp_path / "model", strip="m/")
+    assert (tmp_path / "model/big").read_bytes() == big
+    assert (tmp_path / "model/listing.json").read_bytes() == b"{}"
+
+
+def test_links_in_the_staging_directory_are_not_followed(tmp_path: Path) -> None:
+    made, entries = flaky({"a": b"1", "d/b": b"2"})
+    outside = tmp_path / "home"
+    outside.mkdir()
+    (outside / "a").write_bytes(b"")
+    staging = tmp_path / ".model.partial"
+    staging.mkdir()
+    (staging / "a").symlink_to(outside / "a")
+    (staging / "d").symlink_to(outside)
+    volume.copy(made, entries, tmp_path / "model")
+    assert (outside / "a").read_bytes() == b""
+    assert [p.name for p in outside.iterdir()] == ["a"]
+    link = tmp_path / "link"
+    link.symlink_to(outside / "a")
+    with pytest.raises(OSError, match="symbolic links"):
+        volume._open(link, os.O_CREAT)
+
+
+def test_copy_of_a_live_run_continues_files_that_grew(tmp_path: Path) -> None:
+    made, _ = flaky({"gone": b"1", "log": b"x" * 50})
+    staging = tmp_path / ".rollouts.partial"
+    staging.mkdir()
+    (staging / "log").write_bytes(b"x" * 50)
+    (staging / "gone").write_bytes(b"1")
+    made.files["log"] = b"x" * 50 + b"y" * 10
+    asked: list[int] = []
+    read = made.read
+    object.__setattr__(made, "read", lambda entry, offset: asked.append(offset) or read(entry, offset))
+    volume.copy(made, [Entry("log", 60)], tmp_path / "rollouts", vanishing=True)
+    assert asked == [50]
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["log"]
+    assert (tmp_path / "rollouts/log").read_bytes() == made.files["log"]
+
+
+@pytest.mark.parametrize("fault", ["denied", "no sha256sum", "torn"])
+def test_only_files_that_no_longer_exist_are_left_out(tmp_path: Path, fault: str) -> None:
+    made, entries = flaky({"a": b"1", "b": b"2"})
+
+    def fail(*_: object) -> Any:
+        if fault == "torn":
+            return ["of other bytes"]
+        raise CommandFailed(fault)
+
+    object.__setattr__(made, "read" if fault == "denied" else "sha256", fail)
+    with pytest.raises(Trouble, match="a: it ") as refused:
+        volume.copy(made, entries, tmp_path / "rollouts", vanishing=True)
+    assert refused.value.code == 1
+    assert not (tmp_path / "rollouts").exists()
+
+
 def test_reader_pod_is_none_of_the_runs_and_only_reads() -> None:
-    obj = {"metadata": {"name": "math", "namespace": "team"}, "spec": {"storage": {"claimName": "shared"}}}
+    obj: Any = {
+        "metadata": {"name": "math", "namespace": "team"},
+        "spec": {"storage": {"claimName": "shared"}},
+    }
+    placed = {"nodeSelector": {"pool": "runs"}, "tolerations": [{"key": "runs", "operator": "Exists"}]}
+    obj["spec"]["podTemplate"] = placed
     pod = reader_pod(Run(obj), "math-fetch-1", "busybox")
+    assert {field: pod["spec"][field] for field in placed} == placed
     assert pod["metadata"]["labels"] == {volume.READER_LABEL: "true"}
     mount = pod["spec"]["containers"][0]["volumeMounts"][0]
     assert (mount["readOnly"], mount["subPath"]) == (True, "math")
@@ -151,6 +277,16 @@ def test_kubeconfigs_contexts_and_namespaces_as_in_kubectl(tmp_path: Path) -> No
     session = open_session(arguments(context="two"), both)
     assert session.namespace == "default"
     assert session._configuration.host == "http://127.0.0.1:2"
+    for stale in (None, "deleted"):
+        config = yaml.safe_load(one.read_text())
+        config["current-context"] = stale
+        if stale is None:
+            del config["current-context"]
+        other = tmp_path / "stale"
+        other.write_text(yaml.safe_dump(config))
+        assert open_session(arguments(context="one", kubeconfig=str(other))).namespace == "team-a"
+        with pytest.raises(Trouble, match="the kubeconfig cannot be used"):
+            open_session(arguments(kubeconfig=str(other)))
     with pytest.raises(Trouble, match="three") as refused:
         open_session(arguments(context="three"), both)
     assert refused.value.code == 2
@@ -252,3 +388,154 @@ def test_texts_of_a_run_cannot_move_the_cursor() -> None:
 def test_condition_of_another_release_has_advice() -> None:
     assert "Fix the cause soon" in advice({"type": "Degraded", "reason": "OfTheFuture"})
     assert advice({"type": "OfTheFuture", "reason": "OfTheFuture"}) == ""
+
+
+class Cluster(Session):
+    """Objects in memory. It refuses what an API server does in a namespace or of a kind that it does not have."""
+
+    def __init__(self) -> None:
+        self.namespace = "default"
+        self.kinds = {"Namespace": False, "CustomResourceDefinition": False, "ConfigMap": True}
+        self.applied: list[str] = []
+        self.namespaces = {"default"}
+
+    def kind(self, api_version: str, name: str) -> Kind | None:
+        return Kind(name, api_version, name.lower(), self.kinds[name]) if name in self.kinds else None
+
+    def apply(self, kind: Kind, namespace: str | None, body: Object, *, dry_run: bool, force: bool) -> Object:
+        if kind.name not in self.kinds or (namespace and namespace not in self.namespaces):
+            raise errors.NotFound(f"no {kind.name} in {namespace}", code=404)
+        if not dry_run:
+            self.applied.append(kind.name)
+            self.namespaces |= {body["metadata"]["name"]} if kind.name == "Namespace" else set()
+            if kind.name == "CustomResourceDefinition":
+                self.kinds[body["spec"]["names"]["kind"]] = True
+        return body
+
+
+NEW_NAMESPACE = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "new"}}
+NEW_KIND = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "gadgets.example.org"},
+    "spec": {
+        "group": "example.org",
+        "scope": "Namespaced",
+        "names": {"kind": "Gadget", "plural": "gadgets"},
+        "versions": [{"name": "v1"}],
+    },
+}
+
+
+def submitted(path: Path, *objects: Mapping[str, Any], **given: Any) -> tuple[Cluster, argparse.Namespace]:
+    path.write_text(yaml.safe_dump_all(objects))
+    flags = {"files": [str(path)], "force_conflicts": False, "dry_run": False}
+    return Cluster(), arguments(**(flags | given))
+
+
+def test_submission_with_its_own_namespace_and_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gadget = {"apiVersion": "example.org/v1", "kind": "Gadget", "metadata": {"name": "g", "namespace": "new"}}
+    settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "new"}}
+    everything = (gadget, settings, NEW_NAMESPACE, NEW_KIND)
+    cluster, given = submitted(tmp_path / "all.yaml", *everything, dry_run=True)
+    assert submit(cluster, given) == 0
+    assert not cluster.applied
+    assert "ConfigMap new/c: not tried" in capsys.readouterr().out
+    cluster, given = submitted(tmp_path / "all.yaml", *everything)
+    assert submit(cluster, given) == 0
+    assert cluster.applied == ["Namespace", "CustomResourceDefinition", "Gadget", "ConfigMap"]
+    cluster, given = submitted(tmp_path / "all.yaml", settings, NEW_KIND)
+    with pytest.raises(Trouble, match="nothing was applied"):
+        submit(cluster, given)
+    assert not cluster.applied
+
+
+def test_namespace_of_an_object_may_not_contradict_the_flag(tmp_path: Path) -> None:
+    settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "default"}}
+    cluster, given = submitted(tmp_path / "c.yaml", settings, namespace="other")
+    with pytest.raises(Trouble, match="namespace default, not other of -n") as refused:
+        submit(cluster, given)
+    assert refused.value.code == 2
+    assert submit(cluster, argparse.Namespace(**vars(given) | {"namespace": "default"})) == 0
+
+
+def test_pod_that_cannot_be_created_is_not_deleted(capsys: pytest.CaptureFixture[str]) -> None:
+    class Refusing(Session):
+        def __init__(self) -> None: ...
+
+        def get(self, kind: Kind | str, namespace: str | None, name: str) -> Object | None:
+            return None
+
+        def create(self, kind: str, namespace: str, body: Object) -> Object:
+            raise errors.Forbidden("no", code=403)
+
+        def delete(self, kind: str, namespace: str, name: str) -> None:
+            raise errors.Forbidden("no", code=403)
+
+    run = Run({"metadata": {"name": "math", "namespace": "team"}})
+    with pytest.raises(errors.Forbidden), volume.opened(Refusing(), run, "busybox"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+class Starting(Session):
+    """One pod, whose log is refused until it has been asked for often enough."""
+
+    def __init__(self, refusals: int, phase: str = "Pending") -> None:
+        self.refusals, self.phase = refusals, phase
+
+    def get(self, kind: Kind | str, namespace: str | None, name: str) -> Object | None:
+        return {"status": {"phase": self.phase}}
+
+    def log(self, namespace: str, pod: str, query: Mapping[str, str], *, follow: bool) -> Iterator[bytes]:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise errors.Invalid("c is waiting to start: PodInitializing", code=400)
+        yield b"ready"
+
+
+def test_logs_follow_a_pod_that_starts() -> None:
+    run = Run({"metadata": {"name": "math", "namespace": "team"}})
+
+    def lines(session: Session, query: dict[str, str]) -> list[object]:
+        return [line for _, line in logs._lines(session, run, ("p", "c"), query)]
+
+    refused, line = lines(Starting(3), {"follow": "true"})
+    assert isinstance(refused, errors.Invalid)
+    assert line == b"ready"
+    assert len(lines(Starting(3), {})) == 1
+    assert len(lines(Starting(3, "Running"), {"follow": "true"})) == 1
+
+
+def test_log_lines_cannot_move_the_cursor_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = "\x1b]0;title\x07a\tb\r\u202eé".encode()
+    assert logs.shown(raw) == raw.decode()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert logs.shown(raw) == "\\x1b]0;title\\x07a\tb\\r\\u202eé"
+
+
+def test_mistyped_path_of_compare_is_no_run_of_the_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    handler = type("Handler", (_NoScaleRL,), {"code": 404})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        path = kubeconfig(tmp_path / "config", "one", f"http://127.0.0.1:{server.server_port}", "team-a")
+        assert main(["compare", "resluts", "--kubeconfig", str(path)]) == 2
+        assert (
+            "resluts: no such file, and no run of that name in the namespace team-a"
+            in capsys.readouterr().err
+        )
+        monkeypatch.setattr(
+            "scalerl_cli.clusters.runs.find", lambda *_: Run({"metadata": {"name": "a", "namespace": "b"}})
+        )
+        server.shutdown()
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "scalerl_cli.clusters.fetch.curve", lambda *_: (_ for _ in ()).throw(errors.Unreachable("reset"))
+        )
+        assert main(["compare", "resluts", "--kubeconfig", str(path)]) == 2
+    assert "reset" in capsys.readouterr().err

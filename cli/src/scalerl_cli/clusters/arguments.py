@@ -59,7 +59,7 @@ def add_cluster_commands(commands: Commands) -> None:
     fetch.add_argument(
         "--image",
         metavar="IMAGE",
-        help="image of the pod that reads the volume of a run without pods; any with sh, find, stat, tail and sha256sum "
+        help="image of the pod that reads the volume of a run without pods; any with sh, find, stat, dd, head, tail and sha256sum "
         "(default: that of the run)",
     )
     add_connection(fetch)

@@ -6,6 +6,7 @@ import argparse
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from scalerl_cli.clusters.runs import Run, find, plain
@@ -41,11 +42,19 @@ def logs(session: Session, arguments: argparse.Namespace) -> int:
             say(f"{pod}/{container}: {plain(line.message)}", error=True)
         else:
             printed += 1
-            say(f"{pod}/{container} {line.decode(errors='replace')}")
+            say(f"{pod}/{container} {shown(line)}")
     if not printed:
         say(f"no container of {run.namespace}/{run.name} has logged anything", error=True)
         return FAILED
     return DONE
+
+
+def shown(line: bytes) -> str:
+    """A line of a log. On a terminal, control characters but tabs are escaped: logs have texts of any origin."""
+    text = line.decode(errors="replace")
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c == "\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _containers(pod: Object) -> list[str]:
@@ -85,13 +94,32 @@ def _lines(
     session: Session, run: Run, source: _Source, query: dict[str, str]
 ) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
     pod, container = source
+    query = query | {"container": container}
+    waits = ""
+    while True:
+        try:
+            for line in session.log(run.namespace, pod, query, follow="follow" in query):
+                yield source, line
+            return
+        except errors.ApiError as error:
+            starting = (
+                "follow" in query and isinstance(error, errors.Invalid) and _is_pending(session, run, pod)
+            )
+            if not starting or error.message != waits:
+                yield source, error
+            if not starting:
+                return
+            waits = error.message
+            time.sleep(1.0)
+
+
+def _is_pending(session: Session, run: Run, pod: str) -> bool:
+    """Whether a pod has not started yet: until then, the API server refuses to follow its logs (400)."""
     try:
-        for line in session.log(
-            run.namespace, pod, query | {"container": container}, follow="follow" in query
-        ):
-            yield source, line
-    except errors.ApiError as error:
-        yield source, error
+        found = session.get("Pod", run.namespace, pod) or {}
+    except errors.ApiError:
+        return False
+    return (found.get("status") or {}).get("phase") == "Pending"
 
 
 def _no_pods(run: Run, role: str | None) -> str:

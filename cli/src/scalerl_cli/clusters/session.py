@@ -16,6 +16,7 @@ import yaml
 from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config.kube_config import KubeConfigMerger
 from kubernetes.stream import ws_client
 from websocket import ABNF, WebSocketBadStatusException, WebSocketException
 
@@ -52,12 +53,16 @@ class Session:
     """Requests to one API server, one at a time. All raise :class:`~scalerl_operator.kube.errors.ApiError`.
 
     namespace: of the command: ``-n``, else that of the context, else ``default``.
+    seconds: timeouts of a connection and of a response.
     """
 
-    def __init__(self, configuration: Configuration, namespace: str) -> None:
+    def __init__(
+        self, configuration: Configuration, namespace: str, seconds: tuple[float, float] = SECONDS
+    ) -> None:
         self._client = ApiClient(configuration)
         self._configuration = configuration
         self.namespace = namespace
+        self._seconds = seconds
 
     # --- objects ---------------------------------------------------------------------------------
 
@@ -153,7 +158,8 @@ class Session:
         what: str,
         query: Mapping[str, str],
         body: Object | None = None,
-        read_seconds: float | None = SECONDS[1],
+        *,
+        endless: bool = False,
     ) -> urllib3.BaseHTTPResponse:
         content = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_OWNER}
@@ -161,7 +167,11 @@ class Session:
             self._authorize(headers)
             url = f"{self._configuration.host.rstrip('/')}{path}{f'?{urlencode(query)}' if query else ''}"
             answer = self._client.call_api(
-                method, url, headers, body=body, _request_timeout=(SECONDS[0], read_seconds)
+                method,
+                url,
+                headers,
+                body=body,
+                _request_timeout=(self._seconds[0], None if endless else self._seconds[1]),
             )
             response: urllib3.BaseHTTPResponse = answer.response
             data = response.read() if response.status >= 400 else b""
@@ -178,7 +188,7 @@ class Session:
         """Lines of a container's log, without their ends."""
         what = f"get pods/log {namespace}/{pod}"
         path = kind_of("Pod").path(namespace, pod, "log")
-        response = self._send("GET", path, what, query, read_seconds=None if follow else SECONDS[1])
+        response = self._send("GET", path, what, query, endless=follow)
         kept = b""
         try:
             with _translated(what):
@@ -245,8 +255,16 @@ class CommandFailed(Exception):
     """A command in a container failed; the message is its error output."""
 
 
-def open_session(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Session:
+def open_session(
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    seconds: tuple[float, float] = SECONDS,
+    retries: int | None = None,
+) -> Session:
     """The session of a command, by ``--kubeconfig``, ``--context`` and ``-n``.
+
+    seconds, retries: of a request; without ``retries``, urllib3's.
 
     As in kubectl, KUBECONFIG may name several files, and in a pod without any kubeconfig its service account is used.
 
@@ -256,6 +274,7 @@ def open_session(arguments: argparse.Namespace, environ: Mapping[str, str] = os.
     named = arguments.kubeconfig or environ.get("KUBECONFIG") or None
     default = Path("~/.kube/config").expanduser()
     configuration = Configuration()
+    configuration.retries = retries
     try:
         in_pod = named is None and not default.exists() and "KUBERNETES_SERVICE_HOST" in environ
         if in_pod and arguments.context is None:
@@ -272,12 +291,12 @@ def open_session(arguments: argparse.Namespace, environ: Mapping[str, str] = os.
                 client_configuration=configuration,
                 persist_config=False,
             )
-            contexts, current = config.list_kube_config_contexts(config_file=files)  # type: ignore[no-untyped-call]
-            used = next((c for c in contexts if c["name"] == context), current)
-            namespace = str(used["context"].get("namespace") or "")
+            merged = KubeConfigMerger(files).config  # type: ignore[no-untyped-call]
+            used = merged["contexts"].get_with_name(context)["context"]
+            namespace = str(used.safe_get("namespace") or "")
     except (config.ConfigException, yaml.YAMLError, OSError, ValueError) as error:
         raise Trouble(f"the kubeconfig cannot be used: {error}", BAD_INPUT) from error
-    return Session(configuration, arguments.namespace or namespace or "default")
+    return Session(configuration, arguments.namespace or namespace or "default", seconds)
 
 
 def _current_context(files: str) -> str | None:

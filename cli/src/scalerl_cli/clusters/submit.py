@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from scalerl_api.load import SpecError, SpecProblem, jsonl_paths, parse_objects, run_from_object
 from scalerl_api.spec import API_VERSION, RunSpec
@@ -18,6 +20,11 @@ from scalerl_cli.output import say
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN, Kind
 from scalerl_operator.kube.types import Object
+
+_NAMESPACE: Final = "Namespace"
+_CRD: Final = "CustomResourceDefinition"
+_NEW_SECONDS: Final = 30.0
+"""Longest time until the API server serves a new kind."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,24 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
         say(problem, error=True)
     if problems:
         raise Trouble("nothing was applied", BAD_INPUT)
-    documents = [_document(session, source, obj) for source, obj in found]
+    own_kinds = dict(kind for _, obj in found if obj["kind"] == _CRD for kind in _kinds_of(obj))
+    own_namespaces = {obj["metadata"]["name"] for _, obj in found if obj["kind"] == _NAMESPACE}
+    documents = [_document(session, source, obj, own_kinds, arguments.namespace) for source, obj in found]
+    documents.sort(key=lambda document: document.kind.name not in (_CRD, _NAMESPACE))
     force = arguments.force_conflicts
     refused: Trouble | None = None
+    untried: list[_Document] = []
     for document in documents:
         try:
             session.apply(document.kind, document.namespace, document.obj, dry_run=True, force=force)
         except errors.ApiError as error:
+            own = (
+                document.obj["apiVersion"],
+                document.kind.name,
+            ) in own_kinds or document.namespace in own_namespaces
+            if isinstance(error, errors.NotFound) and own:
+                untried.append(document)
+                continue
             refused = _refusal(document, error)
             say(str(refused), error=True)
     if refused is not None:
@@ -61,14 +79,39 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
             for warning in (*warnings_of(spec), *cluster_warnings_of(spec)):
                 say(f"{document.shown}: warning: {warning}", error=True)
         if arguments.dry_run:
-            say(f"{document.shown}: accepted (dry run)")
+            tried = "accepted" if document not in untried else "not tried, as its namespace or kind is new"
+            say(f"{document.shown}: {tried} (dry run)")
             continue
-        try:
-            session.apply(document.kind, document.namespace, document.obj, dry_run=False, force=force)
-        except errors.ApiError as error:
-            raise _refusal(document, error) from error
+        deadline = time.monotonic() + (_NEW_SECONDS if document in untried else 0.0)
+        while True:
+            try:
+                session.apply(document.kind, document.namespace, document.obj, dry_run=False, force=force)
+                break
+            except errors.ApiError as error:
+                if not isinstance(error, errors.NotFound) or time.monotonic() >= deadline:
+                    raise _refusal(document, error) from error
+                time.sleep(0.5)
         say(f"{document.shown}: applied")
     return DONE
+
+
+def _kinds_of(crd: Object) -> list[tuple[tuple[str, str], Kind]]:
+    """The kinds of a CRD, by apiVersion and kind.
+
+    Raises:
+        Trouble: it is no CRD.
+    """
+    try:
+        spec = crd["spec"]
+        name, plural, namespaced = (
+            spec["names"]["kind"],
+            spec["names"]["plural"],
+            spec["scope"] == "Namespaced",
+        )
+        versions = [f"{spec['group']}/{version['name']}" for version in spec["versions"]]
+    except (KeyError, TypeError) as error:
+        raise Trouble(f"{_CRD} {crd['metadata']['name']}: {error} is missing in spec", BAD_INPUT) from error
+    return [((version, name), Kind(name, version, plural, namespaced=namespaced)) for version in versions]
 
 
 def _shown(file: str) -> str:
@@ -114,10 +157,17 @@ def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
     return found
 
 
-def _document(session: Session, source: str, obj: Object) -> _Document:
+def _document(
+    session: Session,
+    source: str,
+    obj: Object,
+    own_kinds: Mapping[tuple[str, str], Kind],
+    only: str | None,
+) -> _Document:
+    """An object with its kind. own_kinds: of CRDs of the submission. only: the namespace of ``-n``, which others contradict."""
     version, name = obj["apiVersion"], obj["kind"]
     try:
-        kind = session.kind(version, name)
+        kind = session.kind(version, name) or own_kinds.get((version, name))
     except errors.ApiError as error:
         raise explained(error) from error
     if kind is None:
@@ -127,7 +177,13 @@ def _document(session: Session, source: str, obj: Object) -> _Document:
             else f"the cluster has no {name} of {version}"
         )
         raise Trouble(f"{source}: {missing}", NOT_FOUND)
-    namespace = (obj["metadata"].get("namespace") or session.namespace) if kind.namespaced else None
+    given = obj["metadata"].get("namespace")
+    if kind.namespaced and only and given and given != only:
+        raise Trouble(
+            f"{source}: {name} {obj['metadata']['name']} has the namespace {given}, not {only} of -n: leave out one of them",
+            BAD_INPUT,
+        )
+    namespace = (given or session.namespace) if kind.namespaced else None
     return _Document(obj, kind, namespace)
 
 

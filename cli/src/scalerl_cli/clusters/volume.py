@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Final
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from scalerl_cli.clusters.runs import Run, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
-from scalerl_cli.output import replace_text, say
+from scalerl_cli.output import say
 from scalerl_operator.build.pods import USER_ID
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
@@ -31,15 +31,20 @@ START_SECONDS: Final = 300.0
 READER_SECONDS: Final = 6 * 3600
 """After so long, that pod ends by itself, should this process not delete it."""
 READER_LABEL: Final = "scalerl.dev/fetch"
-_LISTING: Final = "listing.json"
+RANGE: Final = 64 << 20
+"""Bytes of a file that are hashed at a time: the hash of a whole large file would be silent for too long."""
+_LINE: Final = re.compile(r"(\d+) (.+)", re.DOTALL)
 
 # Only what busybox has too. The arguments follow the script, so that no name becomes code.
 _LIST: Final = (
     'cd "$1" && shift && for p in "$@"; do '
-    'if [ -e "$p" ]; then find "$p" -type f -exec stat -c "%s %Y %n" {} + || exit; fi; done'
+    'if [ -e "$p" ]; then find "$p" -type f -exec stat -c "%s %n" {} + || exit; fi; done'
 )
-_READ: Final = 'cd "$1" && [ -f "$2" ] && tail -c "+$3" "$2" | head -c "$4"'
-_SUM: Final = 'cd "$1" && head -c "$3" "$2" | sha256sum'
+_READ: Final = 'cd "$1" && [ -f "$2" ] && exec <"$2" && tail -c "+$3" | head -c "$4"'
+_SUM: Final = (
+    'cd "$1" && [ -f "$2" ] && exec <"$2" && left="$3" && while [ "$left" -gt 0 ]; do '
+    f'dd bs=1048576 count={RANGE >> 20} 2>/dev/null | head -c "$left" | sha256sum || exit; left=$((left - {RANGE})); done'
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,8 @@ class Entry:
     """A file of the volume, as listed. It may grow: the first ``size`` bytes are copied."""
 
     path: str
-    """Relative to the run directory."""
+    """Relative to the run directory, normalised."""
     size: int
-    changed: int
-    """Unix seconds of its last change."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,33 @@ class Volume:
         Raises:
             Trouble: the listing cannot be read, or has a path that leaves the run directory.
         """
-        text = b"".join(self._run(_LIST, *paths)).decode(errors="surrogateescape")
+        *lines, rest = b"".join(self._run(_LIST, *paths)).split(b"\n")
+        if rest:
+            raise Trouble("the listing of the volume ends within a line: repeat the command")
         entries = []
-        for line in text.splitlines():
-            size, changed, path = line.split(" ", 2)
-            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-                raise Trouble(f"the volume lists {plain(path)!r}, which is outside of the run directory")
-            entries.append(Entry(path, int(size), int(changed)))
+        for line in (raw.decode(errors="surrogateescape") for raw in lines):
+            parsed = _LINE.fullmatch(line)
+            if parsed is None:
+                raise Trouble(
+                    f"the listing of the volume has the line {line!a}, which is no file: a name with a line break?"
+                )
+            size, path = parsed.groups()
+            if not path.isprintable():
+                raise Trouble(f"the file {path!a} of the volume cannot be copied: rename it")
+            below = any(path == one or path.startswith(f"{one}/") for one in paths)
+            if not below or not {"", ".", ".."}.isdisjoint(path.split("/")):
+                raise Trouble(f"the volume lists {path!r}, which is outside of what was asked for")
+            entries.append(Entry(path, int(size)))
         return sorted(entries, key=lambda entry: entry.path)
 
     def read(self, entry: Entry, offset: int) -> Iterator[bytes]:
         """The bytes of a file from ``offset`` to its listed size."""
         return self._run(_READ, entry.path, str(offset + 1), str(entry.size - offset))
 
-    def sha256(self, entry: Entry) -> str:
-        """Of the file's first ``size`` bytes."""
-        return b"".join(self._run(_SUM, entry.path, str(entry.size))).decode().partition(" ")[0]
+    def sha256(self, entry: Entry) -> Sequence[str]:
+        """Of each :data:`RANGE` of the file's first ``size`` bytes."""
+        lines = b"".join(self._run(_SUM, entry.path, str(entry.size))).decode().splitlines()
+        return [line.partition(" ")[0] for line in lines]
 
     def _run(self, script: str, *arguments: str) -> Iterator[bytes]:
         command = ["sh", "-c", script, "sh", RUN_DIR, *arguments]
@@ -95,17 +109,18 @@ def copy(
 ) -> None:
     """Copy files into the new directory ``target``, each verified by its SHA-256.
 
-    Everything is written beside ``target`` first, and is kept there if the copy fails: the next one continues it.
+    Everything is written beside ``target`` first, and is kept there if the copy fails: the next one continues each file, which
+    may have grown.
 
     strip: prefix that local paths leave out.
-    vanishing: files that disappear meanwhile are left out, as segments of a journal.
+    vanishing: files that no longer exist are left out, as segments of a journal.
 
     Raises:
         Trouble: too little space, or a file changed or cannot be read.
     """
     staging = target.with_name(f".{target.name}.partial")
     try:
-        _continue_with(staging, entries)
+        _continue_with(staging, {entry.path.removeprefix(strip): entry.size for entry in entries})
         left = sum(entry.size for entry in entries) - sum(
             file.stat().st_size for file in staging.rglob("*") if file.is_file()
         )
@@ -120,62 +135,78 @@ def copy(
                 say(f"{plain(entry.path)}: gone meanwhile, left out", error=True)
                 continue
             say(f"{number} of {len(entries)}: {plain(entry.path)}, {entry.size:,} bytes", error=True)
-        (staging / _LISTING).unlink()
         os.rename(staging, target)
     except OSError as error:
         raise Trouble(f"{error.filename or target}: {error.strerror or error}") from error
 
 
-def _continue_with(staging: Path, entries: Sequence[Entry]) -> None:
-    """Prepare the directory of an earlier copy: files that differ from those on the volume are deleted."""
-    listing = {entry.path: [entry.size, entry.changed] for entry in entries}
-    before: object = None
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads((staging / _LISTING).read_text())
-    if before != listing and staging.exists():
-        shutil.rmtree(staging)
+def _continue_with(staging: Path, sizes: Mapping[str, int]) -> None:
+    """Prepare the directory of an earlier copy: what is no part of a file of this one is deleted. sizes: by local path."""
+    if staging.is_symlink():
+        staging.unlink()
     staging.mkdir(parents=True, exist_ok=True)
-    replace_text(staging / _LISTING, json.dumps(listing))
+    for found in list(staging.rglob("*")):
+        if found.is_symlink() or (
+            found.is_file() and found.stat().st_size > sizes.get(str(found.relative_to(staging)), -1)
+        ):
+            found.unlink()
+
+
+def _open(part: Path, flags: int) -> BinaryIO:
+    """Open a file for reading and writing; a symbolic link is not followed."""
+    return os.fdopen(os.open(part, os.O_RDWR | os.O_NOFOLLOW | flags, 0o666), "r+b")
 
 
 def _copy_one(volume: Volume, entry: Entry, part: Path, *, vanishing: bool) -> bool:
     """Copy the rest of a file, and verify all of it. False: it is gone, and ``vanishing``."""
     tries = TRIES
-    while True:
-        at = part.stat().st_size if part.exists() else 0
-        try:
-            with part.open("ab") as file:
+    with _open(part, os.O_CREAT) as file:
+        continued = file.seek(0, os.SEEK_END) > 0
+        while True:
+            at = file.seek(0, os.SEEK_END)
+            try:
                 if at < entry.size:
                     for data in volume.read(entry, at):
                         file.write(data)
-            if part.stat().st_size == entry.size and _is_verified(volume, entry, part):
-                return True
-        except (Interrupted, errors.Unreachable) as error:
-            tries = TRIES if part.stat().st_size > at else tries - 1
-            if tries > 0:
-                time.sleep(1.0)
-                continue
-            raise Trouble(
-                f"{plain(entry.path)}: the connection ended ({error}); {part.stat().st_size:,} of {entry.size:,} bytes "
-                "are here: repeat the command to continue"
-            ) from error
-        except CommandFailed as error:
-            if not vanishing:
-                part.unlink()
+                if file.tell() == entry.size and volume.sha256(entry) == _sums(file):
+                    return True
+                problem = "it changed during the copy (size or SHA-256 differ)"
+                if continued:
+                    continued = False
+                    file.truncate(0)
+                    continue
+                break
+            except (Interrupted, errors.Unreachable) as error:
+                here = file.seek(0, os.SEEK_END)
+                tries = TRIES if here > at else tries - 1
+                if tries > 0:
+                    time.sleep(1.0)
+                    continue
                 raise Trouble(
-                    f"{plain(entry.path)}: it cannot be read: {plain(error)}; repeat the command"
+                    f"{plain(entry.path)}: the connection ended ({error}); {here:,} of {entry.size:,} bytes are here: "
+                    "repeat the command to continue"
                 ) from error
-        part.unlink()
-        if not vanishing:
-            raise Trouble(
-                f"{plain(entry.path)}: it changed during the copy (size or SHA-256 differ): repeat the command"
-            )
+            except CommandFailed as error:
+                problem = f"it cannot be read: {plain(error)}"
+                break
+    part.unlink()
+    if vanishing and _is_gone(volume, entry):
+        return False
+    raise Trouble(f"{plain(entry.path)}: {problem}; repeat the command")
+
+
+def _is_gone(volume: Volume, entry: Entry) -> bool:
+    """Whether a file no longer exists. Where that cannot be told, it does."""
+    try:
+        return not volume.list([entry.path])
+    except (CommandFailed, Interrupted, errors.Unreachable):
         return False
 
 
-def _is_verified(volume: Volume, entry: Entry, part: Path) -> bool:
-    with part.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == volume.sha256(entry)
+def _sums(file: BinaryIO) -> list[str]:
+    """As :meth:`Volume.sha256`."""
+    file.seek(0)
+    return [hashlib.sha256(data).hexdigest() for data in iter(lambda: file.read(RANGE), b"")]
 
 
 @contextlib.contextmanager
@@ -193,12 +224,12 @@ def opened(session: Session, run: Run, image: str | None) -> Iterator[Volume]:
     if image is None:
         raise Trouble(
             f"{run.name} has no running coordinator, and its spec names no image for a pod that reads the claim {run.claim}: "
-            "give one with --image; any with sh, find, stat, tail and sha256sum will do, such as busybox",
+            "give one with --image; any with sh, find, stat, dd, head, tail and sha256sum will do, such as busybox",
             BAD_INPUT,
         )
     name = f"{run.names.stem}-fetch-{uuid.uuid4().hex[:6]}"
+    session.create("Pod", run.namespace, reader_pod(run, name, image))
     try:
-        session.create("Pod", run.namespace, reader_pod(run, name, image))
         say(f"started the pod {name}, which reads the claim {run.claim}", error=True)
         _wait(session, run, name)
         yield Volume(session, run.namespace, name, "fetch")
@@ -224,6 +255,8 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "imagePullSecrets": list(template.get("imagePullSecrets") or ()),
+            "nodeSelector": dict(template.get("nodeSelector") or {}),
+            "tolerations": list(template.get("tolerations") or ()),
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": USER_ID,
