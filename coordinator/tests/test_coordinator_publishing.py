@@ -196,6 +196,20 @@ def test_refusal_of_later_weights_outlives_a_restart_of_the_coordinator(world):
     assert world.state.unproven == {"g": 1}
 
 
+def test_refusal_of_a_generator_that_left_is_forgotten(world):
+    """Otherwise every replica that was ever scaled away stays in the journal."""
+    train(world, publish=False)
+    bad = world.register("bad")
+    world.begin_publish("t")
+    world.commit_publish("t", [world.member], [], [bad], "a KL of 3 nats")
+    world.beat(world.member, 1)
+    assert world.state.unproven == {"bad": 1}
+    for _ in range(world.core.settings.identity.max_staleness_steps + 3):
+        train(world)
+        world.checkpoint("t", [world.state.version])
+    assert world.state.unproven == {}
+
+
 def test_failed_publish_is_named_while_no_generator_has_weights(world):
     world.commit_publish("t", [], [world.member], problem="vLLM cannot load 'a'")
     assert build_status(world.core).waiting_for == (

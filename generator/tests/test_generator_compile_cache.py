@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -120,6 +122,51 @@ def test_volume_that_cannot_be_written(
     archive.parent.rmdir()
     assert not store(archive, compiled(tmp_path / "a"))
     assert "is not written: " in capfd.readouterr().err
+
+
+def test_file_that_vanishes_is_not_stored(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(tmp_path / "a", {**FILES, "triton/gone": b"1"})
+    stat = Path.stat
+
+    def vanishing(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.name == "gone" and not follow_symlinks:
+            path.unlink(missing_ok=True)
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    assert store(archive, tmp_path / "a")
+    monkeypatch.undo()
+    restore(archive, tmp_path / "b")
+    assert content(tmp_path / "b") == FILES
+
+
+def test_folder_that_cannot_be_read_is_a_message(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(folder: Path) -> dict[str, int]:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(compile_cache, "_files", fails)
+    assert not store(archive, compiled(tmp_path / "a"))
+    assert "is not written: stale file handle" in capfd.readouterr().err
+
+
+def test_process_ends_while_an_archive_is_written(archive: Path, tmp_path: Path) -> None:
+    compiled(tmp_path / "a")
+    program = (
+        "import os, sys, time; from pathlib import Path; from scalerl_generator import compile_cache as c; "
+        "os.fsync = lambda _: time.sleep(300); "
+        "s = c.begin_store(Path(sys.argv[1]), Path(sys.argv[2])); s.join(0.2); assert s.is_alive()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, archive, tmp_path / "a"], timeout=60, capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    assert not archive.exists()
+    compile_cache.begin_store(archive, tmp_path / "a").join()
+    assert restore(archive, tmp_path / "b")
 
 
 def test_too_much_is_not_stored(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

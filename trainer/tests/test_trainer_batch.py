@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
+from scalerl_trainer import batch as batch_module
 from scalerl_trainer.batch import (
+    MIN_COMPARED_TOKENS,
     MIN_PROBED_TOKENS,
     PROBE_TOKENS,
     Staleness,
@@ -317,16 +319,23 @@ def test_probe_has_the_longest_sequence_whole_and_beginnings_of_others(
         for i, (prompt, completion) in enumerate(lengths)
     ]
     chosen = probe_sequences(wire.Shard(step=STEP, groups=[], sequences=sequences), 24, 20_000)
-    whole = max(sum(length) for length in lengths)
-    assert max(len(s.token_ids) for s in chosen) == whole
-    assert sum(len(s.token_ids) for s in chosen) - whole <= PROBE_TOKENS
+    if sum(completion for _, completion in lengths) < MIN_COMPARED_TOKENS:
+        assert chosen == []
+        return
+    _, whole = max((completion, prompt + completion) for prompt, completion in lengths)
+    assert whole in [len(s.token_ids) for s in chosen]
+    compared = [len(s.token_ids) - s.prompt_tokens for s in chosen]
+    assert sum(compared) >= MIN_COMPARED_TOKENS
+    assert (
+        sum(len(s.token_ids) for s in chosen) - whole <= PROBE_TOKENS or sum(compared) == MIN_COMPARED_TOKENS
+    )
     indices = [int(s.token_ids[0]) for s in chosen]
     assert indices == sorted(set(indices))
     for index, one in zip(indices, chosen, strict=True):
         prompt, completion = lengths[index]
         scored = len(one.token_ids) - one.prompt_tokens
         assert one.prompt_tokens == prompt
-        assert scored >= min(completion, MIN_PROBED_TOKENS)
+        assert scored >= min(completion, MIN_PROBED_TOKENS) or sum(compared) == MIN_COMPARED_TOKENS
         assert one.token_ids[prompt:].tolist() == list(range(scored))
     if sum(sum(length) for length in lengths) - whole <= PROBE_TOKENS:
         assert [len(s.token_ids) for s in chosen] == [sum(length) for length in lengths], "nothing to save"
@@ -347,7 +356,34 @@ def test_probe_of_long_sequences_uses_its_tokens() -> None:
     assert sorted(len(s.token_ids) for s in chosen) == [1170, 1170, 1170, 1170, 1170, 1171, 1171, 16_200]
 
 
-def test_probe_sequences_are_evenly_spaced() -> None:
+@pytest.mark.parametrize(
+    ("completions", "compared"),
+    [
+        ([1, 5, 2, 3, 5, 4, 1, 2], []),  # 23 tokens are no evidence
+        ([9, 20, 11, 12, 10, 15, 13, 14], [9, 20, 11, 12, 10, 2]),
+        ([70, 2, 3], [70]),
+    ],
+)
+def test_probe_of_long_prompts_compares_enough_tokens(completions: list[int], compared: list[int]) -> None:
+    """Prompts of 9,000 tokens leave no room for another; one sequence alone may compare a single token."""
+    prompt = np.zeros(9_000, "<i4").tobytes()
+    sequences = [
+        wire.Sequence(
+            group=0,
+            sample=0,
+            prompt_token_ids=prompt,
+            token_ids=bytes(4 * n),
+            logprobs=bytes(4 * n),
+            versions=[wire.VersionSpan(STEP, 0)],
+        )
+        for n in completions
+    ]
+    chosen = probe_sequences(wire.Shard(step=STEP, groups=[], sequences=sequences), 8, 20_000)
+    assert [len(s.token_ids) - s.prompt_tokens for s in chosen] == compared
+
+
+def test_probe_sequences_are_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MIN_COMPARED_TOKENS", 1)
     metas, sequences = make_step(1, 6, 4)
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
     chosen = probe_sequences(shard, 3, 100)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from scalerl_api.paths import RunPaths
+from scalerl_trainer import checkpointer as checkpointer_module
 from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Disk, Manifest
 from scalerl_trainer.checkpointer import (
     Checkpointer,
@@ -175,9 +176,33 @@ def test_random_state_of_earlier_release_continues(tmp_path: Path) -> None:
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == seen
 
 
+def test_load_without_random_states_takes_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hashes are right: another program wrote it. All ranks agree before the engine loads."""
+    save(tmp_path, 2)
+    monkeypatch.setattr(
+        checkpointer_module,
+        "save_random_state",
+        lambda folder, rank: (folder / "random-rank00000.msgpack").write_bytes(b"?"),
+    )
+    save(tmp_path, 4)
+    assert checkpointer(tmp_path).load() == 2
+    (name,) = CheckpointStore(RunPaths(tmp_path), 2).quarantined()
+    assert name.startswith("damaged-step-00000004-")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        ("random-rank00000.pickle", pickle.dumps({"python": (3, [1], None), "numpy": "MT19937", "cuda": 1})),
+        (
+            "random-rank00000.pickle",
+            pickle.dumps(
+                {"python": random.getstate(), "numpy": np.random.get_state(), "torch": 1, "cuda": None}
+            ),
+        ),
+        ("random-rank00000.pickle", b"\x80\x04N}b."),
         ("random-rank00000.pickle", pickle.dumps({"python": _Code()})),
         ("random-rank00000.pickle", b"\x80\x05"),
         ("random-rank00000.msgpack", pickle.dumps(_Code())),

@@ -61,7 +61,7 @@ def publishing(
     def measured(_: Any, probed: list[wire.Member], *__: Any) -> Measured:
         known = {m.member_id: answers[m.member_id] for m in probed if m.member_id in answers}
         return Measured(
-            {"probe_kl": 3.0}, {i: torch.full((4,), kl, dtype=torch.float64) for i, kl in known.items()}
+            {"probe_kl": 3.0}, {i: torch.full((64,), kl, dtype=torch.float64) for i, kl in known.items()}
         )
 
     monkeypatch.setattr(module, "probe", measured)
@@ -99,6 +99,31 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
         _, held, failed, _, refused, problem = commits[-1]
         assert (held, failed, refused) == ([], ["old/1"], ["new/1"])
         assert problem.endswith("; 1 did not answer")
+
+
+def test_silent_member_that_is_absent_from_the_next_publish_is_no_evidence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was removed, and hangs: it cannot register again. The one that disagrees is alone."""
+    members = [MEMBER, wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)]
+    leader, commits = publishing(monkeypatch, members, {"new/1": 3.0})
+    leader._publish()
+    del members[1]
+    leader._publisher.publish = lambda *_: Outcome(5, ["new/1"], [], "", STATS)
+    leader._publish()
+    with pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row"):
+        leader._publish()
+    assert [commit[4] for commit in commits] == [["new/1"]] * 3
+
+
+def test_all_that_disagree_after_silence_end_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
+    answers = {"new/1": 3.0}
+    leader, _ = publishing(monkeypatch, [MEMBER, other], answers)
+    leader._publish()
+    answers["old/1"] = 3.0
+    with pytest.raises(PublishRefusedError, match=r"KL of new 3, old 3|KL of old 3, new 3"):
+        leader._publish()
 
 
 def test_member_that_answers_after_silence_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -18,13 +19,14 @@ import pytest
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
+from scalerl_api.wire import INTERRUPTED
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer import checkpointer, mid_training
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checks import PrepareError
-from scalerl_trainer.errors import BadBatchError, MidTrainingError
+from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
 from scalerl_trainer.mid_training import (
     MidTraining,
     Pairs,
@@ -283,10 +285,10 @@ class OneRank:
     world, rank, is_leader, timeout_seconds = 1, 0, True, 60.0
 
     def broadcast(self, value: Any, kind: Any) -> Any:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
+        return value
 
     def all_gather(self, value: Any, kind: Any) -> list[Any]:
-        return [self.broadcast(value, kind)]
+        return [value]
 
 
 @pytest.fixture
@@ -300,6 +302,7 @@ def held(
     reports: list[tuple[str, bool]] = []
     coordinator = SimpleNamespace(
         while_full=None,
+        supervised=lambda *_, **__: "",
         checkpoint_failed=lambda step, reason, holding: reports.append((reason, holding)),
     )
     engine = SimpleNamespace(settings=SimpleNamespace(zero_stage=1, dtype="float32"))
@@ -323,6 +326,51 @@ def test_reference_that_cannot_be_written_is_tried_again(
     assert not failures
     assert ("No space left on device", True) in reports
     assert reports[-1] == ("", False), "the coordinator shows it no more"
+
+
+def test_time_counts_while_the_weights_cannot_be_written(
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _, _ = held
+    monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(checkpointer, "BLIND_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(mid_training, "POLL_SECONDS", 0.05)
+    failures = ["No space left on device"] * 2
+    asked: list[tuple[int, int]] = []
+    training._coordinator.supervised = lambda steps, tokens, seconds, retry: (
+        asked.append((steps, tokens)) or ""
+    )
+
+    def write() -> None:
+        if failures:
+            raise OSError(failures.pop())
+
+    training.keep_weights(Progress(steps=3, tokens=7), write)
+    assert set(asked) == {(3, 7)}
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_interruption_that_is_cancelled_during_a_hold(
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    cancelled: bool,
+) -> None:
+    training, _, _ = held
+    answers = [INTERRUPTED]
+
+    def supervised(*_: Any, **__: Any) -> str:
+        return answers[-1]
+
+    def hold(done: Progress) -> None:
+        if cancelled:
+            answers.append("")
+
+    training._coordinator.supervised = supervised
+    monkeypatch.setattr(training, "_save_last", hold)
+    monkeypatch.setattr(mid_training, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(mid_training, "_row", lambda *_: {})
+    with contextlib.nullcontext() if cancelled else pytest.raises(Stopped):
+        assert not training._after_step(Progress(steps=3), SimpleNamespace(), 0.0)  # type: ignore[arg-type]
 
 
 def test_stop_while_the_reference_cannot_be_written_loses_nothing(

@@ -176,6 +176,18 @@ def test_repairs_a_damaged_model_in_place(cache: ModelCache, hub: HubModels, dam
     assert all(hub.downloads[name] == 1 for name in intact)
 
 
+@pytest.mark.parametrize("damage", ["zeroed", "deleted"])
+def test_checks_the_good_copy_of_a_damaged_small_file(cache: ModelCache, hub: HubModels, damage: str) -> None:
+    def check(folder: Path) -> None:
+        for name in ("config.json", "tokenizer_config.json"):
+            if name in WANTED:
+                assert (folder / name).read_bytes() == FILES[name]
+
+    config = cache.folder(NAME, COMMIT, PATTERNS) / "config.json"
+    config.write_bytes(bytes(len(FILES["config.json"]))) if damage == "zeroed" else config.unlink()
+    assert_is_the_model(cache.folder(NAME, COMMIT, PATTERNS, check=check))
+
+
 def test_accepts_files_with_other_times(cache: ModelCache, hub: HubModels) -> None:
     """As after a copy of the cache to another volume."""
     entry = cache.folder(NAME, COMMIT, PATTERNS)

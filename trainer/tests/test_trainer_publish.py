@@ -441,6 +441,10 @@ def test_probe_of_weights_that_are_no_numbers_blames_no_generator(actors: FakeAc
         ([2e-6] * 1000, 1e-6, True),
         ([0.0] * 999 + [float("nan")], 0.01, True),
         ([float("inf")] * 60 + [0.0] * 940, 0.01, True),
+        ([5.0] * 63, 0.01, False),  # too few to be evidence
+        ([5.0] * 64, 0.01, True),
+        ([0.0, float("nan")], 0.01, True),
+        ([], 0.01, False),
     ],
 )
 def test_probe_limit_is_for_the_mean_of_most_tokens(k3: list[float], limit: float, above: bool) -> None:
@@ -456,9 +460,9 @@ def test_probe_compares_each_member(actors: FakeActors) -> None:
         [{"at": "probe", "how": float("nan")}],
     )
     control = ActorControl(TOKEN)
-    sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
+    sequences = [ProbeSequence(np.arange(1, 100, dtype=np.int32), 3)]
     members = [far, near, silent, broken]
-    measured = probe(control, members, 3, sequences, lambda _: [torch.full((5,), -5.5)])
+    measured = probe(control, members, 3, sequences, lambda _: [torch.full((96,), -5.5)])
     control.close()
     assert measured.k3_n.keys() == {far.member_id, near.member_id, broken.member_id}
     assert measured.above(1e-6) == [far.member_id, broken.member_id]

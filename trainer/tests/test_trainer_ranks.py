@@ -7,9 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from free_port import free_port
+
+from scalerl_trainer.engine import engine as engine_module
+from scalerl_trainer.ranks import RankLost
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 ROOT = Path(__file__).parents[2]
@@ -86,3 +92,15 @@ def test_nothing_received_is_unpickled() -> None:
                 }.items()
                 assert safe, f"{path}:{node.lineno}: torch.load without weights_only=True"
     assert pickling == may_pickle
+
+
+def test_impossible_announcement_of_another_rank_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ``EngineError`` would end the run: its exit code says that a restart does not help."""
+    answers = [torch.tensor([[1.0, 9.0]]), torch.tensor([[99.0, 0.0]])]
+    monkeypatch.setattr(engine_module, "gather_vectors", lambda vector: answers.pop(0))
+    engine: Any = SimpleNamespace(
+        settings=SimpleNamespace(gradient_guard=SimpleNamespace(min_tokens=1)), device="cpu"
+    )
+    done: Any = SimpleNamespace(ordinary=torch.tensor(1.0), outliers_n=torch.tensor([9.0]))
+    with pytest.raises(RankLost, match="announces 99 outliers of 10 tokens"):
+        engine_module.Engine._masked(engine, done, 10)

@@ -174,8 +174,9 @@ class WeightSyncSpec(Model):
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     """Timeout of a publish, which is then repeated without the lost generators."""
     probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
-    """Sequences that both sides score after a publish to measure the trainer–generator mismatch: the longest whole, of the others
-    beginnings with 8,192 tokens in total. 0 turns off the measurement, and with it the check against probeLimit."""
+    """Sequences that both sides score after a publish to measure the trainer–generator mismatch: the one with the longest
+    completion whole, of the others beginnings with 8,192 tokens in total, or more if 64 completion tokens need it. Sequences with fewer
+    are not probed: the ones before are again. 0 turns off the measurement, and with it the check against probeLimit."""
     probe_limit: PositiveDecimal | None = None
     """Largest mismatch after a publish (k3 estimate of the KL divergence, nats per token; one token counts at most 20 times the
     limit). A generator above it gets no work, and if no generator is below it, the run ends. Default: 0.01 for model.dtype bfloat16, 1e-6 for float32. Raise it only for a

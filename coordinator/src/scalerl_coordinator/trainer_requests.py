@@ -484,6 +484,15 @@ class TrainerRequests:
         core.wake |= {WORK, TRAINER}
 
     def _set_unproven(self, unproven: dict[str, int]) -> None:
+        """Change the unproven versions. Those of generators that have left go once no work is done with them any more."""
+        state = self.core.state
+        oldest = min(
+            state.first_kept_step,
+            state.version - self.core.settings.identity.max_staleness_steps - 1,
+            *(version for version, _ in state.evaluations),
+        )
+        present = {member.name for member in self.core.membership.members.values()}
+        unproven = {n: version for n, version in unproven.items() if n in present or version >= oldest}
         if unproven != self.core.state.unproven:
             self.core.commit(r.UnprovenChanged(unproven))
 

@@ -19,10 +19,13 @@ import os
 import platform
 import shutil
 import socket
+import stat
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -36,6 +39,8 @@ VARIABLES: Final[Mapping[str, str]] = {
     "NUMBA_CACHE_DIR": "numba",
 }
 """Variables with the folders of the libraries' caches, and their names in this cache."""
+STORE_SECONDS: Final = 10.0
+"""Longest wait of a server that ends for an archive that is being written."""
 _STALE_SECONDS: Final = 3600.0
 _DIGEST_BYTES: Final = 64
 _RESTORED: Final = "restored"
@@ -114,15 +119,15 @@ def store(archive: Path, local: Path) -> bool:
 
     A failure is only a message: the next server compiles again.
     """
-    files = _files(local)
-    size = sum(files.values())
-    if not files or _was_restored(local) == repr(files):
-        return False
-    if size > MAX_BYTES:
-        say(f"{size / 2**30:.1f} GiB are not stored, more than {MAX_BYTES / 2**30:.0f} GiB")
-        return False
     staged = archive.with_name(f".{archive.name}.{socket.gethostname()}-{os.getpid()}.new")
     try:
+        files = _files(local)
+        size = sum(files.values())
+        if not files or _was_restored(local) == repr(files):
+            return False
+        if size > MAX_BYTES:
+            say(f"{size / 2**30:.1f} GiB are not stored, more than {MAX_BYTES / 2**30:.0f} GiB")
+            return False
         for other in archive.parent.glob(".*.new"):
             if time.time() - other.stat().st_mtime > _STALE_SECONDS:
                 other.unlink(missing_ok=True)
@@ -139,10 +144,18 @@ def store(archive: Path, local: Path) -> bool:
         staged.replace(archive)
     except (OSError, tarfile.TarError, ValueError) as error:
         say(f"{archive} is not written: {error}")
-        staged.unlink(missing_ok=True)
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
         return False
     say(f"{len(files)} files ({size / 2**20:.0f} MiB) stored in {archive.name}")
     return True
+
+
+def begin_store(archive: Path, local: Path) -> threading.Thread:
+    """Begin :func:`store` in a thread. It does not keep the process: nobody reads what a killed one leaves."""
+    storing = threading.Thread(target=store, args=(archive, local), name="store", daemon=True)
+    storing.start()
+    return storing
 
 
 def discard(local: Path) -> None:
@@ -168,16 +181,18 @@ class _Digest(io.RawIOBase):
 def _files(folder: Path) -> dict[str, int]:
     """Sizes of all regular files below ``folder``, by relative path, in order; of those that vanish meanwhile none."""
     found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if (
-            name != _RESTORED
-            and path.is_file()
-            and not path.is_symlink()
-            and not name.endswith((".lock", ".tmp"))
-        ):
-            found[name] = path.stat().st_size
-    return found
+    for parent, _, names in os.walk(folder):  # which passes over folders that vanish
+        for path in (Path(parent, name) for name in names):
+            name = path.relative_to(folder).as_posix()
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if (
+                    stat.S_ISREG(status.st_mode)
+                    and name != _RESTORED
+                    and not name.endswith((".lock", ".tmp"))
+                ):
+                    found[name] = status.st_size
+    return dict(sorted(found.items()))
 
 
 def _was_restored(local: Path) -> str:

@@ -392,11 +392,7 @@ async def _serve(
     vllm_failures.forget_reports()
     gc.collect()
     gc.freeze()  # imported objects are permanent, so collections skip them
-    storing = (
-        None
-        if archive is None
-        else asyncio.create_task(asyncio.to_thread(compile_cache.store, archive, _compiled()))
-    )
+    storing = None if archive is None else compile_cache.begin_store(archive, _compiled())
     try:
         stopped: asyncio.Task[None] = await build_and_serve(engine, listen_address, sock, arguments)
     finally:
@@ -404,7 +400,7 @@ async def _serve(
     try:
         await stopped
         if storing is not None:
-            await storing
+            await asyncio.to_thread(storing.join, compile_cache.STORE_SECONDS)
     finally:
         sock.close()
 

@@ -22,13 +22,13 @@ from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import Sequence
-from scalerl_trainer.publish.probe import ProbeSequence
+from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS, ProbeSequence
 
 UNUSABLE_FRACTION = 0.5
 """Part of a step's tokens without a finite log-probability above which the run ends. Fewer are left out of the step."""
 
 PROBE_TOKENS = 8192
-"""Tokens of a probe besides its longest sequence. A token counts at most ``OUTLIER_LIMITS`` = 20 times the limit, so a mean of k3
+"""Tokens of a probe besides the sequence with its longest completion, prompts included. A token counts at most ``OUTLIER_LIMITS`` = 20 times the limit, so a mean of k3
 at the limit has a standard deviation of at most √(19 / n) of it: 5 % at this n. More only cost time."""
 MIN_PROBED_TOKENS = 64
 """Of a completion, so that most of what is computed is also compared."""
@@ -152,7 +152,7 @@ def probe_sequences(shard: wire.Shard, count: int, context_tokens: int) -> list[
     """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish.
 
     They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
-    Of all but the longest, beginnings suffice (:func:`_shortened`).
+    Of all but one, beginnings suffice; too few tokens to compare are no probe (:func:`_shortened`).
     """
     usable = [
         s
@@ -173,23 +173,33 @@ def probe_sequences(shard: wire.Shard, count: int, context_tokens: int) -> list[
 
 
 def _shortened(sequences: list[ProbeSequence]) -> list[ProbeSequence]:
-    """The longest sequence, whole, and of the others beginnings with :data:`PROBE_TOKENS` tokens in total, in their order.
+    """The sequence with the longest completion, whole, and of the others beginnings with :data:`PROBE_TOKENS` tokens in total, in
+    their order; none if fewer than :data:`MIN_COMPARED_TOKENS` tokens would be compared.
 
-    The longest covers all positions, the others as many contents as possible. Shorter ones leave their part to longer ones; one
-    whose prompt leaves no room for :data:`MIN_PROBED_TOKENS` of its completion is left out.
+    The whole one covers all positions, the others as many contents as possible. Shorter ones leave their part to longer ones; one
+    whose prompt leaves no room for :data:`MIN_PROBED_TOKENS` of its completion is left out, unless the minimum needs it.
     """
-    ascending = sorted(range(len(sequences)), key=lambda i: len(sequences[i].token_ids))
-    left, kept = PROBE_TOKENS, dict[int, ProbeSequence]()
-    for rank, i in enumerate(ascending):
-        sequence, others = sequences[i], len(sequences) - 1 - rank
-        length = len(sequence.token_ids)
-        if others:
-            length = min(length, max(left // others, sequence.prompt_tokens + MIN_PROBED_TOKENS))
-            if length > left:
-                continue
-            left -= length
-        kept[i] = replace(sequence, token_ids=sequence.token_ids[:length])
-    return [kept[i] for i in sorted(kept)]
+    totals = [len(s.token_ids) for s in sequences]
+    prompts = [s.prompt_tokens for s in sequences]
+    if sum(totals) - sum(prompts) < MIN_COMPARED_TOKENS:
+        return []
+    whole = max(range(len(sequences)), key=lambda i: (totals[i] - prompts[i], totals[i]))
+    others = sorted((i for i in range(len(sequences)) if i != whole), key=totals.__getitem__)
+    left, kept, omitted = PROBE_TOKENS, {whole: totals[whole]}, list[int]()
+    for rank, i in enumerate(others):
+        length = min(totals[i], max(left // (len(others) - rank), prompts[i] + MIN_PROBED_TOKENS))
+        if length > left:
+            omitted.append(i)
+            continue
+        left -= length
+        kept[i] = length
+    missing = MIN_COMPARED_TOKENS - sum(length - prompts[i] for i, length in kept.items())
+    for i in omitted:
+        if missing <= 0:
+            break
+        kept[i] = min(totals[i], prompts[i] + missing)
+        missing -= kept[i] - prompts[i]
+    return [replace(sequences[i], token_ids=sequences[i].token_ids[: kept[i]]) for i in sorted(kept)]
 
 
 def _whole_step(

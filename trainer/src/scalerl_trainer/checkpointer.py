@@ -25,7 +25,7 @@ from scalerl_trainer.checkpoint import (
 )
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import TrainerError
-from scalerl_trainer.random_state import load_random_state, save_random_state
+from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Checkpointer:
             if not errors:
                 directory = self._store.directory(step)
                 self._engine.load(directory)
-                load_random_state(directory, self._ranks.rank)
+                load_random_state(directory, self._ranks.rank)  # again: loading may have drawn numbers
                 self.last_step = self.committed_step = step
                 return step
             if self._ranks.is_leader:
@@ -276,7 +276,7 @@ class Checkpointer:
         return (self._store.directory(step) / STAGE).read_bytes()
 
     def _verify(self, step: int) -> str:
-        """Why the checkpoint is damaged; empty if it is not."""
+        """Why the checkpoint is damaged; empty if it is not. Restores this rank's random states, which shows that they are some."""
         try:
             manifest = self._store.manifest(step)
             self._store.verify(manifest, self._ranks.rank, self._ranks.world)
@@ -288,6 +288,10 @@ class Checkpointer:
                 "the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change them after the next "
                 "checkpoint"
             )
+        try:
+            load_random_state(self._store.directory(step), self._ranks.rank)
+        except RandomStateError as error:
+            return f"rank {self._ranks.rank}: {error}"
         return ""
 
 

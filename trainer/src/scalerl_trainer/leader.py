@@ -99,6 +99,8 @@ class Leader:
         self._consecutive_skipped_steps = 0
         self._probed: set[str] = set()
         """Ids of the members that computed the same as the trainer in a probe."""
+        self._silent: set[str] = set()
+        """Names of the members that did not answer while all others disagreed, and have not answered since."""
         self._agreed_version = -1
         """The newest version at which a member did, or with which other members generate."""
         self._held_weights = False
@@ -347,6 +349,7 @@ class Leader:
         else:
             self._held_weights = True
             self._publish_failures.clear()
+            self._silent.clear()
         self._published = max(self._published, worker.version)
         worker.metrics.show(stats)
         worker.metrics.published_version.set(self._published)
@@ -413,7 +416,11 @@ class Leader:
         """
         worker = self._worker
         message = ""
-        if probed.refused and probed.silent:
+        names = {m.member_id: m.name for m in members}
+        self._silent |= {names[i] for i in probed.silent}
+        self._silent -= {names[i] for i in probed.refused}
+        # A silent member is removed, and may be absent from the next publish: that is no evidence either.
+        if probed.refused and self._silent and self._agreed_version != worker.version:
             if self._repeats("silent"):
                 message = (
                     f"{probed.problem}; the other generators did not answer the probes of {MAX_EQUAL_PUBLISH_FAILURES} publishes "

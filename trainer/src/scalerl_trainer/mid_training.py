@@ -204,8 +204,11 @@ class MidTraining:
             self._finish_checkpoint()
         if any(stop for stop, _, _, _ in states) or reason == INTERRUPTED:
             self._save_last(done)
-            if self._ranks.is_leader:
-                self._report(done)
+            reason = self._report(done) if self._ranks.is_leader else ""
+            after = self._ranks.all_gather((self._stop.is_set(), reason), tuple[bool, str])
+            reason = after[0][1]  # during a hold, the interruption may have been cancelled
+            if not any(stop for stop, _ in after) and reason != INTERRUPTED:
+                return bool(reason)
             raise Stopped(f"stopped after step {done.steps} of mid-training; the next start continues there")
         if reason:
             log.warning("mid-training ends after step %d: %s", done.steps, reason)
@@ -265,7 +268,7 @@ class MidTraining:
                 return str(error)
             return ""
 
-        if problem := self._until_written(attempt):
+        if problem := self._until_written(attempt, done):
             raise CheckpointError(
                 f"the weights after mid-training, the reference of recipe.kl, could not be written: {problem}. They are in the "
                 f"checkpoint of mid-training step {done.steps}, from which the next start writes them"
@@ -282,14 +285,14 @@ class MidTraining:
                 return ""
             return self._failed.reason
 
-        if problem := self._until_written(attempt):
+        if problem := self._until_written(attempt, done):
             saved = self._checkpointer.committed_step
             lost = "all its steps are" if saved is None else f"all its steps after {saved} are"
             raise CheckpointError(
                 f"mid-training step {done.steps} could not be saved, {lost} lost: {problem}"
             )
 
-    def _until_written(self, attempt: Callable[[], str]) -> str:
+    def _until_written(self, attempt: Callable[[], str], done: Progress) -> str:
         """Repeat ``attempt``, which returns why it failed, until it succeeds, or once more after ``stop`` is set on one rank.
         Returns why the last one failed, or an empty string."""
         stop = False
@@ -303,14 +306,14 @@ class MidTraining:
                     *(problem, self._checkpointer.root, held_by(self._ranks.world)),
                 )
             self._holding = True
-            stop = self._wait_to_retry()
+            stop = self._wait_to_retry(done)
         self._holding = False
         if self._failed is not None:
             self._failed = None
             self._report_failure("")
         return ""
 
-    def _wait_to_retry(self) -> bool:
+    def _wait_to_retry(self, done: Progress) -> bool:
         """Wait until the next attempt; returns whether it is the last one."""
         assert self._failed is not None
         reported = -math.inf
@@ -325,6 +328,8 @@ class MidTraining:
             if time.monotonic() - reported >= RETRY_SECONDS:  # the coordinator may have restarted
                 reported = time.monotonic()
                 self._report_failure(self._failed.reason)
+                if self._ranks.is_leader:  # the time of the hold counts
+                    self._report(done)
             self._stop.wait(POLL_SECONDS)
 
     def _save(self, done: Progress) -> None:

@@ -60,8 +60,8 @@ def load_random_state(directory: Path, rank: int) -> None:
         torch.set_rng_state(_tensor(state.torch))
         if state.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_tensor(state.cuda))
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise RandomStateError(f"{_file(directory, rank)}: {error}") from error
+    except Exception as error:
+        raise RandomStateError(f"{_file(directory, rank)}: not random states: {error}") from error
     if is_new_rank:
         seed = random.getrandbits(31) ^ rank
         random.seed(seed)
@@ -84,15 +84,7 @@ def _read(directory: Path, rank: int) -> _State | None:
         if file.is_file():
             return msgspec.msgpack.decode(file.read_bytes(), type=_State)
         return _of_earlier_release(earlier.read_bytes()) if earlier.is_file() else None
-    except (
-        ValueError,
-        RecursionError,
-        pickle.UnpicklingError,
-        EOFError,
-        KeyError,
-        TypeError,
-        IndexError,
-    ) as error:
+    except Exception as error:  # a damaged entry of an earlier release may raise any
         raise RandomStateError(
             f"{file if file.is_file() else earlier}: not random states: {error}"
         ) from error

@@ -7,6 +7,7 @@ the warm start and writes them again. It also writes them without a penalty, bec
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _BUCKET_BYTES = 256 << 20
 
 
 def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
-    """Write the engine's weights, in the model's dtype, to ``path``. Atomic.
+    """Write the engine's weights, in the model's dtype, to ``path``. Atomic; a failure leaves nothing on the volume.
 
     A collective: no rank returns before the file is complete.
 
@@ -38,14 +39,17 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
     tensors = (tensor for bucket in engine.gather_parameters(_BUCKET_BYTES) for tensor in bucket.tensors)
     problem = ""
     if ranks.is_leader:
+        staged = path.with_name(f".{path.name}")
         try:
-            staged = path.with_name(f".{path.name}")
             write_tensors(staged, infos, tensors, {"format": "pt"})
             flush(staged)
             staged.rename(path)
             flush(path.parent)
         except OSError as error:
             problem = str(error)
+        finally:
+            with suppress(OSError):
+                staged.unlink(missing_ok=True)
     for _ in tensors:  # all ranks take part to the end, rank 0 also after a failure
         pass
     if problem := ranks.broadcast(problem if ranks.is_leader else None, str):

@@ -44,6 +44,7 @@ from scalerl_trainer.models.checkpoint_names import CheckpointNames
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
+from scalerl_trainer.ranks import RankLost
 from scalerl_trainer.saved_state import (
     HEADER,
     PROXIMAL,
@@ -562,7 +563,7 @@ class Engine:
         heads = gather_vectors(head).tolist()
         longest = max(int(count) for count, _ in heads)
         if not 0 < longest <= trainable:
-            raise EngineError(f"a rank announces {longest} outliers of {trainable} tokens")
+            raise RankLost(f"a rank announces {longest} outliers of {trainable} tokens")
         padded = torch.zeros(longest, dtype=torch.float64, device=self.device)
         padded[: len(own)] = own.to(self.device)
         squares = gather_vectors(padded).tolist()
