@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import json
 import os
 from collections.abc import Awaitable, Callable
@@ -237,7 +238,7 @@ async def test_forecast_request_has_runs_from_the_cache(url: str, monkeypatch: p
     parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
     async with reconciler(parts) as reconcile:
         run = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
-        made = cast(Any, reconcile).__self__
+        made = inspect.getclosurevars(cast(Any, reconcile)).nonlocals["runs"]
         for name in ("decisions", "record_decision"):
             monkeypatch.setattr(made.coordinators, name, functools.partial(_without_uid, getattr(api, name)))
         autoscaler = made._make_autoscaler(run, UID)
