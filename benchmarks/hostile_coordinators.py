@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import hostile_server
-from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW
+from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, THE_NEWEST_POINTS
 from stage import Stage, own_control_plane, stage
 from test_unreachable import with_coordinator
 
@@ -40,7 +40,7 @@ NAMED = (
     *("deep", "deep-field", "slow", "endless-interim", "long-text", "error-problem"),
 )
 QUICK = ("gzip", "million-points", "endless-interim")
-ALL = tuple(ATTACKS) + tuple(SLOW) + tuple(REDIRECTS) + tuple(LEGIT_THOUGH_LARGE)
+ALL = tuple(ATTACKS) + tuple(SLOW) + tuple(REDIRECTS) + tuple(LEGIT_THOUGH_LARGE) + tuple(THE_NEWEST_POINTS)
 
 
 class Figures(NamedTuple):

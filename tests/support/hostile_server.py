@@ -133,8 +133,7 @@ ATTACKS: Final[dict[str, Callable[[], bytes | Iterator[bytes]]]] = {
     "endless-trailers": _endless(_CHUNKED + b"0\r\n", f"x-some: {MARK}\r\n".encode() * 100),
     "million-points": lambda: _raw_status("points", b"\xdd" + (10**6).to_bytes(4, "big") + b"\x80" * 10**6),
     "claimed-points": lambda: _raw_status("points", b"\xdd\xff\xff\xff\xff\x80"),
-    "20000-points": lambda: _raw_status("points", _points(20_000)),
-    "many-values": _many_values,
+    "50000-points": lambda: _raw_status("points", b"\xdd" + (50_000).to_bytes(4, "big") + b"\x80" * 50_000),
     "many-statistics": lambda: _status_of(last_step_stats={f"{n:x}": 0 for n in range(400_000)}),
     "many-members": lambda: _raw_status(
         "members",
@@ -165,6 +164,11 @@ ATTACKS: Final[dict[str, Callable[[], bytes | Iterator[bytes]]]] = {
 }
 """What is written to a client after its request: bytes, or an iterator that may be endless."""
 LEGIT_THOUGH_LARGE: Final = {"labels": _labels, "valid": lambda: _status_of(points=[point(1)])}
+THE_NEWEST_POINTS: Final = {
+    "20000-points": lambda: _raw_status("points", _points(20_000)),
+    "many-values": _many_values,
+}
+"""Curves of which the newest points are kept."""
 SLOW: Final = {"slow": _answer(bytes(5000)), "slow-headers": _answer(bytes(10), "200 OK", "x: " + "y" * 5000)}
 """Written a byte every 20 ms."""
 REDIRECTS: Final = {"redirect-301": 301, "redirect-302": 302, "redirect-307": 307, "redirect-308": 308}
@@ -220,7 +224,7 @@ class Hostile:
         elif (code := REDIRECTS.get(self.attack)) is not None:
             yield _answer(MARK.encode(), f"{code} moved", f"location: {self.target}")
         else:
-            made = {**ATTACKS, **LEGIT_THOUGH_LARGE}[self.attack]()
+            made = {**ATTACKS, **LEGIT_THOUGH_LARGE, **THE_NEWEST_POINTS}[self.attack]()
             for chunk in [made] if isinstance(made, bytes) else made:
                 yield chunk
 

@@ -18,9 +18,13 @@ MAX_STATUS_BYTES: Final = 8 * 2**20
 SMALL_BYTES: Final = 64 * 1024
 """Up to this size, an answer is decoded at once, on the event loop: about 150 points, 0.2 ms."""
 MAX_POINTS: Final = 10_000
-"""Maximum number of points of a curve."""
+"""Maximum number of points of a curve; of a longer one, the newest are kept."""
 MAX_POINT_VALUES: Final = 60_000
-"""Maximum number of pass@k values and parts of verdicts in all points of a curve."""
+"""Maximum number of pass@k values and parts of verdicts in all points of a curve; as :data:`MAX_POINTS`."""
+MAX_SENT_POINTS: Final = 40_000
+"""Maximum number of points in an answer: more do not fit into :data:`MAX_STATUS_BYTES`, as a point has at least 210 bytes."""
+DROPPED_TOGETHER: Final = 256
+"""The oldest points are left out by multiples of this number, so that the others keep their places from one status to the next."""
 MAX_POINT_BYTES: Final = 16 * 1024
 """Maximum size of a point without its rewards by label."""
 MAX_OTHER_BYTES: Final = 256 * 1024
@@ -29,7 +33,7 @@ MAX_TEXT: Final = 2048
 """Longer texts are truncated, in characters."""
 
 _Fields = Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=200)]
-_Points = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_POINTS)]
+_Points = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_SENT_POINTS)]
 
 
 def decode_status(content: bytes | bytearray) -> Status:
@@ -47,7 +51,7 @@ def _decode_large(content: bytes | bytearray) -> Status:
     points = _as(
         fields.pop("points", msgspec.Raw(b"\x90")),
         _Points,
-        f"the status has more than {MAX_POINTS} points, or none",
+        f"the status has more than {MAX_SENT_POINTS} points, or none",
     )
     fields.pop("set_points", None)
     if sum(len(memoryview(value)) for value in fields.values()) > MAX_OTHER_BYTES:
@@ -55,17 +59,20 @@ def _decode_large(content: bytes | bytearray) -> Status:
     status = decode_msgpack(msgspec.msgpack.encode({**fields, "points": []}), Status)
     curve: list[EvaluationPoint] = []
     values = 0
-    for raw in points:
+    for raw in reversed(points[-MAX_POINTS:]):
         point = _as(raw, _Fields, "a point of the status is not an EvaluationPoint")
         point.pop("by_label", None)
         encoded = msgspec.msgpack.encode(point)
         if len(encoded) > MAX_POINT_BYTES:
             raise BadAnswer(f"a point of the status has more than {MAX_POINT_BYTES} bytes")
-        curve.append(decode_msgpack(encoded, EvaluationPoint))
-        values += len(curve[-1].pass_at) + len(curve[-1].parts)
+        decoded = decode_msgpack(encoded, EvaluationPoint)
+        values += len(decoded.pass_at) + len(decoded.parts)
         if values > MAX_POINT_VALUES:
-            raise BadAnswer(f"the points of the status have more than {MAX_POINT_VALUES} values")
-    return msgspec.structs.replace(status, points=curve)
+            break
+        curve.append(decoded)
+    curve.reverse()
+    rest = -(len(points) - len(curve)) % DROPPED_TOGETHER
+    return msgspec.structs.replace(status, points=curve[rest:] if rest < len(curve) else curve)
 
 
 def _as(content: bytes | bytearray | msgspec.Raw, kind: Any, problem: str) -> Any:
@@ -78,9 +85,11 @@ def _as(content: bytes | bytearray | msgspec.Raw, kind: Any, problem: str) -> An
 def _bounded(status: Status) -> Status:
     """Truncates texts, and refuses figures that no run has, which the API server would refuse in the run's status."""
     figures = (status.wall_seconds, status.device_seconds, status.compute_tokens, status.waiting_seconds)
-    counts = (status.step, status.tokens_generated, status.tokens_trained, status.checkpoint_version)
+    counts = (status.step, status.tokens_generated, status.tokens_trained, status.checkpoint_version + 1)
     if not all(math.isfinite(figure) for figure in figures) or any(count >= 2**63 for count in counts):
         raise BadAnswer("the status has figures that are not finite, or do not fit into 64 bits")
+    if min(*figures, *counts) < 0:  # without a checkpoint, its version is -1
+        raise BadAnswer("the status has negative figures")
     long = {
         name: value[:MAX_TEXT]
         for name in Status.__struct_fields__

@@ -36,6 +36,7 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
+from scalerl_operator.controller.run_context import is_deleted
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -332,8 +333,11 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     parts.metrics.foreign_namespaces.set_function(claims.of_others)
 
     async def reconcile(key: Key) -> float | None:
-        if await claims.mine(key[0]):
+        run = parts.cache.run(*key)
+        # A run that is being deleted must be able to go, whoever has claimed its namespace.
+        if run is None or is_deleted(run) or await claims.mine(key[0]):
             return await runs.reconcile(key)
+        await runs.forget(key)
         parts.metrics.run(key, None, RunFigures())
         return RENEW_SECONDS
 
@@ -341,10 +345,18 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         claims.forget()
         await runs.forget_all()
 
+    def lost(namespace: str) -> None:
+        for key in parts.cache.runs():
+            if key[0] == namespace:
+                parts.wake(key)
+
     parts.on_lost.append(forget)
+    keep = claims.keep(lambda: {namespace for namespace, _ in parts.cache.runs()}, lost)
+    tasks = [asyncio.create_task(keep, name="claims")]
     try:
         yield reconcile
     finally:
+        await _cancelled(*tasks)
         await runs.forget_all()
 
 

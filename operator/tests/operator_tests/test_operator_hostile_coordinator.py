@@ -16,10 +16,17 @@ import hostile_server
 import msgspec
 import pytest
 from free_port import free_port
-from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, Hostile
+from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, THE_NEWEST_POINTS, Hostile
 
+from scalerl_api.answers import BadAnswer
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_operator.coordinator_status import MAX_TEXT, decode_status
+from scalerl_operator.coordinator_status import (
+    DROPPED_TOGETHER,
+    MAX_POINT_VALUES,
+    MAX_POINTS,
+    MAX_TEXT,
+    decode_status,
+)
 
 MOST_BYTES = 20 * 2**20
 LONGEST_HELD_SECONDS = 0.5
@@ -119,6 +126,52 @@ async def test_large_status_is_read(attack: str) -> None:
         points = (await client.status()).points
     assert [point.version for point in points] == list(range(900)) if attack == "labels" else [1]
     assert not points[0].by_label
+
+
+@pytest.mark.parametrize("attack", THE_NEWEST_POINTS)
+async def test_of_too_many_points_the_newest_are_read_at_little_cost(attack: str) -> None:
+    async with (
+        attacking(attack) as url,
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=TIMEOUT_SECONDS)) as client,
+    ):
+        reset_peak()
+        before = resident()
+        async with held() as delays:
+            points = (await client.status()).points
+        assert resident("VmHWM") - before < MOST_BYTES
+        assert max(delays) < LONGEST_HELD_SECONDS
+    if attack == "many-values":
+        assert [point.version for point in points] == list(range(940, 1000))
+    else:
+        assert MAX_POINTS - DROPPED_TOGETHER < len(points) <= MAX_POINTS
+
+
+async def test_long_curve_keeps_its_newest_points_in_place() -> None:
+    parts = {f"part-{i}": 0.5 for i in range(15)}
+
+    def curve(count: int) -> list[int]:
+        points = [hostile_server.point(n, parts=parts) for n in range(count)]
+        content = msgspec.msgpack.encode(hostile_server.status() | {"points": points})
+        return [point.version for point in decode_status(content).points]
+
+    most = MAX_POINT_VALUES // 15
+    assert curve(most) == list(range(most))
+    for count in (most + 1, most + DROPPED_TOGETHER):
+        assert curve(count) == list(range(DROPPED_TOGETHER, count))
+    assert curve(most + DROPPED_TOGETHER + 1)[0] == 2 * DROPPED_TOGETHER
+
+
+@pytest.mark.parametrize(
+    "field", ["step", "tokens_generated", "tokens_trained", "wall_seconds", "checkpoint_version"]
+)
+def test_negative_figures_are_refused(field: str) -> None:
+    """The API server refuses them in the run's status, so that no status would be written."""
+    content = hostile_server.status() | {field: -1}
+    if field == "checkpoint_version":
+        assert decode_status(msgspec.msgpack.encode(content)).checkpoint_version == -1
+        content[field] = -2
+    with pytest.raises(BadAnswer, match="negative"):
+        decode_status(msgspec.msgpack.encode(content))
 
 
 async def test_long_texts_of_a_valid_status_are_truncated() -> None:

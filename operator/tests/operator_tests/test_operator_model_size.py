@@ -221,6 +221,22 @@ def test_warns_of_less_than_the_estimate(kind: str) -> None:
     assert "for the container server" in message
 
 
+@pytest.mark.parametrize(
+    "amount", ["1.5G", "0.5Gi", "1e9", "1E9", "128974848000m", "2048k", "104857600", 104857600]
+)
+def test_warns_of_each_form_of_a_quantity_once(amount: str | int) -> None:
+    reason, message = accepted(trainer={"podTemplate": {"resources": {"requests": {"memory": amount}}}})
+    assert reason == Reason.ACCEPTED_WITH_WARNINGS
+    assert message.count("below the estimate") == 1
+    assert "for the container trainer" in message
+
+
+@pytest.mark.parametrize("amount", ["1500.5Gi", "1e12", "2E", "2Pi"])
+def test_enough_in_each_form_of_a_quantity(amount: str) -> None:
+    _, message = accepted(podTemplate={"resources": {"limits": {"memory": amount}}})
+    assert "below the estimate" not in message
+
+
 def test_does_not_warn_without_a_size_or_with_enough() -> None:
     for size, amount in ((None, "2Gi"), (QWEN_1_5B, "128Gi")):
         _, message = accepted(size, podTemplate={"resources": {"limits": {"memory": amount}}})

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from scalerl_operator.build import run_record as module
 from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY, record
-from scalerl_operator.names import ENDED, RUN, RUN_UID
+from scalerl_operator.controller.record import write_record
+from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.names import ENDED, RUN, RUN_UID, Names
 
 
 def run(**status: Any) -> dict[str, Any]:
@@ -51,7 +57,11 @@ def test_long_curve_keeps_first_and_last_point() -> None:
 
 
 def test_record_fits_into_an_object_with_the_longest_of_everything() -> None:
-    long = run(acceptedSpec="x" * 262_144, recipe=[{"field": "f", "value": "v" * 256}] * 64)
+    long = run(
+        acceptedSpec="x" * 262_144,
+        trainedSpec="x" * 262_144,
+        recipe=[{"field": "f", "value": "v" * 256}] * 64,
+    )
     long["spec"] = {"text": "y" * 262_144}
     events = [
         {"reason": "R", "message": "m" * 1024, "lastTimestamp": f"2026-01-01T00:{i // 60:02}:{i % 60:02}Z"}
@@ -59,7 +69,51 @@ def test_record_fits_into_an_object_with_the_longest_of_everything() -> None:
     ]
     data = record(long, events, "compute,reward\n" + "1,0.5\n" * 200_000)["data"]
     assert sum(map(len, data.values())) < 900 * 1024
-    assert "acceptedSpec" not in json.loads(data[RUN_KEY])["status"]
+    assert not {"acceptedSpec", "trainedSpec"} & json.loads(data[RUN_KEY])["status"].keys()
     kept = json.loads(data[EVENTS_KEY])
     assert len(kept) == module.MAX_EVENTS
     assert kept[-1]["time"] == "2026-01-01T00:04:59Z"
+
+
+class Api:
+    """Takes records; ``failure``: of the list of records."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.applied: list[Any] = []
+
+    async def list(self, *_: Any, **__: Any) -> list[Any]:
+        return []
+
+    async def list_at(self, *_: Any, **__: Any) -> tuple[list[Any], str]:
+        if self.failure is not None:
+            raise self.failure
+        return [], "1"
+
+    async def apply(self, obj: Any) -> None:
+        self.applied.append(obj)
+
+
+def going(curve: dict[str, Any]) -> RunContext:
+    metadata = {"name": "math-curve", "namespace": "team", "labels": {RUN_UID: "0123456789"}}
+    curve = {"kind": "ConfigMap", "metadata": metadata, **curve}
+    return RunContext(run(), {("ConfigMap", Names("math").curve): curve}, 1000.0)
+
+
+@pytest.mark.parametrize("curve", [{}, {"data": None}, {"data": "no table"}])
+async def test_curve_that_cannot_be_read_keeps_no_run(
+    curve: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunContext, "owns", lambda *_: True)
+    api = Api()
+    await write_record(cast(KubeApi, api), going(curve))
+    assert len(api.applied) == (curve.get("data") is None)
+
+
+@pytest.mark.parametrize("failure", [errors.Unreachable("gone"), KeyError("metadata")])
+async def test_record_is_written_once_although_old_ones_are_not_found(failure: Exception) -> None:
+    api = Api(failure)
+    await write_record(cast(KubeApi, api), going({}))
+    assert len(api.applied) == 1
+    with pytest.raises(errors.Fenced):
+        await write_record(cast(KubeApi, Api(errors.Fenced("no"))), going({}))

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kubernetes.utils.quantity import parse_quantity
+
 from scalerl_api import endpoints
 from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
@@ -181,28 +183,41 @@ def estimate(scope: Scope, container: str) -> int:
 
 
 def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
-    """Amounts of memory in podTemplate that are below the estimate by the model's size."""
+    """Amounts of memory in podTemplate that are below the estimate by the model's size. The preparation has the trainer's
+    podTemplate: of the two, the warning with the larger estimate."""
     if scope.size is None:
         return
+    found: dict[tuple[str, str], tuple[int, SpecProblem]] = {}
     for role in (Role.PREPARE, Role.GENERATOR, Role.TRAINER):
         workload, given = scope.workload(role), pod_template_of(scope.spec, role)
         name = workload.containers[0].name
         needed = workload.per_node * estimate(scope, name) + shared_memory_bytes(given, workload)
         for kind in ("limits", "requests"):
             amount = getattr(given.resources, kind).get("memory")
-            if amount is None or quantity_bytes(str(amount)) >= needed:
+            if amount is None or _is_enough(amount, needed):
                 continue
             own = getattr(scope.spec, SECTION[role]).pod_template
             section = (
                 "" if own is None or "memory" not in getattr(own.resources, kind) else f"{SECTION[role]}."
             )
-            yield SpecProblem(
+            problem = SpecProblem(
                 f"spec.{section}podTemplate.resources.{kind}.memory",
                 f"{amount} is below the estimate of {needed / 2**30:.1f}Gi for the container {name} with this model "
                 f"({scope.size.parameters / 1e6:,.0f} M parameters)",
                 "raise it, or leave it out",
             )
+            key = (SECTION[role], problem.where)
+            found[key] = max(found.get(key, (0, problem)), (needed, problem), key=lambda one: one[0])
             break
+    yield from (problem for _, problem in found.values())
+
+
+def _is_enough(amount: object, needed: int) -> bool:
+    """Whether an amount of memory is at least ``needed`` bytes. What is no quantity gets no warning: the API server reports it."""
+    try:
+        return bool(parse_quantity(str(amount)) >= needed)  # type: ignore[no-untyped-call]
+    except (ValueError, ArithmeticError):
+        return True
 
 
 def variable(name: str, value: str) -> Object:

@@ -21,7 +21,7 @@ MAX_CURVE_BYTES: Final = 128 * 1024
 """Of the curve in a record: about 800 points."""
 MAX_EVENTS: Final = 100
 _MAX_SPEC_BYTES: Final = 400 * 1024
-"""Of metadata, spec and status; a longer text loses the effective recipe and the accepted spec, which repeat the spec."""
+"""Of metadata, spec and status; a longer text loses the accepted spec, that of the trained steps and the effective recipe, which repeat the spec."""
 _METADATA: Final = (
     "name",
     "namespace",
@@ -52,7 +52,7 @@ def record(run: Object, events: Sequence[Object], curve: str) -> Object:
     annotations = dict(metadata.get("annotations") or {})
     annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
     kept["metadata"] |= {"annotations": annotations}
-    for name in ("acceptedSpec", "recipe"):
+    for name in ("acceptedSpec", "trainedSpec", "recipe"):
         if len(json.dumps(kept)) > _MAX_SPEC_BYTES:
             kept["status"].pop(name, None)
     table, left_out = _thinned(curve)

@@ -82,6 +82,10 @@ class Reconciler:
         await self._known.forget_all()
         await self.coordinators.close()
 
+    async def forget(self, key: Key) -> None:
+        """Drops the state of a run that another release reconciles, and stops polling its coordinator."""
+        await self._known.forget(key)
+
     async def reconcile(self, key: Key) -> float | None:
         """Reconciles a run. Returns the seconds until the next reconcile; None: when the run is woken.
 

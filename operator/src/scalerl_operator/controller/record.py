@@ -26,9 +26,9 @@ async def write_record(api: KubeApi, context: RunContext) -> None:
     """Writes the record of a run that has drained and is about to go.
 
     Raises:
-        ApiError: the caller retries, for at most :data:`TRY_SECONDS`. Afterwards, and after a refusal that a retry does not
-            change (a quota, an admission rule, a namespace that is being deleted), the failure is only logged: the record
-            must not keep a run from going.
+        ApiError: the caller retries, for at most :data:`TRY_SECONDS`. Afterwards, and after an error that a retry does not
+            change (a quota, an admission rule, a namespace that is being deleted, an object that cannot be read), the failure
+            is only logged: the record must not keep a run from going.
     """
     state = context.state
     if state.record_tried is None:
@@ -37,16 +37,23 @@ async def write_record(api: KubeApi, context: RunContext) -> None:
         await _write(api, context)
     except errors.Fenced:
         raise
-    except errors.ApiError as error:
+    except Exception as error:
         passing = isinstance(error, errors.Unreachable | errors.Conflict)
         if passing and 0 <= context.unix_seconds - state.record_tried < TRY_SECONDS:
             raise
-        log.warning("%s/%s is deleted without a record: %s", context.namespace, context.name, error)
+        log.warning("%s/%s is deleted without a record: %r", context.namespace, context.name, error)
+        return
+    try:
+        await _expire(api, context)
+    except errors.Fenced:
+        raise
+    except Exception as error:
+        log.warning("%s/%s: the oldest records are not deleted: %r", context.namespace, context.name, error)
 
 
 async def _write(api: KubeApi, context: RunContext) -> None:
     curve = context.objects.get(("ConfigMap", Names(context.name).curve))
-    table = curve["data"].get(CURVE_KEY, "") if curve is not None and context.owns(curve) else ""
+    table = (curve.get("data") or {}).get(CURVE_KEY, "") if curve is not None and context.owns(curve) else ""
     events: list[Object] = []
     try:
         events = await api.list(
@@ -56,7 +63,6 @@ async def _write(api: KubeApi, context: RunContext) -> None:
         log.warning("%s/%s: its record has no Events: %s", context.namespace, context.name, error)
     run = {**context.obj, "apiVersion": API_VERSION, "kind": KIND}
     await api.apply(record(run, events, table))
-    await _expire(api, context)
 
 
 async def _expire(api: KubeApi, context: RunContext) -> None:
