@@ -139,12 +139,15 @@ def test_every_field_is_of_the_steps_or_stays() -> None:
 @pytest.mark.parametrize(
     ("change", "mends"), [({}, False), ({"generator": {"replicas": 9}}, False), ({"trace": True}, True)]
 )
-def test_edit_of_a_spec_that_is_too_long_to_store(change: dict[str, Any], mends: bool) -> None:
+def test_edit_of_a_spec_that_is_too_long_to_store(
+    change: dict[str, Any], mends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scalerl_operator.controller.accept.MAX_ACCEPTED_SPEC", 10)
     spec = {
         "model": {"path": "/m"},
         "task": {"jsonl": {"path": "/t"}, "verifier": {"name": "exact"}},
         "budget": {"maxSteps": 10},
-        "podTemplate": {"annotations": {"a": "x" * 300_000}},
+        "podTemplate": {"nodeSelector": {"zone": "a"}},
     }
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
 
@@ -159,5 +162,6 @@ def test_edit_of_a_spec_that_is_too_long_to_store(change: dict[str, Any], mends:
     assert (first.spec_text, first.edit.fields) == (None, ())
     edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_spec))
     assert edited.edit.mends == mends
+    monkeypatch.undo()
     short = {name: value for name, value in spec.items() if name != "podTemplate"}
     assert accepted(short, RunStatus(accepted_spec_hash=first.long_spec)).edit.mends
