@@ -99,6 +99,8 @@ class TrainerStatus(StatusModel):
     """When all ranks of this attempt became ready."""
     held_time: Time | None = None
     """When a queue started to hold this attempt."""
+    awaited_time: Time | None = None
+    """When a run that ends started to wait for its trainer, which is not ready; after a while the run ends without it."""
     next_attempt_time: Time | None = None
     """When the next attempt starts, during a back-off."""
     judged: Count = 0
@@ -107,6 +109,15 @@ class TrainerStatus(StatusModel):
     """Earlier name of consecutiveFailures, likewise."""
     worked: bool = False
     """Earlier name of hasBeenReady, likewise."""
+
+
+class HoldingStatus(StatusModel):
+    """A failure for which a run saves its training, before it is suspended."""
+
+    reason: Annotated[str, Field(max_length=128)]
+    """Reason of the condition Suspended then."""
+    message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
+    """Its message."""
 
 
 class UsageStatus(StatusModel):
@@ -118,8 +129,8 @@ class UsageStatus(StatusModel):
     """The same, and the time until the first lease: what budget.maxSeconds limits."""
     device_hours: Annotated[str, Field(max_length=32)] = "0"
     """Devices × hours; a CPU process counts as one device."""
-    compute_tokens: Count = 0
-    """Compute, in tokens of supervised training: what budget.maxComputeTokens limits."""
+    compute_tokens: Count | None = None
+    """Compute, in tokens of supervised training: what budget.maxComputeTokens limits. None before the coordinator reports it."""
     tokens_generated: Count = 0
     """Completion tokens delivered by generators."""
     tokens_trained: Count = 0
@@ -278,6 +289,8 @@ class RunStatus(StatusModel):
     """Generation of the spec that this status refers to."""
     accepted_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
     """The spec accepted last, as JSON. The run uses it while its current spec is invalid."""
+    accepted_spec_hash: Annotated[str, Field(max_length=64)] | None = None
+    """Hash of the spec accepted last, if it is too long to be stored: an edit is detected, but not which fields it changes."""
     trained_spec: Annotated[str, Field(max_length=MAX_ACCEPTED_SPEC)] | None = None
     """The spec of the last trained steps, as JSON, while an edit of it has not trained ten steps yet."""
     conditions: Annotated[list[Condition], Field(max_length=32), AfterValidator(Unique("type"))] = []
@@ -302,6 +315,8 @@ class RunStatus(StatusModel):
     """The run has trained steps, of RL or of mid-training."""
     unproven_since: Count | None = None
     """Steps at the last edit or resumption, until ten more are trained: a failure meanwhile suspends the run."""
+    holding: HoldingStatus | None = None
+    """The failure for which the run drains, to be suspended until its spec is edited."""
     step: Count | None = None
     """Steps trained."""
     progress: Annotated[str, Field(max_length=64)] | None = None

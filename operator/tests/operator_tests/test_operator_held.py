@@ -13,8 +13,10 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.status import RunStatus, UsageStatus
 from scalerl_api.wire import FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_operator.controller.status import _held, _holding
+from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
-from scalerl_operator.policy.lifecycle import PROVEN_STEPS, decide
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, RETURN_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
     End,
     Ended,
@@ -202,10 +204,64 @@ def test_generator_failure_saves_the_training_first() -> None:
         (True, True, 1, 1),
     )
     told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
-    mended = decide(SPEC, replace(observed, generators=Service(starting=1), status=told), decision.memory)
+    starting = replace(observed, generators=Service(starting=1), status=told)
+    mended = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.memory)
     assert (mended.phase, mended.request_stop, mended.memory.drain_since) == ("Running", "", None)
+    assert mended.memory.holding is None
     left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=told)
     assert decide(SPEC, left, decision.memory).phase == "Suspended"
+
+
+@pytest.mark.parametrize("bad", ["generators", "coordinator"])
+def test_drain_of_a_held_run_goes_on_until_a_user_ends_it(bad: str) -> None:
+    """Also without an answer, and when what has failed starts again; through the run's status."""
+    failed: dict[str, Any] = {bad: Service(bad_input=Ended(2, "no such option"))}
+    ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    memory = decide(SPEC, replace(ready, **failed), EDITED).memory
+    assert memory.holding is not None
+    assert _held(_holding(memory.holding)) == memory.holding
+    later = replace(ready, unix_seconds=160.0)
+    for change in ({"status": None, **failed}, {bad: Service(starting=1)}):
+        decision = decide(SPEC, replace(later, **change), memory)
+        assert (decision.phase, decision.trainer, decision.memory.drain_since) == ("Suspending", 1, 100.0)
+        assert decision.memory.holding == memory.holding
+    ended = decide(SPEC, replace(later, trainer=Job(JobState.COMPLETE, 1)), memory)
+    assert (ended.phase, ended.memory.outcome, ended.memory.holding) == ("Suspended", memory.holding, None)
+
+
+@pytest.mark.parametrize(
+    ("saved", "lost"), [(120, "the last checkpoint has all steps"), (110, "the steps after 110")]
+)
+def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> None:
+    """Its pod waits for a node, so that the coordinator waits for it without end."""
+    given = status(
+        *([],),
+        phase=CoordinatorPhase.FINISHING,
+        stop_reason="maxSeconds",
+        step=120,
+        checkpoint_version=saved,
+        wall_seconds=2000.0,
+    )
+    observed, memory = replace(LIVE, status=given), replace(EDITED, ready_since=None)
+    decision = decide(SPEC, observed, memory)
+    assert (decision.phase, decision.memory.awaited_since) == ("Finishing", 100.0)
+    wait = RETURN_SECONDS if saved == 120 else DRAIN_SECONDS
+    early = replace(observed, unix_seconds=99.0 + wait)
+    assert decide(SPEC, early, decision.memory).phase == "Finishing"
+    back = replace(early, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    assert decide(SPEC, back, decision.memory).memory.awaited_since is None
+    silent = decide(SPEC, replace(early, status=None), decision.memory).memory
+    ended = decide(SPEC, replace(observed, unix_seconds=100.0 + wait), silent)
+    assert ended.memory.outcome is not None
+    assert (ended.phase, exists(ended)) == ("Completed", (True, False, 0, None))
+    assert lost in ended.memory.outcome.message
+
+
+def test_suspended_failed_run_of_an_earlier_release_stays_failed() -> None:
+    failed = replace(FIRST, outcome=Outcome(End.FAILED, "BadInput", "x"))  # type: ignore[arg-type]
+    observed = replace(LIVE, **NO_STATUS, suspend=True)
+    assert decide(SPEC, observed, failed).phase == "Failed"
+    assert decide(SPEC, replace(observed, edit=SpecEdit(("suspend",))), failed).phase == "Suspended"
 
 
 def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
@@ -316,3 +372,17 @@ def test_limit_is_raised_if_none_is_reached(
     assert edit.raises_limit == raised
     assert edit.fields
     assert edit_between(spec_of(**after), spec_of(**after), USED) == SpecEdit()
+
+
+def test_usage_of_an_earlier_release() -> None:
+    """It has neither the time before the first lease nor compute."""
+    old = RunStatus.read({"step": 10, "usage": {"seconds": "400", "deviceHours": "much"}})
+    seconds = {"budget": {"maxSteps": 10, "maxSeconds": 400}}, {"budget": {"maxSteps": 20, "maxSeconds": 400}}
+    assert not edit_between(*(spec_of(**part) for part in seconds), old).raises_limit
+    assert used_fractions(spec_of(**seconds[0]).budget, old)["maxSeconds"] == 1.0
+    compute = {"maxSteps": 10, "maxComputeTokens": 1000}
+    before = spec_of(budget=compute)
+    assert "maxComputeTokens" not in used_fractions(before.budget, old)
+    assert not edit_between(before, spec_of(budget=compute | {"maxSteps": 20}), old).raises_limit
+    raised = {"maxSteps": 20, "maxComputeTokens": 2000}
+    assert edit_between(before, spec_of(budget=raised), old).raises_limit

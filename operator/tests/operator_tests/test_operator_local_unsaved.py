@@ -79,6 +79,24 @@ async def test_run_whose_trainer_never_registers_ends_with_its_budget(
     assert event.text.startswith("maxSeconds was reached before the trainer registered: nothing was trained")
 
 
+async def test_resumed_run_is_not_ended_by_its_earlier_limit(
+    local: tuple[LocalRun, list[Event], RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, _ = local
+    told: list[str] = []
+
+    async def stop(reason: str) -> None:
+        told.append(reason)
+
+    monkeypatch.setattr(run._runtime, "stop", lambda: told.append("ended"))
+    monkeypatch.setattr(run._client, "stop", stop)
+    run._status = msgspec.structs.replace(
+        HELD, phase=Phase.FINISHED, stop_reason="maxSeconds", unsaved_version=-1, trainer_registered=False
+    )
+    await run._apply()
+    assert told == [""], "the stop is cancelled"
+
+
 async def test_interrupt_does_not_drain_a_run_that_has_ended_training(
     local: tuple[LocalRun, list[Event], RunDirectory],
 ) -> None:

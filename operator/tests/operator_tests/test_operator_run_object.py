@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from scalerl_api.spec import KIND
+from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatus
+from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.status import RunObject
-from scalerl_operator.controller.volume import without_steps
+from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.policy.lifecycle_types import Memory
@@ -97,3 +98,70 @@ def test_restarted_run_has_neither_models_nor_decisions() -> None:
     before = RunStatus(step=3, decision="Watching", exports=ExportsStatus(problem="full"))
     after = without_steps(copy.deepcopy(before))
     assert (after.step, after.decision, after.decisions, after.exports) == (None, None, [], ExportsStatus())
+
+
+KEPT = frozenset(
+    {
+        *(
+            "phase",
+            "reason",
+            "observed_generation",
+            "accepted_spec",
+            "accepted_spec_hash",
+            "conditions",
+            "recipe",
+        ),
+        *(
+            "start_time",
+            "completion_time",
+            "drain_start_time",
+            "coordinator_unreachable_time",
+            "rest",
+            "resumed",
+        ),
+        *("replicas", "selector", "generators", "trainer", "model"),
+    }
+)
+"""Of the object and its pods, not of the steps."""
+
+
+def test_every_field_is_of_the_steps_or_stays() -> None:
+    assert KEPT.isdisjoint(OF_STEPS)
+    assert KEPT | set(OF_STEPS) == set(RunStatus.model_fields)
+    marks = {name: object() for name in RunStatus.model_fields}
+    after = without_steps(RunStatus.model_construct(**marks))
+    fresh = RunStatus()
+    for name, mark in marks.items():
+        value = getattr(after, name)
+        assert value is mark if name in KEPT else value == getattr(fresh, name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "mends"), [({}, False), ({"generator": {"replicas": 9}}, False), ({"trace": True}, True)]
+)
+def test_edit_of_a_spec_that_is_too_long_to_store(
+    change: dict[str, Any], mends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scalerl_operator.controller.accept.MAX_ACCEPTED_SPEC", 10)
+    spec = {
+        "model": {"path": "/m"},
+        "task": {"jsonl": {"path": "/t"}, "verifier": {"name": "exact"}},
+        "budget": {"maxSteps": 10},
+        "podTemplate": {"nodeSelector": {"zone": "a"}},
+    }
+    metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
+
+    def accepted(spec: dict[str, Any], before: RunStatus) -> RunContext:
+        obj = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+        context = RunContext(obj, {}, 100.0, before, Memory())
+        accept(context)
+        assert context.invalid is None
+        return context
+
+    first = accepted(spec, RunStatus())
+    assert (first.spec_text, first.edit.fields) == (None, ())
+    edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_spec))
+    assert edited.edit.mends == mends
+    monkeypatch.undo()
+    short = {name: value for name, value in spec.items() if name != "podTemplate"}
+    assert accepted(short, RunStatus(accepted_spec_hash=first.long_spec)).edit.mends

@@ -22,7 +22,14 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
-from scalerl_operator.policy.edits_of_run import changed_fields, differing_paths, edit_between
+from scalerl_operator.policy.edits_of_run import (
+    UNKNOWN_FIELDS,
+    SpecEdit,
+    changed_fields,
+    differing_paths,
+    edit_between,
+    hash_of,
+)
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
@@ -36,10 +43,14 @@ def accept(context: RunContext) -> None:
     try:
         context.accepted = run_from_object(context.obj)
         text = json.dumps(context.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        context.spec_text = text if len(text) <= MAX_ACCEPTED_SPEC else None
+        if len(text) <= MAX_ACCEPTED_SPEC:
+            context.spec_text = text
+        else:
+            context.long_spec = hash_of(context.obj["spec"])
     except SpecError as error:
         message = "; ".join(str(problem) for problem in error.problems)
         context.spec_text = context.before.accepted_spec
+        context.long_spec = context.before.accepted_spec_hash
         if context.spec_text is not None:
             message += "; the run continues with the spec accepted before"
             context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
@@ -51,17 +62,21 @@ def _compare(context: RunContext) -> None:
     """Sets in ``context`` what has been edited since the last reconcile, and since the last steps that were trained."""
     before, accepted = context.before, context.accepted
     last, proven = before.accepted_spec, before.trained_spec or before.accepted_spec
-    if accepted is None or context.spec_text is None:
+    if accepted is None:
         return
     if last is not None and last != context.spec_text:
-        context.edit = edit_between(accepted_run(with_spec(context.obj, last)).spec, accepted.spec, before)
-    if proven is not None and proven != context.spec_text:
+        earlier = accepted_run({**context.obj, "spec": json.loads(last)}).spec
+        context.edit = edit_between(earlier, accepted.spec, before)
+    elif last is None and before.accepted_spec_hash not in (None, hash_of(context.obj["spec"])):
+        context.edit = SpecEdit((UNKNOWN_FIELDS,))
+    if proven is not None and context.spec_text not in (None, proven):
         context.unproven = _differences(proven, context.spec_text)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def _differences(before: str, after: str) -> tuple[str, ...]:
-    """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles."""
+    """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles. Few are: a spec
+    may have 256 KiB."""
     nameless: Object = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "run"}}
     old, new = json.loads(before), json.loads(after)
     changed = changed_fields(*(accepted_run(nameless | {"spec": spec}).spec for spec in (old, new)))

@@ -165,8 +165,9 @@ class Reconciler:
         if context.not_started is not None:
             return
         if context.accepted is not None:
-            recorded = (context.memory, context.before.accepted_spec, context.before.model)
-            if recorded != (context.decision.memory, context.spec_text, context.model):
+            before = context.before
+            recorded = (context.memory, before.accepted_spec, before.accepted_spec_hash, before.model)
+            if recorded != (context.decision.memory, context.spec_text, context.long_spec, context.model):
                 await self._report(context)
                 context.before = RunStatus.read(context.obj.get("status"))
                 context.memory = context.decision.memory

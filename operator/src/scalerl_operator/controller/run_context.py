@@ -171,6 +171,8 @@ class RunContext:
     """The run with its accepted spec: the current one or, while that is invalid, the one accepted before; None: neither."""
     spec_text: str | None = None
     """The accepted spec for the status; None if it is too large."""
+    long_spec: str | None = None
+    """Hash of a valid spec that is too long for the status, which then has no text."""
     invalid: Problem | None = None
     """Why the current spec is invalid."""
     edit: SpecEdit = field(default_factory=SpecEdit)

@@ -17,9 +17,11 @@ from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
 from scalerl_api.status import (
+    MAX_MESSAGE,
     ExportsStatus,
     ExportStatus,
     GeneratorsStatus,
+    HoldingStatus,
     RecipeValue,
     RunStatus,
     TrainerStatus,
@@ -61,6 +63,7 @@ def report(context: RunContext) -> RunStatus:
         "phase": context.decision.phase,
         "observed_generation": context.generation,
         "accepted_spec": context.spec_text if context.not_started is None else before.accepted_spec,
+        "accepted_spec_hash": context.long_spec if context.not_started is None else before.accepted_spec_hash,
         "trained_spec": _trained_spec(context),
         "conditions": conditions(context),
         "start_time": before.start_time or (now if context.decision.prepare else None),
@@ -71,6 +74,7 @@ def report(context: RunContext) -> RunStatus:
         "resumed": memory.resumed,
         "has_trained": memory.has_trained,
         "unproven_since": memory.unproven_since,
+        "holding": _holding(memory.holding),
         "trainer": _trainer(memory),
         "model": context.model,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
@@ -122,6 +126,8 @@ def remembered(status: RunStatus) -> Memory:
         resumed=status.resumed,
         has_trained=status.has_trained,
         unproven_since=status.unproven_since,
+        holding=_held(status.holding),
+        awaited_since=seconds(trainer.awaited_time) or None,
         outcome=_outcome(status),
     )
 
@@ -173,6 +179,18 @@ def _outcome(status: RunStatus) -> Outcome | None:
     return None
 
 
+def _holding(failure: Outcome | None) -> HoldingStatus | None:
+    return (
+        None
+        if failure is None
+        else HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE])
+    )
+
+
+def _held(holding: HoldingStatus | None) -> Outcome | None:
+    return None if holding is None else Outcome(End.HELD, *Reason.understood(holding.reason, holding.message))
+
+
 def _time(unix_seconds: float | None) -> str | None:
     return None if not unix_seconds else rfc3339(unix_seconds)
 
@@ -191,6 +209,7 @@ def _trainer(memory: Memory) -> TrainerStatus:
         has_been_ready=memory.record.has_been_ready,
         ready_time=_time(memory.ready_since),
         held_time=_time(memory.held_since),
+        awaited_time=_time(memory.awaited_since),
         next_attempt_time=rfc3339(memory.next_at + 0.999)
         if awaited
         else None,  # in whole seconds, rounded up

@@ -10,12 +10,13 @@ refusal does not keep the run's other objects from being applied.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
 
 from scalerl_api.conditions import Reason
-from scalerl_api.status import ExportsStatus, RunStatus, TroubleStatus
+from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import RunObservation, true_condition
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube.client import KubeApi
@@ -33,6 +34,12 @@ READ_SECONDS: Final = 30.0
 """Between two reads of a claim that the spec names: without the run's label, it is not watched."""
 RETRY_SECONDS: Final = 300.0
 """From the refusal of a size to the next try."""
+OF_STEPS: Final = (
+    *("step", "progress", "eta", "budget", "last_step_time", "reward", "points", "usage", "stop_reason"),
+    *("has_trained", "unproven_since", "trained_spec", "holding", "trouble", "exports"),
+    *("forecast", "outlook", "decision", "stop_votes", "decisions"),
+)
+"""Fields of the status that follow from the steps on the volume; the others stay when the steps are abandoned."""
 _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 """Conditions of a claim whose storage could not be enlarged."""
 
@@ -55,6 +62,7 @@ async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> No
         await runs.write(context, without_steps(context.before), at_once=True)
         await api.event(context.obj, "Warning", Reason.STEPS_ABANDONED, text)
         context.before, context.trained = RunStatus.read(context.obj.get("status")), False
+        _forget_steps(context)
         problem, gone = await _claim_problem(api, context, mounted=False, empty=False)
     context.volume, context.claim_gone = problem, gone
     decision = context.decision
@@ -116,9 +124,20 @@ async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bo
 
 def without_steps(status: RunStatus) -> RunStatus:
     """The status of a run that restarts at step 0."""
-    none = dict.fromkeys(("step", "last_step_time", "reward", "forecast", "decision"))
-    empty = {"points": 0, "decisions": [], "exports": ExportsStatus(), "trouble": TroubleStatus()}
-    return status.model_copy(update={**none, **empty})
+    return status.model_copy(update={name: RunStatus.model_fields[name].get_default() for name in OF_STEPS})
+
+
+def _forget_steps(context: RunContext) -> None:
+    """The same for the lifecycle's memory, before and after this decision: both are written, or compared."""
+    none: dict[str, Any] = {
+        "has_trained": False,
+        "unproven_since": None,
+        "holding": None,
+        "awaited_since": None,
+    }
+    context.memory = replace(context.memory, **none)
+    context.decision = replace(context.decision, memory=replace(context.decision.memory, **none))
+    context.unproven = ()
 
 
 # --- size ---------------------------------------------------------------------------------------

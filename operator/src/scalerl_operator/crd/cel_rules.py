@@ -82,7 +82,8 @@ def _not_below(
     absent = [f"!has(self.status.{'.'.join(parts[: n + 1])})" for n in range(len(parts))]
     missing = " || ".join([f"!has({now})", "!has(self.status)", *absent])
     advice = (
-        f"which the run has {what} already; to end the run now, set it to that, or suspend or delete the run"
+        f"which the run has {what} already; to end the run now, suspend it first, or the amount goes on to rise, "
+        "then set the limit to the amount and resume the run"
     )
     return Rule(
         # The status may exceed an unchanged limit: only a new limit is refused.
@@ -99,6 +100,8 @@ OF_THE_OBJECT: Final = (
     _not_below("maxSteps", "step", "trained"),
     _not_below("maxDeviceHours", "usage.deviceHours", "used", number="double({})", shown=("%s", "%s")),
     _not_below("maxSeconds", "usage.elapsedSeconds", "taken", number="double({})", shown=("%d", "%s")),
+    # An earlier release wrote no elapsedSeconds.
+    _not_below("maxSeconds", "usage.seconds", "taken", number="double({})", shown=("%d", "%s")),
     _not_below("maxComputeTokens", "usage.computeTokens", "used"),
     Rule(
         # A size that the claim could not be enlarged to may be lowered again: the claim itself does not shrink.

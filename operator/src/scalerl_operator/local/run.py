@@ -281,21 +281,22 @@ class LocalRun:
         self._on_event(Event("trainer", text, is_problem=True))
 
     async def _apply(self) -> None:
-        ended = self._status is not None and self._ended_without_trainer(self._status)
         drained = self._interrupts and (self._nothing_to_drain() or time.monotonic() > self._drain_until)
-        if ended or drained:
+        if drained or self._status is None:
+            if drained:
+                self._runtime.stop()
+            return
+        if self._autoscaler is not None:
+            self._autoscaler.update(self._status)
+        wanted, given = self._stop_reason(self._status), self._status.stop_reason
+        if self._unsaved_version < 0 and must_send_stop(wanted, given, self._revocable):
+            # Without an answer, the next tick sends the request again.
+            with contextlib.suppress(CoordinatorUnreachable):
+                await self._client.stop(wanted)
+                self._on_event(Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}"))
+        elif self._ended_without_trainer(self._status):
+            # Only without a request that is due: an earlier limit may have ended a run that is resumed with a higher one.
             self._runtime.stop()
-        elif self._status is not None:
-            if self._autoscaler is not None:
-                self._autoscaler.update(self._status)
-            wanted, given = self._stop_reason(self._status), self._status.stop_reason
-            if self._unsaved_version < 0 and must_send_stop(wanted, given, self._revocable):
-                # Without an answer, the next tick sends the request again.
-                with contextlib.suppress(CoordinatorUnreachable):
-                    await self._client.stop(wanted)
-                    self._on_event(
-                        Event("run", f"stopping: {wanted}" if wanted else f"resumed after: {given}")
-                    )
 
     def _stop_reason(self, status: Status) -> str:
         """The reason to stop the run; empty without one."""

@@ -37,17 +37,19 @@ def elapsed_seconds(status: Status) -> float:
 
 
 def used_fractions(budget: BudgetSpec, status: RunStatus) -> dict[str, float]:
-    """The used fraction of each limit of the budget, by its field. From the status of the run, which every run has, not from its
-    coordinator."""
+    """The used fraction of each limit of the budget, by its field, without one whose use is unknown. From the status of the run,
+    which every run has, not from its coordinator."""
     usage = status.usage
-    seconds = _number(usage.elapsed_seconds)
     limits = (
         (MAX_STEPS, budget.max_steps, status.step or 0),
-        (MAX_SECONDS, budget.max_seconds, seconds),
+        # An earlier release wrote the seconds since the first lease only, and no compute.
+        (MAX_SECONDS, budget.max_seconds, max(_number(usage.elapsed_seconds), _number(usage.seconds))),
         (MAX_DEVICE_HOURS, budget.max_device_hours, _number(usage.device_hours)),
         (MAX_COMPUTE_TOKENS, budget.max_compute_tokens, usage.compute_tokens),
     )
-    return {name: used / float(limit) for name, limit, used in limits if limit is not None}
+    return {
+        name: used / float(limit) for name, limit, used in limits if limit is not None and used is not None
+    }
 
 
 def _number(text: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,11 +12,14 @@ from typing import Any, Final
 from scalerl_api.edits import Effect, edit_of, flat
 from scalerl_api.spec import BudgetSpec, RunSpec
 from scalerl_api.status import RunStatus
+from scalerl_operator.policy.budget import MAX_COMPUTE_TOKENS, used_fractions
 
 _OF_A_STOPPED_RUN: Final = frozenset(
     {"suspend", "ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling"}
 )
 """Fields, and sections, whose edit starts no run: they cannot have been the cause of its failure."""
+UNKNOWN_FIELDS: Final = "?"
+"""The field of an edit of a spec of which only the hash is known."""
 _LIMITS: Final = ("max_steps", "max_device_hours", "max_seconds", "max_compute_tokens")
 
 
@@ -37,10 +42,17 @@ class SpecEdit:
     @property
     def mends(self) -> bool:
         """Whether the edit may have removed the cause of a failure."""
-        return any(
-            field not in _OF_A_STOPPED_RUN and field.partition(".")[0] not in _OF_A_STOPPED_RUN
-            for field in self.fields
-        )
+        return any(_may_mend(field) for field in self.fields)
+
+
+def _may_mend(field: str) -> bool:
+    return field not in _OF_A_STOPPED_RUN and field.partition(".")[0] not in _OF_A_STOPPED_RUN
+
+
+def hash_of(spec: Mapping[str, Any]) -> str:
+    """Hash of a spec as it was written, without fields whose edit starts no run. For a spec that is too long to be stored."""
+    fields = sorted((path, value) for path, value in flat(spec) if _may_mend(path))
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def restarts_a_role(field: str) -> bool:
@@ -65,7 +77,7 @@ def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tupl
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
     """The edit from ``before`` to ``after`` of a run with that status."""
-    raised = raises_limit(before, after) and not limits_reached(after.budget, status)
+    raised = raises_limit(before, after) and not limits_reached(before.budget, after.budget, status)
     return SpecEdit(changed_fields(before, after), raised)
 
 
@@ -74,14 +86,13 @@ def raises_limit(before: RunSpec, after: RunSpec) -> bool:
     return _raised(before.budget, after.budget) or _released(before, after)
 
 
-def limits_reached(budget: BudgetSpec, status: RunStatus) -> bool:
-    """Whether the run has reached a limit."""
-    usage = status.usage
-    used = (status.step or 0, float(usage.device_hours), float(usage.elapsed_seconds), usage.compute_tokens)
-    limits = (getattr(budget, name) for name in _LIMITS)
-    return any(
-        limit is not None and amount >= float(limit) for limit, amount in zip(limits, used, strict=True)
-    )
+def limits_reached(before: BudgetSpec, after: BudgetSpec, status: RunStatus) -> bool:
+    """Whether the run has reached a limit of ``after``. One whose use is unknown, since an earlier release ended the run, counts as
+    reached while it is no higher than ``before``."""
+    used = used_fractions(after, status)
+    limit, old = after.max_compute_tokens, before.max_compute_tokens
+    unknown = limit is not None and MAX_COMPUTE_TOKENS not in used and (old is None or limit <= old)
+    return unknown or any(share >= 1.0 for share in used.values())
 
 
 def _raised(before: BudgetSpec, after: BudgetSpec) -> bool:

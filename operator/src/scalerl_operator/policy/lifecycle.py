@@ -62,6 +62,9 @@ ASK_AGAIN_SECONDS: Final = 2.0
 START_DELAY_SECONDS: Final = 300.0
 """The longest delay of the next attempt of a trainer that has been ready before. With twenty restarts, an obstacle (a detached
 volume, a device plug-in) may last an hour."""
+RETURN_SECONDS: Final = 300.0
+"""How long a run that ends waits for a trainer that is not ready, if all is saved: for its last evaluation and export. With
+training that is not saved, it waits for :data:`DRAIN_SECONDS`."""
 HELD_SECONDS: Final = 30.0
 """How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
 second."""
@@ -91,6 +94,8 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         memory = replace(memory, unproven_since=observed.steps)
     if memory.outcome is not None:
         return _after_outcome(observed, memory, memory.outcome)
+    if observed.deleting or observed.suspend or observed.edit.mends:
+        memory = replace(memory, holding=None)
     if observed.deleting or observed.suspend or memory.rest is not Suspension.NO:
         return _suspend(observed, memory)
     assert spec is not None
@@ -103,11 +108,17 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         return _prepare(spec, observed, _without_drain(memory))
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
-    failure = _coordinator_failure(spec, observed, memory) or _generator_failure(spec, observed, memory)
+    failure = (
+        memory.holding
+        or _coordinator_failure(spec, observed, memory)
+        or _generator_failure(spec, observed, memory)
+    )
     if failure is not None:
-        # While the coordinator answers, a run that is held saves its training first.
-        saves = failure.end is End.HELD and observed.status is not None
-        draining = _drain(observed, memory, Phase.SUSPENDING) if saves else None
+        # While the coordinator answers, a run that is held saves its training first. That drain goes on without an answer, and
+        # when what has failed starts again: only a user ends it.
+        saves = failure.end is End.HELD and (observed.status is not None or memory.holding is not None)
+        saving = replace(memory, holding=failure)
+        draining = _drain(observed, saving, Phase.SUSPENDING) if saves else None
         return draining or _end(observed, _without_drain(memory), failure)
     return _run(spec, observed, _without_drain(memory))
 
@@ -136,12 +147,12 @@ def _suspend(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
 
 
 def _without_drain(memory: Memory) -> Memory:
-    return replace(memory, drain_since=None, unreachable_since=None)
+    return replace(memory, drain_since=None, unreachable_since=None, holding=None)
 
 
 def _reset_failures(memory: Memory) -> Memory:
     """Resets the back-off and the failure counts."""
-    return replace(memory, next_at=0.0, record=memory.record.reset())
+    return replace(memory, next_at=0.0, awaited_since=None, record=memory.record.reset())
 
 
 def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleDecision | None:
@@ -283,7 +294,9 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
     ended = requeued or observed.trainer.state in (JobState.COMPLETE, JobState.FAILED, JobState.ABSENT)
     # A trainer that never registered, such as one that waits for a node, is deleted: it has nothing to save.
     ended |= status is not None and not status.trainer_registered
-    if finished and ended and memory.attempt > 0 and status is not None:
+    memory = _note_missing_trainer(observed, memory, request_stop)
+    given_up = _gives_up_trainer(observed, memory)
+    if ((finished and ended) or given_up) and memory.attempt > 0 and status is not None:
         stop_reason = status.stop_reason
         by_forecast = stop_reason == FORECAST and spec.autoscaling.on_stop == "Suspend"
         if by_forecast or stop_reason == BROKEN:
@@ -292,7 +305,8 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
             )
         reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED
         untrained = "" if status.trainer_registered else " before the trainer registered: nothing was trained"
-        return _end(observed, memory, Outcome(End.COMPLETED, reason, f"{stop_reason}{untrained}"))
+        text = f"{stop_reason}{untrained}" + (f"; {_what_is_lost(status)}" if given_up else "")
+        return _end(observed, replace(memory, awaited_since=None), Outcome(End.COMPLETED, reason, text))
     held = observed.trainer.held
     memory = replace(memory, held_since=_since(memory.held_since, observed.unix_seconds) if held else None)
     if requeued:
@@ -320,8 +334,57 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         trainer=trainer,
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),
-        note="" if status is not None else "the coordinator to answer",
+        note=_note(status, memory),
     )
+
+
+def _note(status: Status | None, memory: Memory) -> str:
+    if status is None:
+        return "the coordinator to answer"
+    if memory.awaited_since is None:
+        return ""
+    return f"the trainer, which is to end training, up to {_return_seconds(status) / 60:g} minutes"
+
+
+def _note_missing_trainer(observed: LifecycleInput, memory: Memory, request_stop: str | None) -> Memory:
+    """Notes since when a run that ends has had no trainer: its pods wait for a node, or never become ready."""
+    status, trainer = observed.status, observed.trainer
+    if status is None:
+        return memory
+    ending = status.phase is CoordinatorPhase.FINISHING and request_stop is None
+    gone = not trainer.ready and memory.ready_since is None and trainer.state is not JobState.LEAVING
+    since = _since(memory.awaited_since, observed.unix_seconds) if ending and gone else None
+    return replace(memory, awaited_since=since)
+
+
+def _gives_up_trainer(observed: LifecycleInput, memory: Memory) -> bool:
+    """Whether a run that ends has been without its trainer for too long: the coordinator alone waits for it without end."""
+    if observed.status is None or memory.awaited_since is None:
+        return False
+    return observed.unix_seconds - memory.awaited_since >= _return_seconds(observed.status)
+
+
+def _return_seconds(status: Status) -> float:
+    return RETURN_SECONDS if _is_saved(status) else DRAIN_SECONDS
+
+
+def _is_saved(status: Status) -> bool:
+    """Whether the last checkpoint has all training."""
+    return (
+        status.checkpoint_version >= status.step
+        if status.step
+        else not status.supervised_steps or status.checkpoint_version >= 0
+    )
+
+
+def _what_is_lost(status: Status) -> str:
+    """What a run loses that ends without its trainer, for users."""
+    text = f"the trainer was not ready within {_return_seconds(status) / 60:g} minutes to end training, and "
+    if _is_saved(status):
+        return f"{text}the last checkpoint has all steps; a last evaluation or export may be missing"
+    if not status.step:
+        return f"{text}mid-training since its last checkpoint is lost"
+    return f"{text}the steps after {max(status.checkpoint_version, 0)}, the last checkpoint, of {status.step} are lost"
 
 
 def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
@@ -453,7 +516,9 @@ def _after_outcome(observed: LifecycleInput, memory: Memory, outcome: Outcome) -
     if outcome.end is End.COMPLETED:
         continues = observed.edit.raises_limit
     else:
-        continues = observed.suspend or observed.edit.mends
+        # A failed run of an earlier release may have been suspended for long: only the edit continues it.
+        suspends = outcome.end is End.HELD or "suspend" in observed.edit.fields
+        continues = (observed.suspend and suspends) or observed.edit.mends
     if observed.deleting or not continues:
         return _ended(observed, memory, outcome)
     memory = replace(memory, outcome=None, rest=Suspension.YES)

@@ -146,6 +146,8 @@ class Memory:
     has_trained: steps, of RL or of mid-training.
     unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
         :data:`.lifecycle.PROVEN_STEPS` more.
+    holding: the failure for which the run drains, to be held.
+    awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
     """
 
     attempt: int = 0
@@ -161,6 +163,8 @@ class Memory:
     resumed: bool = False
     has_trained: bool = False
     unproven_since: int | None = None
+    holding: Outcome | None = None
+    awaited_since: float | None = None
     outcome: Outcome | None = None
 
 
