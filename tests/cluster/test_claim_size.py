@@ -83,7 +83,8 @@ async def test_claim_grows_and_never_shrinks(there: Stage) -> None:
     await there.reconcile()
     assert await size(there) == "3Gi"
     with pytest.raises(
-        errors.Invalid, match=r"storage\.size can only be raised: Kubernetes does not shrink claims"
+        errors.Invalid,
+        match=r"storage\.size can only be raised, from 3Gi not to 2Gi: Kubernetes does not shrink claims",
     ):
         await there.edit(*THE_RUN, sized("2Gi"))
     await there.edit(*THE_RUN, sized("3072Mi"))

@@ -112,3 +112,5 @@ def test_files_of_a_run_come_from_its_coordinator_or_from_a_pod_of_its_own(
         assert cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", "scalerl.dev/fetch", "-o", "name") == ""
     finally:
         cluster.kubectl("delete", "namespace", NAMESPACE)
+        # The chart, which later tests install on this cluster, does not take over a definition that it has not created.
+        cluster.kubectl("delete", "crd", "scalerlruns.scalerl.dev", "--ignore-not-found")
