@@ -105,6 +105,10 @@ class LocalRun:
         """Processes of the run whose command line has ``part``."""
         return [p for p in processes_of(self.directory) if part in p.command and but_not not in p.command]
 
+    def server(self) -> Process:
+        """The vLLM server. Its engine, a fork, has the same command line where a process cannot set its title."""
+        return min(self.find("scalerl_generator.vllm_server"), key=lambda process: process.pid)
+
     def actor_values(self, sample: str) -> dict[str, float]:
         """A sample of the actors' metrics, by actor; 0 where it is missing, and none of an actor that is starting."""
         values = {}

@@ -94,7 +94,7 @@ ASKED = [[dice.randrange(3, 13) for _ in range(4 + n)] for n in range(16)]
 def ask_generator(run: LocalRun) -> list[dict[str, Any]]:
     """What the run's generator answers once it holds the last version: graders that stand still hold up the evaluation
     after which it would be gone."""
-    (server,) = run.find("vllm_server")
+    server = run.server()
     port = re.search(r"--port (\d+)", server.command)
     environ = Path(f"/proc/{server.pid}/environ").read_text()
     token_file = re.search(r"\bSCALERL_TOKEN_FILE=([^\0]+)", environ)

@@ -46,7 +46,7 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
     )
     with start_run(tmp_path, spec) as run:
         run.until(lambda: run.step() >= 4, START_SECONDS, "four steps")
-        (server,) = run.find("scalerl_generator.vllm_server")
+        server = run.server()
         before = fed_responses(run)
         os.kill(server.pid, signal.SIGKILL)
         run.until(lambda: run.step() >= 8, 300, "eight steps")
