@@ -83,7 +83,16 @@ def test_run_starts_and_reports_it(run: Run) -> None:
     say("to the first step", until(lambda: run.step() >= 1, 600, "the first step", every=2), 600)
     assert run.phase() == "Running"
     table = run.cluster.kubectl("get", "scalerlruns", "-n", NAMESPACE)
-    assert table.splitlines()[0].split() == ["NAME", "PHASE", "STEP", "REWARD", "FORECAST", "DECISION", "AGE"]
+    assert table.splitlines()[0].split() == [
+        "NAME",
+        "PHASE",
+        "REASON",
+        "STEP",
+        "REWARD",
+        "DECISION",
+        "ETA",
+        "AGE",
+    ]
     for type_ in (
         "Accepted",
         "Prepared",

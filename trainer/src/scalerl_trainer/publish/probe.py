@@ -30,7 +30,7 @@ PROBE_SECONDS = 60.0
 OUTLIER_LIMITS = 20.0
 """The most that one token counts in the check against the limit, in limits: a twentieth of the tokens decide."""
 MIN_COMPARED_TOKENS = 64
-"""Fewer tokens, over all sequences, are no evidence against a generator: of 64, four tokens have to be outliers to exceed a limit."""
+"""A batch with fewer, over all sequences, is not probed: of 64, four tokens have to be outliers to exceed a limit."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Measured:
     """k3 estimate of each token by member id, of the members that answered, float64 ``[N]``."""
 
     def above(self, limit: float) -> list[str]:
-        """Ids of the members whose mean is above ``limit``, or not a number. Of fewer than :data:`MIN_COMPARED_TOKENS` tokens,
-        only values that are not finite count.
+        """Ids of the members whose mean is above ``limit``, or not a number.
 
         A token counts at most :data:`OUTLIER_LIMITS` times the limit. Rounding makes mixtures of experts choose other experts
         for a few tokens, whose log-probabilities then differ by as much as with wrong weights.
@@ -68,11 +67,7 @@ class Measured:
         return [
             member
             for member, k3_n in self.k3_n.items()
-            if not (
-                float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
-                if len(k3_n) >= MIN_COMPARED_TOKENS
-                else bool(k3_n.isfinite().all())
-            )
+            if not float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
         ]
 
 
