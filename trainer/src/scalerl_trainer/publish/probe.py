@@ -67,7 +67,7 @@ class Measured:
         return [
             member
             for member, k3_n in self.k3_n.items()
-            if not float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
+            if len(k3_n) > 0 and not float(k3_n.clamp(max=OUTLIER_LIMITS * limit).mean()) <= limit
         ]
 
 
