@@ -16,7 +16,7 @@ from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.status import _held, _holding
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
-from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, RETURN_SECONDS, decide
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, decide
 from scalerl_operator.policy.lifecycle_types import (
     End,
     Ended,
@@ -245,13 +245,12 @@ def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> 
     observed, memory = replace(LIVE, status=given), replace(EDITED, ready_since=None)
     decision = decide(SPEC, observed, memory)
     assert (decision.phase, decision.memory.awaited_since) == ("Finishing", 100.0)
-    wait = RETURN_SECONDS if saved == 120 else DRAIN_SECONDS
-    early = replace(observed, unix_seconds=99.0 + wait)
+    early = replace(observed, unix_seconds=99.0 + DRAIN_SECONDS)
     assert decide(SPEC, early, decision.memory).phase == "Finishing"
     back = replace(early, trainer=Job(JobState.ACTIVE, 1, ready=True))
     assert decide(SPEC, back, decision.memory).memory.awaited_since is None
     silent = decide(SPEC, replace(early, status=None), decision.memory).memory
-    ended = decide(SPEC, replace(observed, unix_seconds=100.0 + wait), silent)
+    ended = decide(SPEC, replace(observed, unix_seconds=100.0 + DRAIN_SECONDS), silent)
     assert ended.memory.outcome is not None
     assert (ended.phase, exists(ended)) == ("Completed", (True, False, 0, None))
     assert lost in ended.memory.outcome.message

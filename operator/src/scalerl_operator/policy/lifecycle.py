@@ -62,9 +62,6 @@ ASK_AGAIN_SECONDS: Final = 2.0
 START_DELAY_SECONDS: Final = 300.0
 """The longest delay of the next attempt of a trainer that has been ready before. With twenty restarts, an obstacle (a detached
 volume, a device plug-in) may last an hour."""
-RETURN_SECONDS: Final = 300.0
-"""How long a run that ends waits for a trainer that is not ready, if all is saved: for its last evaluation and export. With
-training that is not saved, it waits for :data:`DRAIN_SECONDS`."""
 HELD_SECONDS: Final = 30.0
 """How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
 second."""
@@ -343,7 +340,7 @@ def _note(status: Status | None, memory: Memory) -> str:
         return "the coordinator to answer"
     if memory.awaited_since is None:
         return ""
-    return f"the trainer, which is to end training, up to {_return_seconds(status) / 60:g} minutes"
+    return f"the trainer, which is to end training, up to {DRAIN_SECONDS / 60:g} minutes"
 
 
 def _note_missing_trainer(observed: LifecycleInput, memory: Memory, request_stop: str | None) -> Memory:
@@ -361,11 +358,7 @@ def _gives_up_trainer(observed: LifecycleInput, memory: Memory) -> bool:
     """Whether a run that ends has been without its trainer for too long: the coordinator alone waits for it without end."""
     if observed.status is None or memory.awaited_since is None:
         return False
-    return observed.unix_seconds - memory.awaited_since >= _return_seconds(observed.status)
-
-
-def _return_seconds(status: Status) -> float:
-    return RETURN_SECONDS if _is_saved(status) else DRAIN_SECONDS
+    return observed.unix_seconds - memory.awaited_since >= DRAIN_SECONDS
 
 
 def _is_saved(status: Status) -> bool:
@@ -379,7 +372,7 @@ def _is_saved(status: Status) -> bool:
 
 def _what_is_lost(status: Status) -> str:
     """What a run loses that ends without its trainer, for users."""
-    text = f"the trainer was not ready within {_return_seconds(status) / 60:g} minutes to end training, and "
+    text = f"the trainer was not ready within {DRAIN_SECONDS / 60:g} minutes to end training, and "
     if _is_saved(status):
         return f"{text}the last checkpoint has all steps; a last evaluation or export may be missing"
     if not status.step:
