@@ -17,8 +17,8 @@ import hashlib
 import io
 import os
 import platform
+import secrets
 import shutil
-import socket
 import stat
 import sys
 import tarfile
@@ -119,7 +119,7 @@ def store(archive: Path, local: Path) -> bool:
 
     A failure is only a message: the next server compiles again.
     """
-    staged = archive.with_name(f".{archive.name}.{socket.gethostname()}-{os.getpid()}.new")
+    staged = archive.with_name(f".{archive.name}.{secrets.token_hex(8)}.new")
     try:
         files = _files(local)
         size = sum(files.values())
