@@ -146,9 +146,17 @@ def metadata_of(
 
 
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
-    """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's."""
-    own: PodTemplate | None = getattr(spec, SECTION[role]).pod_template
-    return (own or PodTemplate()).over(spec.pod_template)
+    """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's, without devices.
+
+    Generators, which grade untrusted text, have no service account but their own.
+    """
+    own: PodTemplate = getattr(spec, SECTION[role]).pod_template or PodTemplate()
+    merged = own.over(spec.pod_template)
+    if role is Role.PREPARE and merged.resource_claims:
+        return merged.model_copy(update={"resource_claims": []})
+    if role is Role.GENERATOR and merged.service_account_name != own.service_account_name:
+        return merged.model_copy(update={"service_account_name": own.service_account_name})
+    return merged
 
 
 def spec_hash(run: ScaleRLRun, role: Role) -> str:
