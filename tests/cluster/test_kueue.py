@@ -1,9 +1,11 @@
-"""Runs in the queues of a real Kueue, with the operator at work; the test plays the pods, and what gives them up."""
+"""Runs in the queues of a real Kueue, with the operator at work; the test plays the pods, and what gives them up. Part by part, as
+without gangs (``queues.gangs: false``), and as a whole."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 import uuid
@@ -50,12 +52,12 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 async def team(control_plane: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Team]:
     """A namespace with a queue, and an operator that watches it."""
     monkeypatch.setattr(lifecycle, "HELD_SECONDS", HELD_SECONDS)
-    async with a_team(control_plane) as made:
+    async with a_team(control_plane, gangs=False) as made:
         yield made
 
 
 @asynccontextmanager
-async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
+async def a_team(cluster: Cluster, *, gangs: bool) -> AsyncIterator[Team]:
     async with stage(cluster, f"team-{uuid.uuid4().hex[:8]}") as there:
         data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
         config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": data}}
@@ -63,7 +65,7 @@ async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
         await there.create(
             config | {"metadata": {"name": f"{RUN}-data"}}, lease | {"metadata": {"name": LEASE_NAME}}
         )
-        chosen = settings(cluster, there.namespace)
+        chosen = dataclasses.replace(settings(cluster, there.namespace), gangs=gangs)
         async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), main.reconciler)):
             yield Team(there, cluster)
         await asyncio.sleep(0.3)  # TLS connections end in the background
@@ -407,3 +409,94 @@ async def test_kueue_ignores_a_run_without_a_queue(team: Team) -> None:
     run = await team.reaches("works", lambda r: condition(r, "TrainerReady") == "Ready")
     assert condition(run, "Admitted") == "NoQueue"
     assert await team.workloads() == {}
+
+
+# --- as a whole -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def whole(control_plane: Cluster) -> AsyncIterator[Team]:
+    """A namespace with a queue, and an operator whose runs are gangs."""
+    async with a_team(control_plane, gangs=True) as made:
+        yield made
+
+
+async def two_runs(team: Team, devices: int) -> None:
+    """Two runs of three devices each in the queue, prepared at the same time."""
+    await team.quota(devices)
+    other = queued()
+    other["metadata"]["name"] = OTHER
+    await team.there.create(queued(), other)
+    await team.let_in("prepare", 2)
+    await team.there.end("prepare", count=2)
+
+
+async def of_run(team: Team, name: str, role: str) -> list[Object]:
+    """The pods of a role that nothing holds back."""
+    return [
+        pod
+        for pod in await team.there.all("Pod", role)
+        if pod["metadata"]["name"].startswith(f"{name}-") and not pod["spec"].get("schedulingGates")
+    ]
+
+
+async def the_run(team: Team, name: str) -> Object:
+    return await team.there.get("ScaleRLRun", name) or {}
+
+
+async def test_parts_of_two_runs_deadlock(team: Team) -> None:
+    """Each holds the devices of its trainer, and neither has a generator: what a gang is for."""
+    await two_runs(team, 4)
+    await team.let_in("trainer", 4)
+    deadline = time.monotonic() + 120
+    for name in (RUN, OTHER):
+        while condition(await the_run(team, name), "GeneratorsReady") != "WaitingForQuota":
+            assert time.monotonic() < deadline, await team.tell()
+            await asyncio.sleep(0.2)
+    assert not await of_run(team, RUN, "generator") + await of_run(team, OTHER, "generator")
+
+
+async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Team) -> None:
+    await two_runs(whole, 4)
+    await whole.let_in("trainer", 2)
+    await whole.let_in("generator", 1)
+    await whole.let_in("coordinator", 1)
+    (trainers,) = {pod["metadata"]["labels"]["scalerl.dev/run"] for pod in await whole.there.pods("trainer")}
+    first, second = (RUN, OTHER) if trainers == RUN else (OTHER, RUN)
+    deadline = time.monotonic() + 60
+    while not waits(run := await the_run(whole, second)):
+        assert time.monotonic() < deadline, f"{run.get('status')}: {await whole.tell()}"
+        await asyncio.sleep(0.2)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        for kind in ("Pod", "Job", "StatefulSet", "Deployment"):
+            parts = {o["metadata"]["name"] for o in await whole.there.all(kind)}
+            assert {name for name in parts if name.startswith(second)} <= {
+                f"{second}-prepare"
+            } or kind == "Pod"
+        assert not [
+            p for r in ("trainer", "coordinator", "generator") for p in await of_run(whole, second, r)
+        ]
+        assert len(await of_run(whole, first, "trainer")) == 2
+        await asyncio.sleep(0.2)
+    assert await whole.holding() == {f"ScaleRLRun {first}"}
+    # It ends: the other starts whole.
+    await whole.there.begin("trainer", 2)
+    await whole.there.begin("coordinator")
+    await whole.there.begin("generator")
+    await whole.there.delete("ScaleRLRun", first)
+    deadline = time.monotonic() + 120
+    while not all(
+        [
+            len(await of_run(whole, second, r)) == n
+            for r, n in (("trainer", 2), ("coordinator", 1), ("generator", 1))
+        ]
+    ):
+        await whole.saves("trainer")
+        if any(p["metadata"]["name"].startswith(first) for p in await whole.there.all("Pod", "trainer")):
+            with contextlib.suppress(AssertionError):
+                await whole.there.end("trainer", 0, count=2)
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.3)
+    run = await the_run(whole, second)
+    assert not waits(run)

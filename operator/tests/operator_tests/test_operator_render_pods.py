@@ -298,7 +298,7 @@ def test_only_the_generators_own_account_is_in_their_pods_and_the_actor_has_no_t
 @pytest.mark.parametrize("devices", [1, 8])
 def test_sources_of_variables_cannot_set_the_runtimes(devices: int) -> None:
     """A key of a Secret has effect where ``env`` does not have its name."""
-    for pod, each in every_container(placed(devices=devices)):
+    for _, each in every_container(placed(devices=devices)):
         assert each["envFrom"] == PLACED["envFrom"]
         names = {entry["name"] for entry in each["env"]}
         reserved = {*process.OPTIONAL, *(RANK_VARIABLES if each["name"] == "trainer" else ())}

@@ -25,6 +25,7 @@ from scalerl_api.memory import ModelSize
 from scalerl_api.pod_memory import container_bytes, has_estimate
 from scalerl_api.pods import RANK_VARIABLES, EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
+from scalerl_operator.build import gang
 from scalerl_operator.build.resources import native, resources
 from scalerl_operator.build.scope import SECTION, Scope, pod_template_of, spec_hash
 from scalerl_operator.kube.types import Object
@@ -78,6 +79,7 @@ class PodSettings:
     extra: environment by the name of a container.
     metrics_port: port with Prometheus metrics; None: no metrics.
     pod: fields of the pod's spec.
+    extra_pod: beyond the gang of the run.
     """
 
     role: Role
@@ -89,6 +91,7 @@ class PodSettings:
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     pod: dict[str, Any] = field(default_factory=dict)
+    extra_pod: bool = False
 
 
 def pod_template(scope: Scope, settings: PodSettings) -> Object:
@@ -124,13 +127,16 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         **settings.pod,
         **_placement(scope, role, given),
     }
-    return {
+    template = {
         "metadata": {
             "labels": given.labels | scope.labels(role) | settings.labels,
             "annotations": annotations | {names.SPEC_HASH: spec_hash(scope.run, role)},
         },
         "spec": spec,
     }
+    if scope.gang is not None and not settings.extra_pod:
+        gang.place(template, scope.gang.of(role), role, scope.names.workload)
+    return template
 
 
 def _placement(scope: Scope, role: Role, given: PodTemplate) -> Object:
