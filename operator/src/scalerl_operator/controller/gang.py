@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Phase
+from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build.gang import ROLES, WORKLOAD, Gang, minimum
 from scalerl_operator.controller.observe import RunObservation, label, rfc3339, true_condition
 from scalerl_operator.controller.run_context import WORKLOADS, RunContext, is_deleted
@@ -98,6 +98,15 @@ def is_wanted(decision: LifecycleDecision) -> bool:
     waits = decision.phase is Phase.PENDING and decision.prepare and decision.memory.attempt > 0
     starts = decision.coordinator or decision.trainer is not None
     return decision.phase in _WITH_WORKLOADS and (waits or starts)
+
+
+def why_waiting(context: RunContext) -> str:
+    """What Kueue says of a Workload that it has not admitted; else the general advice."""
+    live = _live(context) or {}
+    conditions = {c["type"]: c for c in (live.get("status") or {}).get("conditions") or ()}
+    reserved = conditions.get("QuotaReserved", {})
+    said = "" if reserved.get("status") == "True" else reserved.get("message", "")
+    return said or Reason.WAITING_FOR_QUOTA.text
 
 
 async def answer(api: KubeApi, context: RunContext) -> None:

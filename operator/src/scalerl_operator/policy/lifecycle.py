@@ -385,8 +385,9 @@ def _what_is_lost(status: Status) -> str:
 def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
     """Whether only the trainer's Job is to exist, which a queue holds."""
     trainer = observed.trainer
-    if observed.unadmitted:
-        return not trainer.ending and trainer.state is not JobState.LEAVING
+    if observed.unadmitted:  # first its trainer saves
+        stops = trainer.ending or trainer.state is JobState.LEAVING
+        return not stops and (trainer.held or trainer.state is not JobState.ACTIVE)
     if trainer.held and not trainer.ending:
         since = _since(memory.held_since, observed.unix_seconds)
         return not observed.serving or observed.unix_seconds - since >= HELD_SECONDS
