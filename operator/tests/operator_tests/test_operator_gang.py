@@ -178,7 +178,8 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert "schedulingGates" not in pod_spec(generator)
     assert pod_spec(objects["StatefulSet/coordinator"])["nodeSelector"] == {"a": "b"}
     blind = await gang.find(Api(), seen(workload), served=True)  # type: ignore[arg-type]
-    assert blind is not None and blind.admitted, "an operator of a few namespaces may read no flavors"
+    assert blind is not None
+    assert blind.admitted, "an operator of a few namespaces may read no flavors"
 
 
 async def test_who_has_a_gang() -> None:
