@@ -47,7 +47,9 @@ def secret_in(kind: str, name: str) -> Object:
         "projected": {"volumes": [{"name": "a", "projected": {"sources": [{"secret": {"name": name}}]}}]},
         "pull": {"imagePullSecrets": [{"name": name}]},
         "envFrom": {"envFrom": [{"configMapRef": {"name": "c"}}, {"secretRef": {"name": name}}]},
-        "init": init_container(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": name, "key": "k"}}}]),
+        "init": init_container(
+            env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": name, "key": "k"}}}]
+        ),
         "init envFrom": init_container(envFrom=[{"secretRef": {"name": name}}]),
     }[kind]
 

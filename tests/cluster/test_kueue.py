@@ -485,6 +485,8 @@ async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Tea
     await whole.there.begin("coordinator")
     await whole.there.begin("generator")
     await whole.there.delete("ScaleRLRun", first)
+    for pod in await of_run(whole, first, "trainer"):
+        await whole.there.edit("Pod", pod["metadata"]["name"], {"status": {"phase": "Succeeded"}}, "status")
     deadline = time.monotonic() + 120
     while not all(
         [
@@ -493,10 +495,121 @@ async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Tea
         ]
     ):
         await whole.saves("trainer")
-        if any(p["metadata"]["name"].startswith(first) for p in await whole.there.all("Pod", "trainer")):
-            with contextlib.suppress(AssertionError):
-                await whole.there.end("trainer", 0, count=2)
         assert time.monotonic() < deadline, await whole.tell()
         await asyncio.sleep(0.3)
     run = await the_run(whole, second)
     assert not waits(run)
+
+
+async def test_preempted_run_saves_gives_all_back_and_resumes_in_its_attempt(whole: Team) -> None:
+    await whole.starts(3)
+    assert await whole.holding() == {f"ScaleRLRun {RUN}"}
+    await whole.there.create(urgent(1))
+    run = await whole.reaches("is evicted", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
+    assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
+    await asyncio.sleep(2)
+    assert f"{RUN}-coordinator" in await whole.names("StatefulSet"), "the trainer still saves what it trained"
+    assert not (await whole.workloads())["Job urgent"], "no quota is given back before"
+    deadline = time.monotonic() + 120
+    while await whole.names("StatefulSet", "Deployment") or await whole.pods_left():
+        await whole.saves("trainer")
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    run = await whole.reaches("waits", waits)
+    deadline = time.monotonic() + 60
+    while await whole.holding() != {"Job urgent"}:
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    run = await whole.reaches("knows why", lambda r: "insufficient" in told(r, "Admitted"))
+    await whole.there.delete("Job", "urgent")
+    began = time.monotonic()
+    await whole.works()
+    say("there is quota again: all of the run is let in", time.monotonic() - began, 160)
+    trainer = (await whole.run())["status"]["trainer"]
+    assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
+
+
+def told(run: Object, kind: str) -> str:
+    conditions = run.get("status", {}).get("conditions", ())
+    return next((str(c["message"]) for c in conditions if c["type"] == kind), "")
+
+
+async def test_generators_beyond_the_least_number_are_queued_and_preempted_alone(whole: Team) -> None:
+    await whole.quota(4)
+    run = queued(autoscaling={"generators": {"min": 1, "max": 3}})
+    run["spec"]["generator"] |= {"replicas": 3}
+    await whole.there.create(run)
+    await whole.let_in("prepare", 1)
+    await whole.there.end("prepare")
+    await whole.begins("trainer", 2, node=NODE)
+    await whole.begins("coordinator")
+    await whole.let_in("generator", 2)
+    extra = f"{RUN}-generator-extra"
+    counts = {o["metadata"]["name"]: o["spec"]["replicas"] for o in await whole.there.all("Deployment")}
+    assert counts == {f"{RUN}-generator": 1, extra: 2}
+
+    async def extras() -> list[Object]:
+        found = await whole.there.all("Pod", "generator")
+        live = [
+            p
+            for p in found
+            if "scalerl.dev/extra" in p["metadata"]["labels"] and "deletionTimestamp" not in p["metadata"]
+        ]
+        return [p for p in live if not p["spec"].get("schedulingGates")]
+
+    deadline = time.monotonic() + 60
+    while len(await extras()) != 1:
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    # The run and its extra generators have one priority: the youngest of them gives way.
+    await whole.there.create(urgent(1))
+    deadline = time.monotonic() + 120
+    while "Job urgent" not in await whole.holding():
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    assert not await extras()
+    assert len(await of_run(whole, RUN, "trainer")) == 2
+    assert f"ScaleRLRun {RUN}" in await whole.holding()
+
+
+async def test_trainers_of_a_gang_are_in_one_rack(whole: Team, control_plane: Cluster) -> None:
+    rack, host = "example.com/rack", "kubernetes.io/hostname"
+    amounts = {"cpu": "16", "memory": "64Gi", GPU: "1", "pods": "20"}
+    topology = {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Topology",
+        "metadata": {"name": "racks"},
+        "spec": {"levels": [{"nodeLabel": rack}, {"nodeLabel": host}]},
+    }
+    flavor, cluster_queue, local_queue, urgent_class = queue(
+        whole.there.namespace, whole.there.namespace, **{"cpu": "100", "memory": "1Ti", GPU: "9"}
+    )
+    flavor["metadata"]["name"] = "racked"
+    flavor["spec"] = {"nodeLabels": {"pool": "racked"}, "topologyName": "racks"}
+    cluster_queue["spec"]["resourceGroups"][0]["flavors"][0]["name"] = "racked"
+    nodes = [
+        (f"{name}{number}", name) for name in ("a", "b", "c") for number in range(2 if name == "b" else 1)
+    ]
+    for name, its_rack in nodes:
+        labels = {rack: its_rack, host: name, "pool": "racked"}
+        control_plane.apply(
+            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+        )
+        ready = {"type": "Ready", "status": "True", "reason": "test", "message": ""}
+        patch = json.dumps({"status": {"allocatable": amounts, "capacity": amounts, "conditions": [ready]}})
+        await whole._kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
+        await whole._kubectl("taint", "node", name, "node.kubernetes.io/not-ready-")
+    objects = yaml.safe_dump_all([topology, flavor, cluster_queue, local_queue, urgent_class])
+    await whole._kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
+    run = queued()
+    run["spec"]["trainer"]["podTemplate"] = {"annotations": {"kueue.x-k8s.io/podset-required-topology": rack}}
+    await whole.there.create(run)
+    await whole.let_in("prepare", 1)
+    await whole.there.end("prepare")
+    pods = await whole.let_in("trainer", 2)
+    assert {pod["spec"]["nodeSelector"][host] for pod in pods} == {"b0", "b1"}
+    assert {pod["spec"]["nodeSelector"]["pool"] for pod in pods} == {"racked"}
+    (generator,) = await whole.let_in("generator", 1)
+    assert generator["spec"]["nodeSelector"][host] in ("a0", "c0"), "a device a node"
+    for name, _ in nodes:
+        await whole._kubectl("delete", "node", name)
