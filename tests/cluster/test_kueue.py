@@ -598,7 +598,6 @@ async def test_trainers_of_a_gang_are_in_one_rack(whole: Team, control_plane: Cl
         ready = {"type": "Ready", "status": "True", "reason": "test", "message": ""}
         patch = json.dumps({"status": {"allocatable": amounts, "capacity": amounts, "conditions": [ready]}})
         await whole._kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
-        await whole._kubectl("taint", "node", name, "node.kubernetes.io/not-ready-")
     objects = yaml.safe_dump_all([topology, flavor, cluster_queue, local_queue, urgent_class])
     await whole._kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
     run = queued()
