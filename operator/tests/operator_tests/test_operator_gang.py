@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,9 @@ from scalerl_operator.controller import gang
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.informer import Informer
+from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
@@ -318,3 +323,29 @@ def test_waiting_run_says_what_kueue_says() -> None:
     workload["status"]["conditions"] = [{"type": "QuotaReserved", "status": "False", "message": message}]
     assert gang.why_waiting(seen(workload)) == message
     assert "Kueue" in gang.why_waiting(seen(None))
+
+
+class Unserved:
+    """An API server that refuses the lists of a kind."""
+
+    def __init__(self, error: type[errors.ApiError]) -> None:
+        self.error, self.calls = error, 0
+
+    async def pages(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        self.calls += 1
+        raise self.error("no", code=404, reason="r", what="list")
+        yield
+
+
+@pytest.mark.parametrize("error", [errors.NotFound, errors.Forbidden])
+async def test_operator_starts_where_workloads_are_not_served(error: type[errors.ApiError]) -> None:
+    """Without Kueue, or with the role of an earlier release."""
+    api: Any = Unserved(error)
+    found = {kind: Informer(api, Cache(lambda key: None), KINDS[kind], None) for kind in ("Workload", "Job")}
+    tasks = [asyncio.create_task(informer.run()) for informer in found.values()]
+    await asyncio.wait_for(found["Workload"].synced.wait(), 60)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not found["Workload"].served
+    assert not found["Job"].synced.is_set(), "of all other kinds it is an error"

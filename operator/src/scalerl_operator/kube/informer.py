@@ -101,7 +101,8 @@ class Informer:
                 if not self.kind.optional:
                     pause = self._failed(error, pause)
                 else:
-                    log.info("%s; tried again in %.0f s", error, NOT_SERVED_SECONDS)
+                    if self.served or not self.synced.is_set():
+                        log.info("%s; tried again every %.0f s", error, NOT_SERVED_SECONDS)
                     version, pause, self.served = None, NOT_SERVED_SECONDS, False
                     self.synced.set()
             except ApiError as error:
