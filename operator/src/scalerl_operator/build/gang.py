@@ -9,6 +9,7 @@ are in a Deployment of their own, whose pods Kueue queues one by one. ADR 0016.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ OF_WORKLOAD: Final = "kueue.x-k8s.io/workload"
 TOPOLOGY_GATE: Final = "kueue.x-k8s.io/topology"
 """Of pods for which Kueue chooses the node; it removes the gate. They have the label and the annotation above."""
 _UNCONSTRAINED: Final = "kueue.x-k8s.io/podset-unconstrained-topology"
-_TOPOLOGY: Final = {
+_TOPOLOGY: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "kueue.x-k8s.io/podset-required-topology": ("required", str),
     "kueue.x-k8s.io/podset-preferred-topology": ("preferred", str),
     _UNCONSTRAINED: ("unconstrained", lambda text: text == "true"),
