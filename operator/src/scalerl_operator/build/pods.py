@@ -221,7 +221,7 @@ def _init_container(scope: Scope, given: InitContainer) -> Object:
     }
     return {name: value for name, value in rendered.items() if value} | {
         "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
-        "volumeMounts": [*given.volume_mounts, {"name": _tmp(given), "mountPath": "/tmp"}],  # noqa: S108
+        "volumeMounts": [*given.volume_mounts, {"name": _tmp(given.name), "mountPath": "/tmp"}],  # noqa: S108
         "securityContext": _RESTRICTED,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -396,8 +396,8 @@ _READ_MODELS: Final = ("prepare", "server", "trainer")
 """Containers that read weights. Of these only the preparation may write; the actor, which grades untrusted text, sees none."""
 
 
-def _tmp(container: Container | InitContainer) -> str:
-    return f"scalerl-tmp-{container.name}"
+def _tmp(container: str) -> str:
+    return f"scalerl-tmp-{container}"
 
 
 def _shm_size(given: PodTemplate, workload: Workload) -> str:
@@ -419,8 +419,8 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
         *(
-            {"name": _tmp(container), "emptyDir": TMP_LIMITS.get(container.name, {})}
-            for container in (*workload.containers, *given.init_containers)
+            {"name": _tmp(name), "emptyDir": TMP_LIMITS.get(name, {})}
+            for name in [c.name for c in workload.containers] + [c.name for c in given.init_containers]
         ),
     ]
 
@@ -472,7 +472,7 @@ def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
         *_compiled_mount(scope, container),
         {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
-        {"name": _tmp(container), "mountPath": "/tmp"},  # noqa: S108
+        {"name": _tmp(container.name), "mountPath": "/tmp"},  # noqa: S108
         *([{"name": _SHM, "mountPath": "/dev/shm"}] if main else []),  # noqa: S108
     ]
 
