@@ -123,7 +123,9 @@ def _queue(session: Session, run: Run) -> str:
                 owners = item["metadata"].get("ownerReferences") or ()
                 # The Workload of the run, or of its preparation.
                 of_run = (owner.get("uid") == run.obj["metadata"].get("uid") for owner in owners)
-                if any(of_run) or any(str(o.get("name", "")).startswith(f"{run.names.stem}-") for o in owners):
+                if any(of_run) or any(
+                    str(o.get("name", "")).startswith(f"{run.names.stem}-") for o in owners
+                ):
                     return f"position {int(item['positionInLocalQueue']) + 1} in the queue {queue}"
             return ""
     return ""
