@@ -116,6 +116,60 @@ def test_relative_path_is_refused_on_a_cluster(fields: dict[str, Any], says: str
         ({"resources": {"limits": {"cpu": 0.5}}}, "valid string"),
         ({"shmSize": "0"}, "at least 1"),
         ({"imagePullSecrets": [{"name": "A"}]}, "lower-case letters"),
+        ({"serviceAccountName": "Trainer"}, "lower-case letters"),
+        ({"schedulerName": ""}, "at least 1 character"),
+        ({"topologySpreadConstraints": ["zone"]}, "valid dictionary"),
+        ({"envFrom": [{"prefix": "A_"}]}, "give exactly one of secretRef, configMapRef"),
+        (
+            {"envFrom": [{"secretRef": {"name": "a"}, "configMapRef": {"name": "b"}}]},
+            "given are secretRef, configMapRef",
+        ),
+        ({"envFrom": [{"fieldRef": {}}]}, "envFrom.0.fieldRef"),
+        (
+            {"resourceClaims": [{"name": "gpus"}]},
+            "exactly one of resourceClaimTemplateName, resourceClaimName",
+        ),
+        (
+            {
+                "resourceClaims": [
+                    {"name": "a", "resourceClaimName": "b"},
+                    {"name": "a", "resourceClaimName": "c"},
+                ]
+            },
+            "name a is given twice",
+        ),
+        ({"initContainers": [{"name": "a"}]}, "image"),
+        ({"initContainers": [{"name": "trainer", "image": "i"}]}, "have the names prepare, coordinator"),
+        ({"initContainers": [{"name": "a_b", "image": "i"}]}, "lower-case letters, digits and -"),
+        (
+            {"initContainers": [{"name": "a", "image": "i", "securityContext": {"privileged": True}}]},
+            "securityContext",
+        ),
+        ({"initContainers": [{"name": "a", "image": "i", "restartPolicy": "Always"}]}, "restartPolicy"),
+        (
+            {"initContainers": [{"name": "a", "image": "i", "env": [{"name": "SCALERL_DIR"}]}]},
+            "are the operator's",
+        ),
+        (
+            {
+                "initContainers": [
+                    {
+                        "name": "a",
+                        "image": "i",
+                        "volumeMounts": [{"name": "scalerl-token", "mountPath": "/t"}],
+                    }
+                ]
+            },
+            "scalerl- are the operator's",
+        ),
+        (
+            {
+                "initContainers": [
+                    {"name": "a", "image": "i", "volumeMounts": [{"name": "x", "mountPath": "/tmp"}]}
+                ]
+            },
+            "choose another path",
+        ),
         ({"nodeSelectors": {}}, "did you mean nodeSelector?"),
     ],
 )
@@ -142,6 +196,12 @@ def test_role_template_overrides_the_shared_one() -> None:
             "runtimeClassName": "plain",
             "imagePullSecrets": [{"name": "one"}],
             "shmSize": "1Gi",
+            "schedulerName": "kai-scheduler",
+            "serviceAccountName": "data",
+            "envFrom": [{"secretRef": {"name": "hub"}}],
+            "topologySpreadConstraints": [{"topologyKey": "zone"}],
+            "resourceClaims": [{"name": "gpus", "resourceClaimName": "one"}],
+            "initContainers": [{"name": "data", "image": "old"}, {"name": "last", "image": "l"}],
         }
     )
     role = PodTemplate.model_validate(
@@ -151,6 +211,11 @@ def test_role_template_overrides_the_shared_one() -> None:
             "resources": {"requests": {"cpu": "2"}},
             "runtimeClassName": "nvidia",
             "imagePullSecrets": [{"name": "two"}, {"name": "one"}],
+            "serviceAccountName": "trainer",
+            "envFrom": [{"secretRef": {"name": "hub"}}, {"configMapRef": {"name": "c"}, "prefix": "A_"}],
+            "topologySpreadConstraints": [{"topologyKey": "host"}],
+            "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}],
+            "initContainers": [{"name": "more", "image": "m"}, {"name": "data", "image": "new"}],
         }
     )
     both = role.over(base)
@@ -160,6 +225,15 @@ def test_role_template_overrides_the_shared_one() -> None:
     assert both.resources.requests == {"cpu": "2", "memory": "1Gi"}
     assert (both.runtime_class_name, both.shm_size) == ("nvidia", "1Gi")
     assert both.image_pull_secrets == [PullSecret(name="one"), PullSecret(name="two")]
+    assert (both.scheduler_name, both.service_account_name) == ("kai-scheduler", "trainer")
+    assert [source.prefix for source in both.env_from] == ["", "A_"]
+    assert both.topology_spread_constraints == [{"topologyKey": "zone"}, {"topologyKey": "host"}]
+    assert [claim.resource_claim_template_name for claim in both.resource_claims] == ["eight"]
+    assert [(c.name, c.image) for c in both.init_containers] == [
+        ("data", "new"),
+        ("last", "l"),
+        ("more", "m"),
+    ]
     assert role.over(None) == role
     assert PodTemplate().over(base) == base
 

@@ -24,6 +24,8 @@ NEEDED: dict[str, set[str]] = {
     "PodDisruptionBudget": READ | APPLY | {"delete"},
     "Event": {"list", "create", "patch"},
     "Lease": {"get", "create", "update"},
+    "Workload": READ | APPLY | {"delete"},
+    "ResourceFlavor": {"get"},
     "StorageClass": {"get"},
     "LocalQueue": {"get"},
 }
@@ -36,6 +38,8 @@ ELSEWHERE = {
     ("create", "Lease"),  # where there has been no operator before
     ("get", "StorageClass"),  # but an operator of a few namespaces
     ("get", "LocalQueue"),  # of a run with a queue label
+    *((verb, "Workload") for verb in ("get", "watch", "create", "patch", "delete")),  # the same
+    ("get", "ResourceFlavor"),  # the same
 }
 """Of these, (verb, kind) that one run from its first object to its last may not need."""
 

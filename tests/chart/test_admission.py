@@ -29,6 +29,9 @@ VALUES = {
     "secrets": ["hub"],
     "priorityClasses": ["batch"],
     "runtimeClasses": ["nvidia"],
+    "serviceAccounts": ["reader"],
+    "schedulers": ["volcano"],
+    "resourceClaims": ["gpus"],
     "tolerationKeys": ["gpu"],
     "nodeLabels": ["pool"],
     "podLabels": ["team"],
@@ -43,7 +46,16 @@ def secret_in(kind: str, name: str) -> Object:
         "volume": {"volumes": [{"name": "a", "secret": {"secretName": name}}]},
         "projected": {"volumes": [{"name": "a", "projected": {"sources": [{"secret": {"name": name}}]}}]},
         "pull": {"imagePullSecrets": [{"name": name}]},
+        "envFrom": {"envFrom": [{"configMapRef": {"name": "c"}}, {"secretRef": {"name": name}}]},
+        "init": init_container(
+            env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": name, "key": "k"}}}]
+        ),
+        "init envFrom": init_container(envFrom=[{"secretRef": {"name": name}}]),
     }[kind]
+
+
+def init_container(image: str = "registry.example.com/team/fetch:1", **fields: Any) -> Object:
+    return {"initContainers": [{"name": "fetch", "image": image, **fields}]}
 
 
 def node_affinity(kind: str, term: Object) -> Object:
@@ -57,11 +69,20 @@ def expression(key: str) -> Object:
     return {"matchExpressions": [{"key": key, "operator": "Exists"}]}
 
 
+SECRETS = ("env", "volume", "projected", "pull", "envFrom", "init", "init envFrom")
 REFUSED: dict[str, tuple[Object, str]] = {
     "hostPath": ({"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, "allowed kinds are configMap"),
     "nfs": ({"volumes": [{"name": "b", "emptyDir": {}}, {"name": "a", "nfs": {"server": "s", "path": "/"}}]}, "allowed kinds"),
     "csi": ({"volumes": [{"name": "a", "csi": {"driver": "d"}}]}, "allowed kinds"),
-    **{f"secret by {kind}": (secret_in(kind, "admin"), "allowed Secrets are hub") for kind in ("env", "volume", "projected", "pull")},
+    **{f"secret by {kind}": (secret_in(kind, "admin"), "allowed Secrets are hub") for kind in SECRETS},
+    "init image": (init_container("elsewhere.example.com/x:1"), "initContainers: use an image below registry.example.com/team/"),
+    "account": ({"serviceAccountName": "admin"}, "serviceAccountName: allowed are reader"),
+    "scheduler": ({"schedulerName": "own"}, "schedulerName: allowed are volcano"),
+    "claim": ({"resourceClaims": [{"name": "a", "resourceClaimName": "admins"}]}, "allowed claims and templates are gpus"),
+    "claim's template": (
+        {"resourceClaims": [{"name": "a", "resourceClaimName": "gpus"}, {"name": "b", "resourceClaimTemplateName": "x"}]},
+        "allowed claims and templates are gpus",
+    ),
     "token": ({"volumes": [{"name": "a", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]}, "serviceAccountToken"),
     "priority": ({"priorityClassName": "system-node-critical"}, "priorityClassName: allowed are batch"),
     "runtime": ({"runtimeClassName": "privileged"}, "runtimeClassName: allowed are nvidia"),
@@ -103,6 +124,11 @@ ALLOWED: Object = {
         "labels": {"team": "a"},
         "annotations": {"example.com/note": "yes"},
         "imagePullSecrets": [{"name": "hub"}],
+        "envFrom": [{"secretRef": {"name": "hub"}}, {"configMapRef": {"name": "c"}}],
+        "serviceAccountName": "reader",
+        "schedulerName": "volcano",
+        "resourceClaims": [{"name": "a", "resourceClaimTemplateName": "gpus"}],
+        **init_container(env=[{"name": "B", "value": "1"}], envFrom=[{"secretRef": {"name": "hub"}}]),
         **node_affinity("required", expression("pool")),
     },
     "images": {"trainer": "registry.example.com/team/trainer:1"},

@@ -1,9 +1,11 @@
-"""Runs in the queues of a real Kueue, with the operator at work; the test plays the pods, and what gives them up."""
+"""Runs in the queues of a real Kueue, with the operator at work; the test plays the pods, and what gives them up. Part by part, as
+without gangs (``queues.gangs: false``), and as a whole."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 import uuid
@@ -50,12 +52,12 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 async def team(control_plane: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Team]:
     """A namespace with a queue, and an operator that watches it."""
     monkeypatch.setattr(lifecycle, "HELD_SECONDS", HELD_SECONDS)
-    async with a_team(control_plane) as made:
+    async with a_team(control_plane, gangs=False) as made:
         yield made
 
 
 @asynccontextmanager
-async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
+async def a_team(cluster: Cluster, *, gangs: bool) -> AsyncIterator[Team]:
     async with stage(cluster, f"team-{uuid.uuid4().hex[:8]}") as there:
         data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
         config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": data}}
@@ -63,7 +65,7 @@ async def a_team(cluster: Cluster) -> AsyncIterator[Team]:
         await there.create(
             config | {"metadata": {"name": f"{RUN}-data"}}, lease | {"metadata": {"name": LEASE_NAME}}
         )
-        chosen = settings(cluster, there.namespace)
+        chosen = dataclasses.replace(settings(cluster, there.namespace), gangs=gangs)
         async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), main.reconciler)):
             yield Team(there, cluster)
         await asyncio.sleep(0.3)  # TLS connections end in the background
@@ -407,3 +409,206 @@ async def test_kueue_ignores_a_run_without_a_queue(team: Team) -> None:
     run = await team.reaches("works", lambda r: condition(r, "TrainerReady") == "Ready")
     assert condition(run, "Admitted") == "NoQueue"
     assert await team.workloads() == {}
+
+
+# --- as a whole -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def whole(control_plane: Cluster) -> AsyncIterator[Team]:
+    """A namespace with a queue, and an operator whose runs are gangs."""
+    async with a_team(control_plane, gangs=True) as made:
+        yield made
+
+
+async def two_runs(team: Team, devices: int) -> None:
+    """Two runs of three devices each in the queue, prepared at the same time."""
+    await team.quota(devices)
+    other = queued()
+    other["metadata"]["name"] = OTHER
+    await team.there.create(queued(), other)
+    await team.let_in("prepare", 2)
+    await team.there.end("prepare", count=2)
+
+
+async def of_run(team: Team, name: str, role: str) -> list[Object]:
+    """The pods of a role that nothing holds back."""
+    return [
+        pod
+        for pod in await team.there.all("Pod", role)
+        if pod["metadata"]["name"].startswith(f"{name}-") and not pod["spec"].get("schedulingGates")
+    ]
+
+
+async def the_run(team: Team, name: str) -> Object:
+    return await team.there.get("ScaleRLRun", name) or {}
+
+
+async def test_parts_of_two_runs_deadlock(team: Team) -> None:
+    """Each holds the devices of its trainer, and neither has a generator: what a gang is for."""
+    await two_runs(team, 4)
+    await team.let_in("trainer", 4)
+    deadline = time.monotonic() + 120
+    for name in (RUN, OTHER):
+        while condition(await the_run(team, name), "GeneratorsReady") != "WaitingForQuota":
+            assert time.monotonic() < deadline, await team.tell()
+            await asyncio.sleep(0.2)
+    assert not await of_run(team, RUN, "generator") + await of_run(team, OTHER, "generator")
+
+
+async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Team) -> None:
+    await two_runs(whole, 4)
+    await whole.let_in("trainer", 2)
+    await whole.let_in("generator", 1)
+    await whole.let_in("coordinator", 1)
+    (trainers,) = {pod["metadata"]["labels"]["scalerl.dev/run"] for pod in await whole.there.pods("trainer")}
+    first, second = (RUN, OTHER) if trainers == RUN else (OTHER, RUN)
+    deadline = time.monotonic() + 60
+    while not waits(run := await the_run(whole, second)):
+        assert time.monotonic() < deadline, f"{run.get('status')}: {await whole.tell()}"
+        await asyncio.sleep(0.2)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        for kind in ("Pod", "Job", "StatefulSet", "Deployment"):
+            parts = {o["metadata"]["name"] for o in await whole.there.all(kind)}
+            assert {name for name in parts if name.startswith(second)} <= {
+                f"{second}-prepare"
+            } or kind == "Pod"
+        assert not [
+            p for r in ("trainer", "coordinator", "generator") for p in await of_run(whole, second, r)
+        ]
+        assert len(await of_run(whole, first, "trainer")) == 2
+        await asyncio.sleep(0.2)
+    assert await whole.holding() == {f"ScaleRLRun {first}"}
+    # It ends: the other starts whole.
+    await whole.there.begin("trainer", 2)
+    await whole.there.begin("coordinator")
+    await whole.there.begin("generator")
+    await whole.there.delete("ScaleRLRun", first)
+    for pod in await of_run(whole, first, "trainer"):
+        await whole.there.edit("Pod", pod["metadata"]["name"], {"status": {"phase": "Succeeded"}}, "status")
+    deadline = time.monotonic() + 120
+    while not all(
+        [
+            len(await of_run(whole, second, r)) == n
+            for r, n in (("trainer", 2), ("coordinator", 1), ("generator", 1))
+        ]
+    ):
+        await whole.saves("trainer")
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.3)
+    run = await the_run(whole, second)
+    assert not waits(run)
+
+
+async def test_preempted_run_saves_gives_all_back_and_resumes_in_its_attempt(whole: Team) -> None:
+    await whole.starts(3)
+    assert await whole.holding() == {f"ScaleRLRun {RUN}"}
+    await whole.there.create(urgent(1))
+    run = await whole.reaches("is evicted", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
+    assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
+    await asyncio.sleep(2)
+    assert f"{RUN}-coordinator" in await whole.names("StatefulSet"), "the trainer still saves what it trained"
+    assert not (await whole.workloads())["Job urgent"], "no quota is given back before"
+    deadline = time.monotonic() + 120
+    while await whole.names("StatefulSet", "Deployment") or await whole.pods_left():
+        await whole.saves("trainer")
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    run = await whole.reaches("waits", waits)
+    deadline = time.monotonic() + 60
+    while await whole.holding() != {"Job urgent"}:
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    run = await whole.reaches("knows why", lambda r: "insufficient" in told(r, "Admitted"))
+    await whole.there.delete("Job", "urgent")
+    began = time.monotonic()
+    await whole.works()
+    say("there is quota again: all of the run is let in", time.monotonic() - began, 160)
+    trainer = (await whole.run())["status"]["trainer"]
+    assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
+
+
+def told(run: Object, kind: str) -> str:
+    conditions = run.get("status", {}).get("conditions", ())
+    return next((str(c["message"]) for c in conditions if c["type"] == kind), "")
+
+
+async def test_generators_beyond_the_least_number_are_queued_and_preempted_alone(whole: Team) -> None:
+    await whole.quota(4)
+    run = queued(autoscaling={"generators": {"min": 1, "max": 3}})
+    run["spec"]["generator"] |= {"replicas": 3}
+    await whole.there.create(run)
+    await whole.let_in("prepare", 1)
+    await whole.there.end("prepare")
+    await whole.begins("trainer", 2, node=NODE)
+    await whole.begins("coordinator")
+    await whole.let_in("generator", 2)
+    extra = f"{RUN}-generator-extra"
+    counts = {o["metadata"]["name"]: o["spec"]["replicas"] for o in await whole.there.all("Deployment")}
+    assert counts == {f"{RUN}-generator": 1, extra: 2}
+
+    async def extras() -> list[Object]:
+        found = await whole.there.all("Pod", "generator")
+        live = [
+            p
+            for p in found
+            if "scalerl.dev/extra" in p["metadata"]["labels"] and "deletionTimestamp" not in p["metadata"]
+        ]
+        return [p for p in live if not p["spec"].get("schedulingGates")]
+
+    deadline = time.monotonic() + 60
+    while len(await extras()) != 1:
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    # The run and its extra generators have one priority: the youngest of them gives way.
+    await whole.there.create(urgent(1))
+    deadline = time.monotonic() + 120
+    while "Job urgent" not in await whole.holding():
+        assert time.monotonic() < deadline, await whole.tell()
+        await asyncio.sleep(0.2)
+    assert not await extras()
+    assert len(await of_run(whole, RUN, "trainer")) == 2
+    assert f"ScaleRLRun {RUN}" in await whole.holding()
+
+
+async def test_trainers_of_a_gang_are_in_one_rack(whole: Team, control_plane: Cluster) -> None:
+    rack, host = "example.com/rack", "kubernetes.io/hostname"
+    amounts = {"cpu": "16", "memory": "64Gi", GPU: "1", "pods": "20"}
+    topology = {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Topology",
+        "metadata": {"name": "racks"},
+        "spec": {"levels": [{"nodeLabel": rack}, {"nodeLabel": host}]},
+    }
+    flavor, cluster_queue, local_queue, urgent_class = queue(
+        whole.there.namespace, whole.there.namespace, **{"cpu": "100", "memory": "1Ti", GPU: "9"}
+    )
+    flavor["metadata"]["name"] = "racked"
+    flavor["spec"] = {"nodeLabels": {"pool": "racked"}, "topologyName": "racks"}
+    cluster_queue["spec"]["resourceGroups"][0]["flavors"][0]["name"] = "racked"
+    nodes = [
+        (f"{name}{number}", name) for name in ("a", "b", "c") for number in range(2 if name == "b" else 1)
+    ]
+    for name, its_rack in nodes:
+        labels = {rack: its_rack, host: name, "pool": "racked"}
+        control_plane.apply(
+            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+        )
+        ready = {"type": "Ready", "status": "True", "reason": "test", "message": ""}
+        patch = json.dumps({"status": {"allocatable": amounts, "capacity": amounts, "conditions": [ready]}})
+        await whole._kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
+    objects = yaml.safe_dump_all([topology, flavor, cluster_queue, local_queue, urgent_class])
+    await whole._kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=objects)
+    run = queued()
+    run["spec"]["trainer"]["podTemplate"] = {"annotations": {"kueue.x-k8s.io/podset-required-topology": rack}}
+    await whole.there.create(run)
+    await whole.let_in("prepare", 1)
+    await whole.there.end("prepare")
+    pods = await whole.let_in("trainer", 2)
+    assert {pod["spec"]["nodeSelector"][host] for pod in pods} == {"b0", "b1"}
+    assert {pod["spec"]["nodeSelector"]["pool"] for pod in pods} == {"racked"}
+    (generator,) = await whole.let_in("generator", 1)
+    assert generator["spec"]["nodeSelector"][host] in ("a0", "c0"), "a device a node"
+    for name, _ in nodes:
+        await whole._kubectl("delete", "node", name)

@@ -66,11 +66,38 @@ TEMPLATED: Object = {
     "shmSize": "2048Mi",
 }  # fmt: skip
 
+PLACED: Object = {
+    "schedulerName": "kai-scheduler",
+    "serviceAccountName": "reader",
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "resourceClaims": [
+        {"name": "gpus", "resourceClaimTemplateName": "eight"},
+        {"name": "nics", "resourceClaimName": "shared"},
+    ],
+    "envFrom": [{"secretRef": {"name": "hub"}}, {"configMapRef": {"name": "c", "optional": True}, "prefix": "A_"}],
+    "volumes": [{"name": "data", "emptyDir": {}}],
+    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    "initContainers": [
+        {
+            "name": "fetch",
+            "image": "fetcher:1",
+            "args": ["s3://bucket"],
+            "env": [{"name": "A", "value": ""}],
+            "envFrom": [{"secretRef": {"name": "hub"}}],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            "resources": {"limits": {"memory": "1Gi"}},
+        }
+    ],
+    "labels": {"pod-group.scheduling.sigs.k8s.io": "g", "kai.scheduler/queue": "team"},
+    "annotations": {"scheduling.k8s.io/group-name": "g", "kueue.x-k8s.io/podset-required-topology": "rack"},
+}  # fmt: skip
+
 RUNS: dict[str, Callable[[Object], Object]] = {
     "tiny": lambda run: run,
     "devices": lambda run: with_spec(run, generator={"devices": 4, "replicas": 2}, trainer={"devices": 1, "replicas": 8}),
     "nodes": lambda run: with_spec(run, generator={"devices": 4}, trainer={"devices": 8, "replicas": 2}),
     "pod-template": lambda run: with_spec(run, podTemplate=TEMPLATED),
+    "placed": lambda run: with_spec(run, podTemplate=PLACED, generator={"devices": 1}, trainer={"devices": 2}),
     "claim": lambda run: with_spec(run, storage={"claimName": "shared"}),
     "long-name": lambda run: {**run, "metadata": {"name": "0" + "long-name" * 10 + ".9"}},
     "queue": lambda run: {**run, "metadata": {"name": "queue", "labels": {names.QUEUE: "team"}}},
@@ -124,6 +151,7 @@ def namespace(control_plane: Cluster) -> Iterator[Namespace]:
     control_plane.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
     )
+    control_plane.kubectl("create", "serviceaccount", PLACED["serviceAccountName"], "-n", name)
     yield Namespace(control_plane, name)
     control_plane.kubectl("delete", "namespace", name, "--wait=false")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import Matches, MemoryQuantity, Model, quantity_input
+from scalerl_api.fields import Matches, MemoryQuantity, Model, exactly_one, quantity_input
 
 RESERVED_VARIABLES = "SCALERL_"
 """Prefix of the variables that a runtime sets."""
@@ -40,6 +40,8 @@ SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/us
 """Directories without which no program starts. A user's mount may be below such a path, but not at it."""
 RESERVED_VOLUMES = "scalerl-"
 """Prefix of the operator's own volumes."""
+ROLE_CONTAINERS = ("prepare", "coordinator", "server", "actor", "trainer")
+"""Names of the roles' containers, which no other container of their pods may have."""
 
 _LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
 _QUALIFIED_NAME = (
@@ -49,6 +51,7 @@ _QUALIFIED_NAME = (
 _AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]+)?$"
 _SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
 """Units of amounts that may be less than 1Mi, as factors."""
+_DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
@@ -58,7 +61,12 @@ RESERVED_MOUNT_MESSAGE = (
     f"volumes whose names start with {RESERVED_VOLUMES} are the operator's, with the files of every run that shares the claim; "
     "mount a volume of your own"
 )
+ROLE_CONTAINER_MESSAGE = (
+    f"the operator's own containers have the names {', '.join(ROLE_CONTAINERS)}; choose another"
+)
 SYSTEM_PATH_MESSAGE = "a mount there hides the image's own programs; choose another path"
+
+_T = TypeVar("_T")
 
 Raw = dict[str, Any]
 """A Kubernetes object, as in the Kubernetes API reference."""
@@ -123,7 +131,7 @@ class Unique:
     def __call__(self, values: list[Any]) -> list[Any]:
         seen: set[str] = set()
         for value in values:
-            name = value[self.key] if isinstance(value, dict) else getattr(value, self.key)
+            name = _key(value, self.key)
             if name in seen:
                 raise ValueError(f"{self.key} {name} is given twice")
             seen.add(name)
@@ -136,6 +144,13 @@ def unreserved(values: dict[str, str]) -> dict[str, str]:
         if name.startswith(RESERVED_LABELS):
             raise ValueError(f"{name}: {name.split('/')[0]}/ is the operator's own; choose another prefix")
     return values
+
+
+def other_container(name: str) -> str:
+    """Reject the name of a role's own container."""
+    if name in ROLE_CONTAINERS:
+        raise ValueError(f"{name}: {ROLE_CONTAINER_MESSAGE}")
+    return name
 
 
 QualifiedName = Annotated[
@@ -154,6 +169,17 @@ ObjectName = Annotated[
     str,
     Field(min_length=1, max_length=253),
     AfterValidator(Matches(_OBJECT_NAME, "must be an object's name: lower-case letters, digits, - and .")),
+]
+ContainerName = Annotated[
+    str,
+    Field(min_length=1, max_length=40),
+    AfterValidator(Matches(_DNS_LABEL, "must be lower-case letters, digits and -")),
+    AfterValidator(other_container),
+]
+EntryName = Annotated[
+    str,
+    Field(min_length=1, max_length=63),
+    AfterValidator(Matches(_DNS_LABEL, "must be lower-case letters, digits and -")),
 ]
 Amount = Annotated[
     str,
@@ -203,6 +229,69 @@ class PodResources(Model):
     """Limits by resource, like ``rdma/ib: 1``."""
 
 
+class SourceReference(Model):
+    """A Secret or a ConfigMap in the namespace of the run."""
+
+    name: ObjectName
+    """Its name."""
+    optional: bool = False
+    """Start without it if it does not exist."""
+
+
+class EnvSource(Model):
+    """Variables from all keys of a Secret or a ConfigMap, as Kubernetes' ``EnvFromSource``."""
+
+    secret_ref: SourceReference | None = None
+    """A Secret."""
+    config_map_ref: SourceReference | None = None
+    """A ConfigMap."""
+    prefix: Annotated[str, Field(max_length=64)] = ""
+    """Prefix of the names of the variables."""
+
+    rules = (exactly_one("secretRef", "configMapRef"),)
+
+
+class DeviceClaim(Model):
+    """A claim of devices by dynamic resource allocation (DRA), as Kubernetes' ``PodResourceClaim``."""
+
+    name: EntryName
+    """Name of the claim in the pod."""
+    resource_claim_template_name: ObjectName | None = None
+    """ResourceClaimTemplate from which each pod gets a claim of its own."""
+    resource_claim_name: ObjectName | None = None
+    """ResourceClaim that all pods share."""
+
+    rules = (exactly_one("resourceClaimTemplateName", "resourceClaimName"),)
+
+
+EnvSources = Annotated[list[EnvSource], Field(max_length=16)]
+
+
+class InitContainer(Model):
+    """A container that runs to its end before those of the role, as Kubernetes' ``Container``.
+
+    It has the security context of the role's containers (no root, a read-only root file system, no capabilities), a ``/tmp`` of
+    its own, and neither the run's volume nor its token.
+    """
+
+    name: ContainerName
+    """Its name."""
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Its image."""
+    command: Annotated[list[Annotated[str, Field(max_length=16_384)]], Field(max_length=64)] = []
+    """Command in place of the image's."""
+    args: Annotated[list[Annotated[str, Field(max_length=16_384)]], Field(max_length=64)] = []
+    """Arguments in place of the image's."""
+    env: Annotated[list[Variable], Field(max_length=32), AfterValidator(Unique("name"))] = []
+    """Its variables, as Kubernetes' ``EnvVar``. Those of the podTemplate are for the role's containers only."""
+    env_from: EnvSources = []
+    """Variables from Secrets and ConfigMaps."""
+    volume_mounts: Annotated[list[Mount], Field(max_length=16), AfterValidator(Unique("mountPath"))] = []
+    """Mounts of the podTemplate's volumes, as Kubernetes' ``VolumeMount``."""
+    resources: PodResources = PodResources()
+    """Its requests and limits; a container without any may be refused by a quota."""
+
+
 class PodTemplate(Model):
     """Additions to pods. Ignored by the local runtime."""
 
@@ -212,6 +301,17 @@ class PodTemplate(Model):
     """Tolerations of the pods, as Kubernetes' ``Toleration``."""
     affinity: Raw | None = None
     """Node and pod affinity, as Kubernetes' ``Affinity``."""
+    topology_spread_constraints: Annotated[list[Raw], Field(max_length=16)] = []
+    """Spread of a role's pods over nodes or zones, as Kubernetes' ``TopologySpreadConstraint``; without a ``labelSelector``, over
+    the pods of the same role of the run."""
+    scheduler_name: ObjectName | None = None
+    """Scheduler of the pods, like ``volcano`` or ``kai-scheduler``; default: the cluster's."""
+    service_account_name: ObjectName | None = None
+    """ServiceAccount of the pods, for workload identity. Their containers get no token of the API server. Generators, which grade
+    untrusted text, have only that of ``generator.podTemplate``."""
+    env_from: EnvSources = []
+    """Variables of every container of the role from Secrets and ConfigMaps, as Kubernetes' ``EnvFromSource``. Variables of
+    ``env`` and those of the operator come before them: the names reserved there have no effect here."""
     env: Annotated[list[Variable], Field(max_length=64), AfterValidator(Unique("name"))] = []
     """Variables of every container of the role, as Kubernetes' ``EnvVar``. Reserved: ``SCALERL_*``, and for the
     trainer ``RANK``, ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
@@ -223,6 +323,11 @@ class PodTemplate(Model):
     text, may write to an ``emptyDir`` and an ``ephemeral`` volume only; its other mounts are read-only."""
     resources: PodResources = PodResources()
     """Resources of the role's main container: the trainer, the coordinator, a generator's vLLM server."""
+    resource_claims: Annotated[list[DeviceClaim], Field(max_length=8), AfterValidator(Unique("name"))] = []
+    """Devices by dynamic resource allocation, for the role's main container. With them, ``deviceResource`` is not requested;
+    ``devices`` still says how many devices a pod uses. The preparation has none."""
+    init_containers: Annotated[list[InitContainer], Field(max_length=4), AfterValidator(Unique("name"))] = []
+    """Containers that run before the role's, in this order: to fetch data into a volume of the podTemplate."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods, like ``nvidia``."""
     priority_class_name: ObjectName | None = None
@@ -240,8 +345,8 @@ class PodTemplate(Model):
     def over(self, base: PodTemplate | None) -> PodTemplate:
         """This role's template merged over ``base``, the template for all roles.
 
-        Maps and lists with keys are merged, and the role's entry takes precedence. Tolerations and pull secrets are appended.
-        A single value of the role replaces that of ``base``.
+        Maps and lists with keys are merged, and the role's entry takes precedence. Tolerations, spread constraints, sources of
+        variables and pull secrets are appended. A single value of the role replaces that of ``base``.
 
         >>> PodTemplate(labels={"a": "1"}).over(PodTemplate(labels={"a": "0", "b": "2"})).labels
         {'a': '1', 'b': '2'}
@@ -251,7 +356,15 @@ class PodTemplate(Model):
         # The parts were validated. The result is not: a rule of a later release must not break a run accepted before it.
         return PodTemplate.model_construct(
             node_selector=base.node_selector | self.node_selector,
-            tolerations=base.tolerations + [t for t in self.tolerations if t not in base.tolerations],
+            tolerations=_appended(base.tolerations, self.tolerations),
+            topology_spread_constraints=_appended(
+                base.topology_spread_constraints, self.topology_spread_constraints
+            ),
+            scheduler_name=self.scheduler_name or base.scheduler_name,
+            service_account_name=self.service_account_name or base.service_account_name,
+            env_from=_appended(base.env_from, self.env_from),
+            resource_claims=_joined(base.resource_claims, self.resource_claims, "name"),
+            init_containers=_joined(base.init_containers, self.init_containers, "name"),
             affinity=self.affinity if self.affinity is not None else base.affinity,
             env=_joined(base.env, self.env, "name"),
             volumes=_joined(base.volumes, self.volumes, "name"),
@@ -264,13 +377,20 @@ class PodTemplate(Model):
             priority_class_name=self.priority_class_name or base.priority_class_name,
             labels=base.labels | self.labels,
             annotations=base.annotations | self.annotations,
-            image_pull_secrets=base.image_pull_secrets
-            + [s for s in self.image_pull_secrets if s not in base.image_pull_secrets],
+            image_pull_secrets=_appended(base.image_pull_secrets, self.image_pull_secrets),
             shm_size=self.shm_size or base.shm_size,
         )
 
 
-def _joined(base: list[Raw], role: list[Raw], key: str) -> list[Raw]:
+def _appended(base: list[_T], role: list[_T]) -> list[_T]:
+    return base + [entry for entry in role if entry not in base]
+
+
+def _joined(base: list[_T], role: list[_T], key: str) -> list[_T]:
     """Merged in the order of ``base``, followed by entries of the role alone: a variable may refer to an earlier one."""
-    own = {item[key]: item for item in role}
-    return [own.pop(item[key], item) for item in base] + list(own.values())
+    own = {_key(item, key): item for item in role}
+    return [own.pop(_key(item, key), item) for item in base] + list(own.values())
+
+
+def _key(item: Any, key: str) -> Any:
+    return item[key] if isinstance(item, dict) else getattr(item, key)

@@ -32,6 +32,13 @@ REPORT_FILE = "SCALERL_REPORT_FILE"
 """Preparation only: file for the size of the model, as :class:`scalerl_api.status.ModelStatus`; on a cluster, the container's
 termination message."""
 
+OPTIONAL = (
+    *(TRAINER_HOST, MODEL_CACHE, COMPILE_CACHE, REPORT_FILE),
+    *("SCALERL_VLLM_TOKEN", "SCALERL_VLLM_PREPARED", "SCALERL_VLLM_CAUSES"),
+)
+"""Variables that a runtime may leave out, and those that the vLLM server sets for its own processes. Empty, they count as not
+set."""
+
 BAD_INPUT_EXIT_CODE = 2
 """Exit code of a role whose input is invalid, so that a restart cannot help."""
 DIVERGED_EXIT_CODE = 3

@@ -96,7 +96,7 @@ def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:
     if spec.trackers.wandb is None or spec.trackers.wandb.offline:
         return
     templates = [t for t in (spec.pod_template, spec.coordinator.pod_template) if t is not None]
-    if not any(entry["name"] == "WANDB_API_KEY" for t in templates for entry in t.env):
+    if not any(t.env_from or any(e["name"] == "WANDB_API_KEY" for e in t.env) for t in templates):
         yield SpecProblem(
             "spec.trackers.wandb",
             "coordinator.podTemplate.env has no WANDB_API_KEY",
@@ -247,7 +247,10 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
                     f"{entry['name']} makes the roles run other code than their image has",
                     "put the code into the image that spec.images names",
                 )
-        if spec.device_resource in template.resources.limits | template.resources.requests:
+        claims = template.resource_claims or (
+            spec.pod_template is not None and spec.pod_template.resource_claims
+        )
+        if spec.device_resource in template.resources.limits | template.resources.requests and not claims:
             yield SpecProblem(
                 f"{where}.resources",
                 f"{spec.device_resource} is set by generator.devices and trainer.devices; without those a role runs on CPUs, "

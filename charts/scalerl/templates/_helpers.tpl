@@ -143,6 +143,14 @@ exec:
   # Whether the queue that a run names exists.
   resources: [localqueues]
   verbs: [get]
+- apiGroups: [kueue.x-k8s.io]
+  # A run's place in the queue.
+  resources: [workloads]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  # After an eviction, the quota is given back.
+  resources: [workloads/status]
+  verbs: [patch]
 - apiGroups: [""]
   # list: why a pod of a run cannot start, in the kubelet's words.
   resources: [events]

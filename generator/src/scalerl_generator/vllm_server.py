@@ -503,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not os.environ.get(TOKEN_VARIABLE):
         os.environ[TOKEN_VARIABLE] = _token_from_file(os.environ)
     on_cpu = _is_cpu_build()
-    if _PREPARED not in os.environ:
+    if not os.environ.get(_PREPARED):
         if not on_cpu:
             _require_a_gpu()
         vllm_dir = _package_dir("vllm")

@@ -34,6 +34,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_client import Sidecar
+from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import is_deleted
@@ -74,6 +75,8 @@ class Parts:
     metrics: Metrics
     wake: Callable[[Key], None]
     """Wakes a run for its coordinator or its autoscaler; a failed reconcile is not retried sooner."""
+    workloads_served: Callable[[], bool] = lambda: False
+    """Whether the cluster serves Kueue's Workloads."""
     on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called when this replica no longer leads and no reconcile is in work."""
 
@@ -129,6 +132,9 @@ class Operator:
         self.address: tuple[str, int] | None = None
         """Of health and metrics, once they are served."""
 
+    def _workloads_served(self) -> bool:
+        return all(informer.served for informer in self._informers if informer.kind.name == WORKLOAD)
+
     def stop(self) -> None:
         """Ends :meth:`run`."""
         self._stopping.set()
@@ -140,7 +146,9 @@ class Operator:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
             wake = functools.partial(self.queue.wake, respect_backoff=True)
-            self._parts = Parts(self._settings, self.api, self.cache, self.metrics, wake)
+            self._parts = Parts(
+                self._settings, self.api, self.cache, self.metrics, wake, self._workloads_served
+            )
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
             tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}
             try:
@@ -325,6 +333,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         images=parts.settings.images,
         operator_namespace=parts.settings.operator_namespace,
         namespaced=bool(parts.settings.namespaces),
+        gangs=lambda: parts.settings.gangs and parts.workloads_served(),
         autoscaler=None if sidecar is None else autoscaler,
         on_status=parts.metrics.run,
         wake=parts.wake,

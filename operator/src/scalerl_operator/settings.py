@@ -7,6 +7,7 @@
 ``SCALERL_COORDINATOR_IMAGE``
 ``SCALERL_IMAGE_PULL_POLICY``  Always, IfNotPresent (default) or Never
 ``SCALERL_SIDECAR_URL``        URL of the curve-fit sidecar; empty: no forecasts
+``SCALERL_GANGS``              true (default): where Kueue serves Workloads, it admits a queued run as a whole; false: in parts
 ``SCALERL_WORKERS``            runs reconciled at a time (16)
 ``SCALERL_LISTEN``             address and port of health and metrics (0.0.0.0:8080)
 ``SCALERL_LEASE``              name of the Lease that the leader holds (scalerl-operator)
@@ -51,6 +52,8 @@ class Settings:
     operator_namespace: str = "default"
     identity: str = ""
     kubeconfig: str | None = None
+    gangs: bool = True
+    """Queued runs are admitted as a whole, where Kueue serves Workloads."""
     drain_seconds: float = 15.0
     """For running reconciles to end after SIGTERM."""
     resync_seconds: float = 300.0
@@ -94,6 +97,7 @@ class Settings:
             operator_namespace=of("POD_NAMESPACE", "default"),
             identity=of("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
             kubeconfig=of("KUBECONFIG") or None,
+            gangs=one_of("SCALERL_GANGS", ("true", "false"), "true") == "true",
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 
 from operator_tests.manifests import (
     EVERYTHING,
+    EXAMPLES,
+    PODS,
+    UID,
     cluster_run,
     container,
     environment,
@@ -20,6 +25,9 @@ from operator_tests.manifests import (
     pod_spec,
     rendered,
 )
+from scalerl_api import process
+from scalerl_api.pods import RANK_VARIABLES
+from scalerl_api.spec_warnings import warnings_of
 from scalerl_operator.build.pods import probes
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
@@ -215,6 +223,115 @@ def test_pod_templates_of_run_and_role_are_merged() -> None:
     assert metadata["labels"]["team"] == "x"
     assert metadata["annotations"]["prometheus.io/scrape"] == "no"
     assert "team" not in generator["metadata"]["labels"]
+
+
+PLACED = {
+    "schedulerName": "kai-scheduler",
+    "serviceAccountName": "reader",
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
+        {"maxSkew": 1, "topologyKey": "host", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {}},
+    ],
+    "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "eight"}],
+    "envFrom": [{"secretRef": {"name": "hub"}}, {"configMapRef": {"name": "c", "optional": True}, "prefix": "A_"}],
+    "volumes": [
+        {"name": "data", "emptyDir": {}},
+        {"name": "vault", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}},
+    ],
+    "volumeMounts": [{"name": "data", "mountPath": "/data"}, {"name": "vault", "mountPath": "/vault"}],
+    "initContainers": [
+        {
+            "name": "fetch",
+            "image": "fetcher:1",
+            "args": ["s3://bucket", "/data"],
+            "envFrom": [{"secretRef": {"name": "hub"}}],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            "resources": {"limits": {"memory": "1Gi"}},
+        }
+    ],
+}  # fmt: skip
+
+
+def placed(**trainer: object) -> dict[str, Any]:
+    return rendered(
+        cluster_run(
+            podTemplate=PLACED, generator={"devices": 1}, trainer={"devices": 8, "replicas": 2} | trainer
+        )
+    )
+
+
+def test_scheduler_spread_and_claims_of_pods() -> None:
+    objects = placed()
+    for key in PODS:
+        spec = pod_spec(objects[key])
+        assert spec["schedulerName"] == "kai-scheduler"
+        own = {"matchLabels": {"scalerl.dev/run-uid": UID, "app.kubernetes.io/component": key.split("/")[1]}}
+        assert [spread["labelSelector"] for spread in spec["topologySpreadConstraints"]] == [own, {}]
+        claimed = [each for each in spec["containers"] if "claims" in each["resources"]]
+        # The preparation uses no device; the actor none of the server's.
+        assert [each["name"] for each in claimed] == (
+            [] if key == "Job/prepare" else [spec["containers"][0]["name"]]
+        )
+        assert spec.get("resourceClaims", []) == ([] if key == "Job/prepare" else PLACED["resourceClaims"])
+        for each in spec["containers"]:
+            assert "nvidia.com/gpu" not in each["resources"].get("limits", {}), "the claim is for the devices"
+    run = cluster_run(podTemplate=PLACED, trainer={"devices": 1})
+    assert not [w for w in warnings_of(run.spec) if "nvidia.com/gpu" in str(w)]
+
+
+def test_only_the_generators_own_account_is_in_their_pods_and_the_actor_has_no_token() -> None:
+    objects = placed()
+    accounts = {key: pod_spec(objects[key]).get("serviceAccountName") for key in PODS}
+    assert accounts == dict.fromkeys(PODS, "reader") | {"Deployment/generator": None}
+    own = cluster_run(podTemplate=PLACED, generator={"podTemplate": {"serviceAccountName": "weights"}})
+    generator = rendered(own)["Deployment/generator"]
+    assert pod_spec(generator)["serviceAccountName"] == "weights"
+    annotations = generator["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["eks.amazonaws.com/skip-containers"] == "actor"
+    assert annotations["azure.workload.identity/skip-containers"] == "actor"
+    for pod, each in every_container(rendered(own)):
+        assert pod["automountServiceAccountToken"] is False
+        mounted = {mount["name"] for mount in each["volumeMounts"]}
+        assert ("vault" in mounted) is (each["name"] != "actor"), each["name"]
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_sources_of_variables_cannot_set_the_runtimes(devices: int) -> None:
+    """A key of a Secret has effect where ``env`` does not have its name."""
+    for _, each in every_container(placed(devices=devices)):
+        assert each["envFrom"] == PLACED["envFrom"]
+        names = {entry["name"] for entry in each["env"]}
+        reserved = {*process.OPTIONAL, *(RANK_VARIABLES if each["name"] == "trainer" else ())}
+        assert reserved <= names, each["name"]
+        assert len(names) == len(each["env"])
+    for _, each in every_container(rendered(cluster_run())):
+        assert "envFrom" not in each
+        assert not {"SCALERL_VLLM_TOKEN"} & {entry["name"] for entry in each["env"]}
+
+
+def test_every_variable_of_the_roles_is_set_or_emptied() -> None:
+    read = set()
+    for member in ("api", "trainer", "generator", "coordinator"):
+        for path in (EXAMPLES.parent / member / "src").rglob("*.py"):
+            read |= set(
+                re.findall(r'^\w+(?:: Final)? = "(SCALERL_[A-Z_]+)"$', path.read_text(), re.MULTILINE)
+            )
+    assert len(read) > 10
+    for _, each in every_container(placed()):
+        assert read <= {entry["name"] for entry in each["env"]}, each["name"]
+
+
+def test_init_containers_are_restricted_and_see_only_their_mounts() -> None:
+    objects = placed()
+    for key in PODS:
+        spec = pod_spec(objects[key])
+        (first,) = spec["initContainers"]
+        assert first["securityContext"] == spec["containers"][0]["securityContext"]
+        assert (first["image"], first["args"]) == ("fetcher:1", ["s3://bucket", "/data"])
+        assert first["resources"] == {"limits": {"memory": "1Gi"}}
+        assert [m["name"] for m in first["volumeMounts"]] == ["data", "scalerl-tmp-fetch"]
+        assert {"name": "scalerl-tmp-fetch", "emptyDir": {}} in spec["volumes"]
+        assert "env" not in first, "the runtime's variables and token are for the roles"
 
 
 def test_user_variables_override_the_plans_not_the_runtimes() -> None:

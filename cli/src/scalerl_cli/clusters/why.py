@@ -121,7 +121,11 @@ def _queue(session: Session, run: Run) -> str:
         with contextlib.suppress(errors.ApiError):
             for item in session.raw(path, f"get pendingworkloads {run.namespace}/{queue}").get("items") or ():
                 owners = item["metadata"].get("ownerReferences") or ()
-                if any(str(owner.get("name", "")).startswith(f"{run.names.stem}-") for owner in owners):
+                # The Workload of the run, or of its preparation.
+                of_run = (owner.get("uid") == run.obj["metadata"].get("uid") for owner in owners)
+                if any(of_run) or any(
+                    str(o.get("name", "")).startswith(f"{run.names.stem}-") for o in owners
+                ):
                     return f"position {int(item['positionInLocalQueue']) + 1} in the queue {queue}"
             return ""
     return ""

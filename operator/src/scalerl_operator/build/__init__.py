@@ -8,12 +8,16 @@ Never lives here: the decision whether an object exists, or I/O.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import coordinator, generator, network, prepare, storage, trainer
+from scalerl_operator.build import coordinator, gang, generator, network, prepare, storage, trainer
+from scalerl_operator.build.gang import Gang
 from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.build.storage import secret
 from scalerl_operator.kube.types import Object
+from scalerl_operator.workloads import Role
 
 
 def render(
@@ -39,7 +43,7 @@ def render(
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(run, uid, images, operator_namespace, size)
+    scope = Scope(run, uid, images, operator_namespace, size, desired.gang)
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
@@ -47,13 +51,27 @@ def render(
         objects.append(prepare.job(scope))
     if desired.coordinator or desired.trainer_attempt is not None:
         objects += [network.coordinator_service(scope), network.trainer_service(scope)]
+    if desired.gang is not None:
+        objects.append(_workload(scope, desired.gang))
     if desired.coordinator:
         objects.append(coordinator.stateful_set(scope))
     if desired.generators:
-        objects += [generator.disruption_budget(scope), generator.deployment(scope, desired.generators)]
-    if desired.trainer_attempt is not None:
+        objects += [generator.disruption_budget(scope), *generator.deployments(scope, desired.generators)]
+    if desired.trainer_attempt is not None and (desired.gang is None or desired.gang.admitted):
         objects.append(trainer.job(scope, desired.trainer_attempt))
     return [finished(rendered) for rendered in objects]
+
+
+def _workload(scope: Scope, of: Gang) -> Object:
+    """As it is before it is admitted."""
+    scope = replace(scope, gang=None)
+    job = trainer.job(scope, 1)["spec"]
+    templates = {
+        Role.COORDINATOR: (1, coordinator.stateful_set(scope)["spec"]["template"]),
+        Role.GENERATOR: (of.generators, generator.deployment(scope, of.generators)["spec"]["template"]),
+        Role.TRAINER: (job["parallelism"], job["template"]),
+    }
+    return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates)
 
 
 __all__ = ["render", "secret", "spec_hash"]

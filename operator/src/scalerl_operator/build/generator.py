@@ -18,8 +18,21 @@ START_SECONDS: Final = 2100
 """Longer than the startup probe, before whose end a Deployment without progress may only be slow."""
 
 
-def deployment(scope: Scope, replicas: int) -> Object:
+def deployments(scope: Scope, replicas: int) -> list[Object]:
+    """Generators beyond those of a gang are in a Deployment of their own, whose pods Kueue queues one by one."""
+    if scope.gang is None:
+        return [deployment(scope, replicas)]
+    first = min(replicas, scope.gang.generators)
+    made = [deployment(scope, first)]
+    if replicas > first:
+        made.append(deployment(scope, replicas - first, extra=True))
+    return made
+
+
+def deployment(scope: Scope, replicas: int, *, extra: bool = False) -> Object:
     """An update creates a pod before it deletes another; with devices or a queue the reverse, as there may be no room for both."""
+    name = scope.names.extra_generators if extra else scope.names.generator
+    label = {names.EXTRA: "true"} if extra else {}
     in_place = bool(scope.spec.generator.devices or scope.queue_labels)
     settings = PodSettings(
         role=Role.GENERATOR,
@@ -27,11 +40,13 @@ def deployment(scope: Scope, replicas: int) -> Object:
         # Otherwise vLLM derives its address from the route to the internet.
         extra={"server": {"VLLM_HOST_IP": f"$({ADDRESS})"} | _compile_cache(scope)},
         metrics_port="control",
+        labels=label,
+        extra_pod=extra,
     )
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": scope.workload_metadata(scope.names.generator, Role.GENERATOR),
+        "metadata": scope.workload_metadata(name, Role.GENERATOR),
         "spec": {
             "replicas": replicas,
             "strategy": {
@@ -40,7 +55,7 @@ def deployment(scope: Scope, replicas: int) -> Object:
             },
             "progressDeadlineSeconds": START_SECONDS,
             "revisionHistoryLimit": 2,
-            "selector": {"matchLabels": names.selector(scope.uid, Role.GENERATOR)},
+            "selector": {"matchLabels": names.selector(scope.uid, Role.GENERATOR) | label},
             "template": pod_template(scope, settings),
         },
     }

@@ -23,8 +23,9 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize
 from scalerl_api.pod_memory import container_bytes, has_estimate
-from scalerl_api.pods import PodResources, PodTemplate
+from scalerl_api.pods import RANK_VARIABLES, EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
+from scalerl_operator.build import gang
 from scalerl_operator.build.resources import native, resources
 from scalerl_operator.build.scope import SECTION, Scope, pod_template_of, spec_hash
 from scalerl_operator.kube.types import Object
@@ -60,6 +61,14 @@ NEVER_EVICT: Final = {
 }
 
 
+_RESTRICTED: Final[Object] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+"""The security context of every container."""
+
+
 @dataclass(frozen=True)
 class PodSettings:
     """The settings of one role's pods.
@@ -70,6 +79,7 @@ class PodSettings:
     extra: environment by the name of a container.
     metrics_port: port with Prometheus metrics; None: no metrics.
     pod: fields of the pod's spec.
+    extra_pod: beyond the gang of the run.
     """
 
     role: Role
@@ -81,6 +91,7 @@ class PodSettings:
     labels: dict[str, str] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)
     pod: dict[str, Any] = field(default_factory=dict)
+    extra_pod: bool = False
 
 
 def pod_template(scope: Scope, settings: PodSettings) -> Object:
@@ -95,8 +106,10 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
             "prometheus.io/port": str(PORTS[settings.metrics_port]),
             "prometheus.io/path": endpoints.METRICS,
         }
-    annotations = settings.annotations | scraping | given.annotations
+    annotations = settings.annotations | scraping | given.annotations | _without_identity(role, given)
+    first = [_init_container(scope, container) for container in given.init_containers]
     spec: Object = {
+        **({"initContainers": first} if first else {}),
         "containers": [_container(scope, settings, given, container) for container in containers],
         "volumes": [*_volumes(scope, given, scope.workload(role)), *given.volumes],
         "securityContext": {
@@ -112,27 +125,48 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.grace_seconds,
         **settings.pod,
-        **_placement(given),
+        **_placement(scope, role, given),
     }
-    return {
+    template = {
         "metadata": {
             "labels": given.labels | scope.labels(role) | settings.labels,
             "annotations": annotations | {names.SPEC_HASH: spec_hash(scope.run, role)},
         },
         "spec": spec,
     }
+    if scope.gang is not None and not settings.extra_pod:
+        gang.place(template, scope.gang.of(role), role, scope.names.workload)
+    return template
 
 
-def _placement(given: PodTemplate) -> Object:
+def _placement(scope: Scope, role: Role, given: PodTemplate) -> Object:
+    own_pods = {"labelSelector": {"matchLabels": names.selector(scope.uid, role)}}
     wanted = {
         "nodeSelector": given.node_selector,
         "tolerations": given.tolerations,
         "affinity": given.affinity,
+        "topologySpreadConstraints": [own_pods | spread for spread in given.topology_spread_constraints],
+        "schedulerName": given.scheduler_name,
+        "serviceAccountName": given.service_account_name,
+        "resourceClaims": [
+            claim.model_dump(by_alias=True, exclude_none=True) for claim in given.resource_claims
+        ],
         "runtimeClassName": given.runtime_class_name,
         "priorityClassName": given.priority_class_name,
         "imagePullSecrets": [{"name": secret.name} for secret in given.image_pull_secrets],
     }
     return {name: value for name, value in wanted.items() if value}
+
+
+def _without_identity(role: Role, given: PodTemplate) -> Object:
+    """Annotations by which the webhooks of EKS and Azure give no token of the pod's service account to the container that grades
+    untrusted text. The metadata server of GKE serves a pod as a whole."""
+    if role is not Role.GENERATOR or given.service_account_name is None:
+        return {}
+    return {
+        "eks.amazonaws.com/skip-containers": ",".join(READ_ONLY_CONTAINERS),
+        "azure.workload.identity/skip-containers": ";".join(READ_ONLY_CONTAINERS),
+    }
 
 
 # --- containers ----------------------------------------------------------------------------------------------
@@ -143,6 +177,7 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
     main = container is workload.containers[0]
     shared = workload.per_node > 1
     given_resources = given.resources if main else PodResources()
+    claimed = [{"name": claim.name} for claim in given.resource_claims] if main else []
     rendered: Object = {
         "name": container.name,
         "image": scope.image(settings.role),
@@ -152,27 +187,48 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
         "resources": resources(
             container,
             native(given_resources) if settings.role is Role.PREPARE else given_resources,
-            scope.spec.device_resource,
+            None if claimed else scope.spec.device_resource,
             processes=workload.per_node,
             shm=shared_memory_bytes(given, workload),
             estimate=estimate(scope, container.name),
-        ),
+        )
+        | ({"claims": claimed} if claimed else {}),
         **probes(container),
         "volumeMounts": [*_mounts(scope, container, main), *_given_mounts(given, container)],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _RESTRICTED,
         # Conditions show the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    if given.env_from:
+        rendered["envFrom"] = _env_from(given.env_from)
     open_ports = [port for port in container.ports if port not in container.loopback]
     if open_ports:
         rendered["ports"] = [
             {"name": port, "containerPort": PORTS[port], "protocol": "TCP"} for port in open_ports
         ]
     return rendered
+
+
+def _init_container(scope: Scope, given: InitContainer) -> Object:
+    rendered: Object = {
+        "name": given.name,
+        "image": given.image,
+        "command": given.command,
+        "args": given.args,
+        "env": given.env,
+        "envFrom": _env_from(given.env_from),
+        "resources": given.resources.model_dump(exclude_defaults=True),
+    }
+    return {name: value for name, value in rendered.items() if value} | {
+        "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
+        "volumeMounts": [*given.volume_mounts, {"name": _tmp(given.name), "mountPath": "/tmp"}],  # noqa: S108
+        "securityContext": _RESTRICTED,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _env_from(sources: Sequence[EnvSource]) -> list[Object]:
+    return [source.model_dump(by_alias=True, exclude_defaults=True) for source in sources]
 
 
 def estimate(scope: Scope, container: str) -> int:
@@ -259,11 +315,21 @@ def _environment(
     fixed_names = {entry["name"] for entry in fixed}
     user = [entry for entry in given.env if entry["name"] not in fixed_names]
     overridden = {entry["name"] for entry in user}
+    if given.env_from:  # a variable that is not set here would come from there
+        planned = dict.fromkeys(api.OPTIONAL, "") | planned
+        fixed += [entry for entry in _single_rank(settings) if entry["name"] not in fixed_names]
     return [
         *fixed,
         *(variable(name, text) for name, text in planned.items() if name not in overridden),
         *user,
     ]
+
+
+def _single_rank(settings: PodSettings) -> list[Object]:
+    """Variables of torch.distributed that a trainer pod of one rank, or its launcher, does not set, as for one rank a node."""
+    if settings.role is not Role.TRAINER:
+        return []
+    return [variable(name, "1" if name.endswith("WORLD_SIZE") else "0") for name in RANK_VARIABLES[:5]]
 
 
 # --- probes --------------------------------------------------------------------------------------------------
@@ -330,8 +396,8 @@ _READ_MODELS: Final = ("prepare", "server", "trainer")
 """Containers that read weights. Of these only the preparation may write; the actor, which grades untrusted text, sees none."""
 
 
-def _tmp(container: Container) -> str:
-    return f"scalerl-tmp-{container.name}"
+def _tmp(container: str) -> str:
+    return f"scalerl-tmp-{container}"
 
 
 def _shm_size(given: PodTemplate, workload: Workload) -> str:
@@ -353,8 +419,8 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
         *(
-            {"name": _tmp(container), "emptyDir": TMP_LIMITS.get(container.name, {})}
-            for container in workload.containers
+            {"name": _tmp(name), "emptyDir": TMP_LIMITS.get(name, {})}
+            for name in [c.name for c in workload.containers] + [c.name for c in given.init_containers]
         ),
     ]
 
@@ -406,7 +472,7 @@ def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
         *_compiled_mount(scope, container),
         {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
-        {"name": _tmp(container), "mountPath": "/tmp"},  # noqa: S108
+        {"name": _tmp(container.name), "mountPath": "/tmp"},  # noqa: S108
         *([{"name": _SHM, "mountPath": "/dev/shm"}] if main else []),  # noqa: S108
     ]
 
@@ -417,6 +483,15 @@ def _given_mounts(given: PodTemplate, container: Container) -> list[Object]:
     of_the_pod = {
         volume["name"] for volume in given.volumes if not volume.keys().isdisjoint(("emptyDir", "ephemeral"))
     }
+    with_token = {
+        volume["name"]
+        for volume in given.volumes
+        if any(
+            "serviceAccountToken" in source for source in (volume.get("projected") or {}).get("sources") or ()
+        )
+    }
     return [
-        mount if mount["name"] in of_the_pod else {**mount, "readOnly": True} for mount in given.volume_mounts
+        mount if mount["name"] in of_the_pod else {**mount, "readOnly": True}
+        for mount in given.volume_mounts
+        if mount["name"] not in with_token
     ]

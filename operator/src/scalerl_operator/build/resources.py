@@ -26,7 +26,7 @@ NATIVE: Final = ("cpu", "memory", "ephemeral-storage")
 def resources(
     container: Container,
     given: PodResources,
-    device_resource: str,
+    device_resource: str | None,
     *,
     processes: int = 1,
     shm: int = 0,
@@ -34,6 +34,7 @@ def resources(
 ) -> Object:
     """Requests and limits for ``processes`` processes of the container that share ``shm`` bytes of ``/dev/shm``.
 
+    device_resource: None: the devices are not requested here, but by a claim.
     given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
     estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
     """
@@ -46,7 +47,7 @@ def resources(
     memory = processes * max(memory + (needs.memory_bytes or 0), estimate) + shm
     requests = {"cpu": cpu, "memory": f"{math.ceil(memory / _MI)}Mi"} | given.limits | given.requests
     limits = dict(given.limits)
-    if needs.devices:
+    if needs.devices and device_resource is not None:
         requests[device_resource] = limits[device_resource] = str(processes * needs.devices)
     return {"requests": requests} | ({"limits": limits} if limits else {})
 

@@ -17,6 +17,7 @@ from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
+from scalerl_operator.build.gang import Gang
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import Names
 from scalerl_operator.role_containers import plan
@@ -50,6 +51,7 @@ class Desired:
     generators: replicas; 0: no Deployment.
     trainer_attempt: number of the attempt, from 1; None: no trainer.
     trained: the run has trained steps, which its volume must hold.
+    gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
     """
 
     prepare: bool = False
@@ -57,6 +59,7 @@ class Desired:
     generators: int = 0
     trainer_attempt: int | None = None
     trained: bool = False
+    gang: Gang | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Scope:
 
     size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
         upgrade must not replace.
+    gang: see :class:`Desired`.
     """
 
     run: ScaleRLRun
@@ -72,6 +76,7 @@ class Scope:
     images: Images
     operator_namespace: str
     size: ModelSize | None = None
+    gang: Gang | None = None
 
     @property
     def spec(self) -> RunSpec:
@@ -97,7 +102,7 @@ class Scope:
 
     @property
     def queue_labels(self) -> dict[str, str]:
-        """Kueue's labels, for workloads that it queues."""
+        """Kueue's labels."""
         return {name: text for name, text in self.run.metadata.labels.items() if name in names.QUEUE_LABELS}
 
     def metadata(self, name: str, component: str = "run", *, owned: bool = True) -> Object:
@@ -106,7 +111,8 @@ class Scope:
     def workload_metadata(self, name: str, role: Role) -> Object:
         """Metadata of a workload, with the operator's default image, which an upgrade does not replace during the run."""
         metadata = self.metadata(name, role)
-        metadata["labels"] |= self.queue_labels
+        if self.gang is None or role is Role.PREPARE or name == self.names.extra_generators:
+            metadata["labels"] |= self.queue_labels
         metadata["annotations"][names.IMAGE] = getattr(self.images, SECTION[role])
         return metadata
 
@@ -146,9 +152,17 @@ def metadata_of(
 
 
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
-    """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's."""
-    own: PodTemplate | None = getattr(spec, SECTION[role]).pod_template
-    return (own or PodTemplate()).over(spec.pod_template)
+    """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's, without devices.
+
+    Generators, which grade untrusted text, have no service account but their own.
+    """
+    own: PodTemplate = getattr(spec, SECTION[role]).pod_template or PodTemplate()
+    merged = own.over(spec.pod_template)
+    if role is Role.PREPARE and merged.resource_claims:
+        return merged.model_copy(update={"resource_claims": []})
+    if role is Role.GENERATOR and merged.service_account_name != own.service_account_name:
+        return merged.model_copy(update={"service_account_name": own.service_account_name})
+    return merged
 
 
 def spec_hash(run: ScaleRLRun, role: Role) -> str:

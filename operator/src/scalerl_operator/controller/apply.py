@@ -15,10 +15,12 @@ from typing import Any, Final
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.build import render
+from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
+from scalerl_operator.controller.gang import is_wanted
 from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
@@ -43,7 +45,7 @@ SEARCH_SECONDS: Final = 15.0
 FAILED_GANG_GRACE_SECONDS: Final = 5
 MOST_POINTS_AT_ONCE: Final = 500
 """Points of a curve whose table is made on the event loop: 5 ms."""
-_DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget"}
+_DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget", WORKLOAD}
 """Kinds of objects that are deleted when they are no longer wanted; those with data, and the NetworkPolicy, stay."""
 _VALUE_CHARACTERS: Final = 60
 """Of a value in a message."""
@@ -81,7 +83,8 @@ class Applier:
         """
         decision, state = context.decision, context.state
         desired = Desired(
-            decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained
+            *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained),
+            gang=context.gang if is_wanted(decision) else None,
         )
         images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points
@@ -163,8 +166,9 @@ class Applier:
             return await self._create(wanted, context)
         if (problem := name_taken(live, context)) is not None or is_deleted(live):
             return problem
-        if kind == "Job":  # immutable
-            await self._adopt(live, context, _labels_of(name, context))
+        if kind in ("Job", WORKLOAD):  # immutable
+            labels = _labels_of(name, context) if kind == "Job" else wanted["metadata"]["labels"]
+            await self._adopt(live, context, labels)
             return None
         if kind == CLAIM:
             wanted = never_smaller(wanted, live)
@@ -349,6 +353,7 @@ def _labels_of(name: str, context: RunContext) -> dict[str, str]:
         names.prepare: Role.PREPARE,
         names.coordinator: Role.COORDINATOR,
         names.generator: Role.GENERATOR,
+        names.extra_generators: Role.GENERATOR,
     }
     role = roles.get(name, Role.TRAINER)
     attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
@@ -369,7 +374,8 @@ def _to_be_drained(context: RunContext) -> list[tuple[str, str]]:
         return []
     workloads = [("Job", names.prepare)] if context.before.phase is Phase.PREPARING else []
     if memory.attempt > 0:
-        workloads += [("Deployment", names.generator), ("StatefulSet", names.coordinator)]
+        workloads += [("Deployment", names.generator), ("Deployment", names.extra_generators)]
+        workloads += [("StatefulSet", names.coordinator)]
         workloads += [("Job", names.trainer_job(memory.attempt))]
     return workloads
 

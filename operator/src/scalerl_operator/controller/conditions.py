@@ -19,6 +19,7 @@ from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.build.pods import memory_warnings
 from scalerl_operator.build.scope import Images, Scope
+from scalerl_operator.controller import gang
 from scalerl_operator.controller.observe import rfc3339, seconds
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.controller.volume import size_problem
@@ -101,6 +102,9 @@ def _admitted(context: RunContext) -> Value:
     if context.queue_missing:
         return False, Problem(Reason.REFERENCE_NOT_FOUND, context.queue_missing)
     jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
+    if observed.trainer.held and context.gang is not None:
+        text = f"the run as a whole ({context.gang.generators} generators) in the queue {queue}"
+        return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(context)}")
     waiting = [role for role, job in jobs.items() if job.held]
     for role in (Role.COORDINATOR, Role.GENERATOR):
         problems = (pod.problem for pod in observed.of(role))

@@ -221,16 +221,22 @@ def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float
 def pod_view(pod: Object) -> PodView:
     """The view of a pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
+    containers = [*first, *own]
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     ends = tuple(
         Ended(int(end.get("exitCode", 1)), _last_log_line(end))
-        for c in containers
+        for c in own
+        if (end := (c.get("state") or {}).get("terminated")) is not None and end.get("exitCode") != 0
+    ) or tuple(
+        # Only the roles' exit codes have a meaning.
+        Ended(1, f"init container {c['name']}: {_last_log_line(end)}")
+        for c in first
         if (end := (c.get("state") or {}).get("terminated")) is not None and end.get("exitCode") != 0
     )
     bad_inputs = (
         Ended(BAD_INPUT_EXIT_CODE, _last_log_line(end))
-        for c in containers
+        for c in own
         for end in _ends(c)
         if end.get("exitCode") == BAD_INPUT_EXIT_CODE
     )
@@ -247,14 +253,16 @@ def pod_view(pod: Object) -> PodView:
         leaving="deletionTimestamp" in metadata,
         over=status.get("phase") in ("Succeeded", "Failed"),
         ready=conditions.get("Ready", {}).get("status") == "True",
-        creating=bool(waiting) and {*waiting} <= {"ContainerCreating", "PodInitializing"},
+        creating=bool(waiting)
+        and {*waiting} <= {"ContainerCreating", "PodInitializing"}
+        and not any("running" in (c.get("state") or {}) for c in first),
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(pod, status, conditions, containers),
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        started=bool(containers) and all(c.get("started") is True for c in containers),
-        steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
+        started=bool(own) and all(c.get("started") is True for c in own),
+        steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
         spec_hash=str((metadata.get("annotations") or {}).get(SPEC_HASH, "")),
     )
@@ -278,9 +286,9 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
 
 def _memory_bound(pod: Object, name: str) -> str:
     """What a container that was killed for its memory has exceeded, and what to do."""
-    given: Object = next(
-        (c for c in (pod.get("spec") or {}).get("containers") or () if c["name"] == name), {}
-    )
+    spec = pod.get("spec") or {}
+    all_containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    given: Object = next((c for c in all_containers if c["name"] == name), {})
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
     if limit:

@@ -18,6 +18,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.build.scope import Images
+from scalerl_operator.controller import gang
 from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
@@ -48,6 +49,7 @@ class Reconciler:
     namespaced: the operator watches a few namespaces, and may not read cluster-scoped objects.
     autoscaler: creates the autoscaler of a run with that uid; None: no forecasts.
     on_status: called with each run's status and figures at each reconcile; None: the run is gone.
+    gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
     wake: called for a run whose coordinator has responded.
     background: see :class:`.CoordinatorPollers`.
     clock: Unix seconds.
@@ -61,6 +63,7 @@ class Reconciler:
         images: Images,
         operator_namespace: str,
         namespaced: bool = False,
+        gangs: Callable[[], bool] = lambda: False,
         autoscaler: Callable[[ScaleRLRun, str], Autoscaler] | None = None,
         on_status: Callable[[Key, RunStatus | None, RunFigures], None] = lambda key, status, figures: None,
         wake: Callable[[Key], None] = lambda key: None,
@@ -72,6 +75,7 @@ class Reconciler:
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, images, operator_namespace, namespaced=namespaced)
         self.coordinators = CoordinatorPollers(lambda what: api.must_lead(what), wake, background=background)
+        self._gangs = gangs
         self._make_autoscaler = autoscaler
         self._on_status = on_status
         self._clock = clock
@@ -106,7 +110,9 @@ class Reconciler:
             await self._run.scale(context, number, decision=-1)
             return 0.0
         await adopt_spec_hashes(self._api, self._cache, context)
+        context.gang = await gang.find(self._api, context, served=self._gangs())
         observed = observe(context.objects, context.uid, context.spec_hashes())
+        observed = gang.observed_in_queue(context, observed)
         context.observed, placed = patient(observed, context.unix_seconds)
         if not await ask_coordinator(self._api, self.coordinators, context):
             return COORDINATOR_SECONDS
@@ -172,6 +178,7 @@ class Reconciler:
                 context.before = RunStatus.read(context.obj.get("status"))
                 context.memory = context.decision.memory
             await self._applier.apply(context)
+            await gang.answer(self._api, context)
         await request_stop(self._api, self.coordinators, context)
 
     async def _edit_spec(self, context: RunContext) -> bool:

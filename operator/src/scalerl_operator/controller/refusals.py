@@ -23,7 +23,14 @@ from scalerl_operator.policy.problems import Problem, creation_problem
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
 _ENTRY: Final = re.compile(r"(?P<list>\w+)\[(?P<index>\d+)\](?P<rest>.*)", re.DOTALL)
-_KEYS: Final = {"env": "name", "volumes": "name", "volumeMounts": "mountPath"}
+_KEYS: Final = {
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "initContainers": "name",
+    "resourceClaims": "name",
+    "topologySpreadConstraints": "topologyKey",
+}
 """The key of a list's entries; entries of other lists are compared as a whole."""
 
 

@@ -13,6 +13,7 @@ from scalerl_api.status import ModelStatus, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.report import AutoscalerReport
+from scalerl_operator.build.gang import Gang
 from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.observe import RunObservation, belongs, label
 from scalerl_operator.kube.types import Key, Object
@@ -87,6 +88,8 @@ class RunState:
     """When the claim was last read, and the claim."""
     events_read: tuple[float, Problem | None] = (0.0, None)
     """When the Events of a pod were last read, and the problem."""
+    placement: tuple[tuple[str, str], str] = (("", ""), "")
+    """uid and admission of the run's Workload, and :attr:`.Gang.placement`."""
     queue_read: tuple[float, str] = (0.0, "")
     """When the run's queue was last read, and the problem."""
 
@@ -181,6 +184,8 @@ class RunContext:
     """Fields that were edited after the last steps that were trained."""
 
     # observe
+    gang: Gang | None = None
+    """In the queue of a cluster with Kueue."""
     observed: RunObservation = field(default_factory=RunObservation)
     coordinator: Status | None = None
     """The coordinator's last status; None while it does not respond."""
@@ -272,6 +277,7 @@ class RunContext:
             deleting=self.deleted,
             suspend=self.accepted is not None and self.accepted.spec.suspend,
             queued=bool(label(self.obj, QUEUE)),
+            unadmitted=self.gang is not None and not self.gang.admitted,
             serving=observed.serving,
             prepare=observed.prepare,
             trainer=observed.trainer,

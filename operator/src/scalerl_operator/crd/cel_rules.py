@@ -34,11 +34,14 @@ from scalerl_api.pods import (
     RESERVED_PATH_MESSAGE,
     RESERVED_PATHS,
     RESERVED_VOLUMES,
+    ROLE_CONTAINER_MESSAGE,
+    ROLE_CONTAINERS,
     SYSTEM_PATH_MESSAGE,
     SYSTEM_PATHS,
     Named,
     Unique,
     enough_memory,
+    other_container,
     own_path,
     text_value,
     unreserved,
@@ -337,6 +340,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             f"names that start with {', '.join(RESERVED_LABELS)} are the operator's; choose another prefix",
         ),
     ),
+    other_container: (Rule(f"!(self in {list(ROLE_CONTAINERS)})", ROLE_CONTAINER_MESSAGE),),
     enough_memory: (
         Rule(
             "!('memory' in self) || !isQuantity(string(self['memory'])) || "

@@ -22,12 +22,14 @@ import msgspec
 from scalerl_operator import names
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.errors import ApiError, Expired
+from scalerl_operator.kube.errors import ApiError, Expired, Forbidden, NotFound
 from scalerl_operator.kube.kinds import RUN, Kind
 
 PAGE: Final = 200
 """Objects per page of a list; the event loop runs other tasks after each quarter of it."""
 LONGEST_PAUSE_SECONDS: Final = 10.0
+NOT_SERVED_SECONDS: Final = 60.0
+"""Between two tries of an optional kind that the cluster does not serve, or that the role does not permit."""
 WATCH_SECONDS: Final = (90, 150)
 """Range of a watch's duration: only its end distinguishes a kind without events from a server that is gone."""
 
@@ -65,7 +67,8 @@ async def listed(api: KubeApi, cache: Cache, kind: Kind, namespace: str | None) 
 
 @dataclass
 class Informer:
-    """One kind in one namespace; None: in all. synced: set after the first list. on_event: called with the kind of each event."""
+    """One kind in one namespace; None: in all. synced: set after the first list. on_event: called with the kind of each event.
+    served: whether the last list of an optional kind succeeded."""
 
     api: KubeApi
     cache: Cache
@@ -73,6 +76,7 @@ class Informer:
     namespace: str | None
     on_event: Callable[[str], None] = lambda kind: None
     synced: asyncio.Event = field(default_factory=asyncio.Event)
+    served: bool = False
 
     @property
     def what(self) -> str:
@@ -87,17 +91,29 @@ class Informer:
             try:
                 if version is None:
                     version = await listed(self.api, self.cache, self.kind, self.namespace)
+                    self.served = True
                     self.synced.set()
                 async for newest in self._versions(version):
                     version, pause = newest, 0.0
             except Expired:
                 version = None
+            except (Forbidden, NotFound) as error:
+                if not self.kind.optional:
+                    pause = self._failed(error, pause)
+                else:
+                    if self.served or not self.synced.is_set():
+                        log.info("%s; tried again every %.0f s", error, NOT_SERVED_SECONDS)
+                    version, pause, self.served = None, NOT_SERVED_SECONDS, False
+                    self.synced.set()
             except ApiError as error:
-                pause = min(LONGEST_PAUSE_SECONDS, max(1.0, pause * 2))
-                pause = max(pause, error.retry_after or 0.0)
-                log.warning("%s; retried in %.0f s", error, pause)
+                pause = self._failed(error, pause)
             # The pause is never 0: a watch that ends at once must not become a busy loop.
             await asyncio.sleep(pause + random.uniform(0.05, 0.2))
+
+    def _failed(self, error: ApiError, pause: float) -> float:
+        pause = max(min(LONGEST_PAUSE_SECONDS, max(1.0, pause * 2)), error.retry_after or 0.0)
+        log.warning("%s; retried in %.0f s", error, pause)
+        return pause
 
     async def _versions(self, since: str) -> AsyncIterator[str]:
         """Stores the objects of one watch's events; yields the version after each event."""

@@ -14,6 +14,7 @@ class Kind:
     """Name and address of one kind of object.
 
     watched: the cache holds its objects that have the label of a run.
+    optional: the cluster may not serve it.
     earlier: versions in which it is read where ``api_version`` is not served.
     """
 
@@ -22,6 +23,7 @@ class Kind:
     plural: str
     namespaced: bool = True
     watched: bool = False
+    optional: bool = False
     earlier: tuple[str, ...] = ()
 
     @property
@@ -73,6 +75,10 @@ KINDS: Final[dict[str, Kind]] = {
         # Read only to report that the one which a spec names does not exist.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
         # The same, of a run's queue label. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
+        # A run's place in the queue; served by Kueue since 0.15.
+        Kind("Workload", "kueue.x-k8s.io/v1beta2", "workloads", watched=True, optional=True),
+        # The nodes of a queue's quota.
+        Kind("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False),
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
     )
 }

@@ -20,8 +20,10 @@ Failed         the same                                               the spec i
 A failure after an edit, or after a resumption, holds a run that has trained (``End.HELD``): its spec has worked, and can be mended.
 An ended run continues as a suspended one that is resumed: what is left of it is deleted first.
 
-A queue (Kueue) admits each Job separately. The coordinator and the generators are created once the trainer's Job is admitted, and
-deleted when it has been requeued for ``HELD_SECONDS``, so that a queued run holds no devices and its clock does not advance.
+A queue (Kueue) admits trainer, coordinator and generators as one gang: none of them exists before, and all are deleted when it is
+evicted, once the trainer has saved. Where there are no gangs, it admits each Job separately: the coordinator and the generators are
+created once the trainer's Job is admitted, and deleted when it has been requeued for ``HELD_SECONDS``. So a queued run holds no
+devices, and its clock does not advance.
 """
 
 from __future__ import annotations
@@ -383,6 +385,9 @@ def _what_is_lost(status: Status) -> str:
 def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
     """Whether only the trainer's Job is to exist, which a queue holds."""
     trainer = observed.trainer
+    if observed.unadmitted:  # first its trainer saves
+        stops = trainer.ending or trainer.state is JobState.LEAVING
+        return not stops and (trainer.held or trainer.state is not JobState.ACTIVE)
     if trainer.held and not trainer.ending:
         since = _since(memory.held_since, observed.unix_seconds)
         return not observed.serving or observed.unix_seconds - since >= HELD_SECONDS

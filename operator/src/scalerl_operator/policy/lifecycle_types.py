@@ -76,6 +76,7 @@ class LifecycleInput:
 
     unix_seconds: the operator's clock, for back-off, drains and queues only.
     queued: a queue admits the run's Jobs.
+    unadmitted: the queue has not admitted the run's gang, or has evicted it.
     serving: the coordinator or generators exist.
     status: of the coordinator; None while it does not answer.
     stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
@@ -88,6 +89,7 @@ class LifecycleInput:
     deleting: bool = False
     suspend: bool = False
     queued: bool = False
+    unadmitted: bool = False
     serving: bool = False
     prepare: Job = Job()
     trainer: Job = Job()

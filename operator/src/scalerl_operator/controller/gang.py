@@ -1,0 +1,183 @@
+"""The Workload of a queued run (:mod:`scalerl_operator.build.gang`): what it says of the run, and what the operator answers.
+
+Kueue sets ``Admitted`` and ``Evicted``. The operator creates the run's pods while the Workload is admitted. After an eviction it ends
+them, and then gives the quota back, with which Kueue queues the Workload again in its old place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Final
+
+from scalerl_api.conditions import Phase, Reason
+from scalerl_operator.build.gang import ROLES, WORKLOAD, Gang, minimum
+from scalerl_operator.controller.observe import RunObservation, label, rfc3339, true_condition
+from scalerl_operator.controller.run_context import WORKLOADS, RunContext, is_deleted
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import COMPONENT, QUEUE, Names
+from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision
+from scalerl_operator.workloads import Role
+
+_WITH_WORKLOADS: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING, Phase.FINISHING, Phase.SUSPENDING)
+_REQUEUED: Final = ("Preempted", "NodeFailures")
+"""Reasons of evictions after which Kueue queues a Workload at once; after others it decides when."""
+
+
+async def find(api: KubeApi, context: RunContext, *, served: bool) -> Gang | None:
+    """The gang of a run; None: it has none, since it has no queue, the cluster serves no Workloads, or an earlier release started
+    it.
+
+    served: the cluster serves Workloads.
+    """
+    live = _live(context)
+    if live is None:
+        if (
+            not (served and label(context.obj, QUEUE))
+            or context.accepted is None
+            or _queued_one_by_one(context)
+        ):
+            return None
+        return Gang(minimum(context.run.spec))
+    generators = next((s["count"] for s in live["spec"]["podSets"] if s["name"] == Role.GENERATOR), 1)
+    admission = (live.get("status") or {}).get("admission")
+    if admission is None or not true_condition(live, "Admitted") or true_condition(live, "Evicted"):
+        return Gang(generators)
+    known = (live["metadata"]["uid"], json.dumps(admission, sort_keys=True))
+    if context.state.placement[0] != known:
+        context.state.placement = (known, await _placement(api, admission))
+    return Gang(generators, context.state.placement[1])
+
+
+async def _placement(api: KubeApi, admission: Object) -> str:
+    """:attr:`.Gang.placement`."""
+    flavors: dict[str, Object] = {}
+    found = {}
+    for assigned in admission["podSetAssignments"]:
+        selector: Object = {}
+        tolerations: list[Object] = []
+        for flavor in sorted(set((assigned.get("flavors") or {}).values())):
+            if flavor not in flavors:
+                flavors[flavor] = await _flavor(api, flavor)
+            selector |= flavors[flavor].get("nodeLabels") or {}
+            tolerations += flavors[flavor].get("tolerations") or []
+        found[assigned["name"]] = {
+            "nodeSelector": selector,
+            "tolerations": tolerations,
+            "topology": assigned.get("topologyAssignment") is not None,
+        }
+    return json.dumps(found, sort_keys=True)
+
+
+async def _flavor(api: KubeApi, name: str) -> Object:
+    """The spec of a ResourceFlavor; empty where the operator may not read it, as with a role for single namespaces."""
+    try:
+        return ((await api.get("ResourceFlavor", None, name)) or {}).get("spec") or {}
+    except errors.Forbidden:
+        return {}
+
+
+def observed_in_queue(context: RunContext, observed: RunObservation) -> RunObservation:
+    """The observation, with the trainer as a Job that is held, or is being stopped, while its gang is not admitted."""
+    memory, trainer = context.memory, observed.trainer
+    waits = context.gang is not None and not context.gang.admitted and _live(context) is not None
+    ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
+    if not waits or ended or memory.attempt == 0 or memory.attempt == memory.last_recorded_attempt:
+        return observed
+    ending = trainer.state is JobState.LEAVING or any(
+        _is_active(p.role, p.over, (Role.TRAINER,)) for p in observed.pods
+    )
+    held = Job(JobState.ACTIVE, attempt=memory.attempt, stale=trainer.stale, held=True, ending=ending)
+    return replace(observed, trainer=held)
+
+
+def is_wanted(decision: LifecycleDecision) -> bool:
+    """Whether a run keeps its place in the queue, or its quota: from its first attempt to its end, also between two attempts."""
+    waits = decision.phase is Phase.PENDING and decision.prepare and decision.memory.attempt > 0
+    starts = decision.coordinator or decision.trainer is not None
+    return decision.phase in _WITH_WORKLOADS and (waits or starts)
+
+
+def why_waiting(context: RunContext) -> str:
+    """What Kueue says of a Workload that it has not admitted; else the general advice."""
+    live = _live(context) or {}
+    conditions = {c["type"]: c for c in (live.get("status") or {}).get("conditions") or ()}
+    reserved = conditions.get("QuotaReserved", {})
+    said = "" if reserved.get("status") == "True" else reserved.get("message", "")
+    return said or Reason.WAITING_FOR_QUOTA.text
+
+
+async def answer(api: KubeApi, context: RunContext) -> None:
+    """Gives the quota of an evicted Workload back once the run has no pods, and says when the pods of an admitted one are ready.
+
+    Raises:
+        Conflict: Kueue has changed the Workload meanwhile; the next reconcile tries again.
+    """
+    live, observed = _live(context), context.observed
+    if live is None or not true_condition(live, "QuotaReserved"):
+        return
+    eviction = true_condition(live, "Evicted")
+    now = rfc3339(context.unix_seconds)
+
+    def said(kind: str, status: bool, reason: str, message: str) -> Object:
+        generation = live["metadata"].get("generation", 0)
+        return {
+            "type": kind,
+            "status": str(status),
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": now,
+            "observedGeneration": generation,
+        }
+
+    if eviction:
+        if any(_is_active(pod.role, pod.over, ROLES) for pod in observed.pods):
+            return
+        reason, message = eviction["reason"], eviction.get("message", "")
+        news = [
+            said("QuotaReserved", False, "Pending", message),
+            said("Admitted", False, "NoReservation", "The workload has no reservation"),
+            said("Requeued", reason in _REQUEUED, reason, message),
+        ]
+    elif _is_ready(context) and not true_condition(live, "PodsReady"):
+        news = [
+            said(
+                "PodsReady", True, "Started", "All pods were ready or succeeded since the workload admission"
+            )
+        ]
+    else:
+        return
+    kinds = {one["type"] for one in news}
+    kept = [one for one in live["status"].get("conditions") or () if one["type"] not in kinds]
+    status: Object = {"conditions": [*kept, *news]} | ({"admission": None} if eviction else {})
+    name, version = live["metadata"]["name"], live["metadata"]["resourceVersion"]
+    await api.patch(WORKLOAD, context.namespace, name, {"status": status}, "status", resource_version=version)
+
+
+def _is_ready(context: RunContext) -> bool:
+    observed, gang = context.observed, context.gang
+    if gang is None or not gang.admitted or not observed.trainer.ready:
+        return False
+    generators = observed.service(Role.GENERATOR).ready
+    return observed.service(Role.COORDINATOR).ready > 0 and generators >= gang.generators
+
+
+def _is_active(role: str, over: bool, roles: tuple[Role, ...]) -> bool:
+    return role in roles and not over
+
+
+def _live(context: RunContext) -> Object | None:
+    live = context.objects.get((WORKLOAD, Names(context.name).workload))
+    return None if live is None or is_deleted(live) or not context.owns(live) else live
+
+
+def _queued_one_by_one(context: RunContext) -> bool:
+    """Whether Kueue has queued the run's workloads one by one: an earlier release has started it, or there were no gangs."""
+    extra = Names(context.name).extra_generators
+    return any(
+        kind in WORKLOADS and label(obj, QUEUE) and label(obj, COMPONENT) in ROLES and name != extra
+        for (kind, name), obj in context.objects.items()
+        if context.owns(obj)
+    )

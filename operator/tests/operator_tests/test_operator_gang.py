@@ -1,0 +1,351 @@
+"""A queued run as one Workload of Kueue. test_kueue.py has the same with a real Kueue."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from operator_tests.builders import container, pod
+from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
+from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
+from scalerl_api.conditions import Phase
+from scalerl_operator.build.gang import Gang, minimum
+from scalerl_operator.controller import gang
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.informer import Informer
+from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import PRIORITY, QUEUE
+from scalerl_operator.policy.lifecycle import decide
+from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.workloads import Role
+
+LABELS = {QUEUE: "team", PRIORITY: "urgent"}
+RACKS = {"kueue.x-k8s.io/podset-required-topology": "example.com/rack"}
+ADMISSION: Object = {
+    "clusterQueue": "c",
+    "podSetAssignments": [
+        {"name": "coordinator", "flavors": {"cpu": "cpus"}},
+        {"name": "generator", "flavors": {"cpu": "spot", "memory": "spot", "nvidia.com/gpu": "spot"}},
+        {
+            "name": "trainer",
+            "flavors": {"nvidia.com/gpu": "spot"},
+            "topologyAssignment": {"levels": ["rack"]},
+        },
+    ],
+}
+TAINT = {"key": "spot", "operator": "Exists"}
+SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]}
+
+
+class Api:
+    """Answers reads of flavors, and keeps patches."""
+
+    def __init__(self, flavors: dict[str, Object] | None = None) -> None:
+        self.flavors, self.reads, self.patches = flavors, 0, []  # type: ignore[var-annotated]
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+        self.reads += 1
+        if self.flavors is None:
+            raise errors.Forbidden("no", code=403, reason="Forbidden", what="get")
+        spec = self.flavors.get(name)
+        return None if spec is None else {"spec": spec}
+
+    async def patch(self, *arguments: Any, **options: Any) -> Object:
+        self.patches.append((arguments, options))
+        return {}
+
+
+def queued(**spec: Any) -> Any:
+    parts = {"generator": {"replicas": 4, "devices": 1}, "trainer": {"replicas": 2, "devices": 8}} | spec
+    return cluster_run(labels=LABELS, **parts)
+
+
+def live(
+    *true: str, admission: Object | None = None, generators: int = 3, evicted: str = "Preempted"
+) -> Object:
+    """The run's Workload."""
+    made = rendered_workload(generators)
+    conditions = [
+        {
+            "type": kind,
+            "status": "True",
+            "reason": evicted if kind == "Evicted" else "r",
+            "message": f"m {kind}",
+        }
+        for kind in true
+    ]
+    made["metadata"] |= {"uid": "w", "resourceVersion": "7", "generation": 1}
+    return made | {"status": {"conditions": conditions} | ({"admission": admission} if admission else {})}
+
+
+def rendered_workload(generators: int) -> Object:
+    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators)))["Workload/run"]
+    return workload
+
+
+def seen(workload: Object | None, *pods: Object, run: Any = None, memory: Memory = FIRST) -> RunContext:
+    objects: dict[tuple[str, str], Object] = {
+        ("Pod", p["metadata"]["name"]): {"kind": "Pod", **p} for p in pods
+    }
+    if workload is not None:
+        objects["Workload", workload["metadata"]["name"]] = workload
+    made = context(run or queued(), objects=objects, memory=memory)
+    made.obj["metadata"]["labels"] = LABELS
+    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return made
+
+
+def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
+    template = {"tolerations": [TAINT], "env": [{"name": "A", "value": "b"}], "annotations": RACKS}
+    run = queued(podTemplate=template, autoscaling={"generators": {"min": 2, "max": 8}})
+    assert minimum(run.spec) == 2
+    assert minimum(queued().spec) == 4
+    workload = rendered(run, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]
+    assert workload["spec"]["queueName"] == "team"
+    assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
+    sets = {each["name"]: each for each in workload["spec"]["podSets"]}
+    assert {name: each["count"] for name, each in sets.items()} == {
+        "coordinator": 1,
+        "generator": 2,
+        "trainer": 2,
+    }
+    trainer = sets["trainer"]["template"]["spec"]
+    assert trainer["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert trainer["tolerations"] == [TAINT]
+    assert not {"volumes", "securityContext"} & trainer.keys()
+    assert "env" not in trainer["containers"][0]
+    assert sets["trainer"]["topologyRequest"] == {
+        "required": "example.com/rack",
+        "podIndexLabel": "batch.kubernetes.io/job-completion-index",
+    }
+    assert sets["generator"]["topologyRequest"] == {"required": "example.com/rack"}
+
+
+def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_generators() -> None:
+    waiting = rendered(queued(), replace(EVERYTHING, generators=3, gang=Gang(3)))
+    assert "Job/trainer" not in waiting, "the pods of a Job would start"
+    placed = Gang(3, json.dumps({"trainer": {}}))
+    objects = rendered(queued(), replace(EVERYTHING, generators=3, gang=placed))
+    labelled = {key for key, obj in objects.items() if QUEUE in obj["metadata"]["labels"]}
+    assert labelled == {"Job/prepare"}
+    assert "Job/trainer" in objects
+
+
+def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
+    from operator_tests.manifests import IMAGES
+    from scalerl_operator.build import render
+
+    desired = replace(
+        EVERYTHING, generators=5, gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}))
+    )
+    objects = render(queued(), UID, desired, IMAGES, operator_namespace="o")
+    first, extra = (obj for obj in objects if obj["kind"] == "Deployment")
+    assert (first["spec"]["replicas"], extra["spec"]["replicas"]) == (3, 2)
+    assert extra["metadata"]["labels"][QUEUE] == "team"
+    assert QUEUE not in first["metadata"]["labels"]
+    assert pod_spec(first)["nodeSelector"] == {"pool": "a"}
+    assert "nodeSelector" not in pod_spec(extra), "Kueue places each of its pods"
+    chosen = extra["spec"]["selector"]["matchLabels"]
+    assert chosen.items() <= extra["spec"]["template"]["metadata"]["labels"].items()
+    assert not chosen.items() <= first["spec"]["template"]["metadata"]["labels"].items()
+
+
+async def test_admitted_pods_go_where_their_flavors_are() -> None:
+    api = Api({"spot": SPOT, "cpus": {}})
+    workload = live("QuotaReserved", "Admitted", admission=ADMISSION)
+    made = seen(workload)
+    found = await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.admitted
+    assert found.generators == 3
+    assert api.reads == 2
+    await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    assert api.reads == 2, "flavors are read once for an admission"
+    objects = rendered(queued(podTemplate={"nodeSelector": {"a": "b"}}), replace(EVERYTHING, gang=found))
+    trainer, generator = objects["Job/trainer"], objects["Deployment/generator"]
+    for each in (trainer, generator):
+        assert pod_spec(each)["nodeSelector"] == {"a": "b", "pool": "spot"}
+        assert pod_spec(each)["tolerations"] == [TAINT]
+    assert pod_spec(trainer)["schedulingGates"] == [{"name": "kueue.x-k8s.io/topology"}]
+    metadata = trainer["spec"]["template"]["metadata"]
+    assert metadata["labels"]["kueue.x-k8s.io/podset"] == "trainer"
+    assert metadata["annotations"]["kueue.x-k8s.io/workload"] == workload["metadata"]["name"]
+    assert metadata["annotations"]["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
+    assert "schedulingGates" not in pod_spec(generator)
+    assert pod_spec(objects["StatefulSet/coordinator"])["nodeSelector"] == {"a": "b"}
+    blind = await gang.find(Api(), seen(workload), served=True)  # type: ignore[arg-type]
+    assert blind is not None
+    assert blind.admitted, "an operator of a few namespaces may read no flavors"
+
+
+async def test_who_has_a_gang() -> None:
+    api: Any = Api()
+    assert await gang.find(api, seen(None), served=True) == Gang(4)
+    assert await gang.find(api, seen(None), served=False) is None
+    assert await gang.find(api, seen(live()), served=False) == Gang(3), "it has begun as one"
+    unqueued = seen(None)
+    unqueued.obj["metadata"]["labels"] = {}
+    assert await gang.find(api, unqueued, served=True) is None
+    assert await gang.find(
+        api, seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)), served=True
+    ) == Gang(3)
+    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(3)
+    started = seen(None)
+    started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
+    assert await gang.find(api, started, served=True) is None, "an earlier release has queued its parts"
+
+
+TRAINER = pod("t", Role.TRAINER, container({"running": {}}))
+
+
+@pytest.mark.parametrize(
+    ("workload", "pods", "memory", "expected"),
+    [
+        (live(), [], FIRST, Job(JobState.ACTIVE, FIRST.attempt, held=True)),
+        (
+            live("QuotaReserved", "Evicted"),
+            [TRAINER],
+            FIRST,
+            Job(JobState.ACTIVE, FIRST.attempt, held=True, ending=True),
+        ),
+        (None, [], FIRST, Job()),
+        (live(), [], replace(FIRST, last_recorded_attempt=FIRST.attempt), Job()),
+        (live(), [], Memory(), Job()),
+    ],
+)
+def test_trainer_of_a_gang_is_seen_as_a_held_job(
+    workload: Object | None, pods: list[Object], memory: Memory, expected: Job
+) -> None:
+    made = seen(workload, *pods, memory=memory)
+    made.gang = Gang(3)
+    assert gang.observed_in_queue(made, made.observed).trainer == expected
+    made.gang = Gang(3, "{}")
+    assert gang.observed_in_queue(made, made.observed) == made.observed
+
+
+def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
+    evicted = replace(RUNNING, queued=True, serving=True, unadmitted=True)
+    # The Workload was deleted by hand: its Job runs until the next reconcile.
+    for trainer in (
+        Job(JobState.ACTIVE, 1, ready=True),
+        Job(JobState.ACTIVE, 1, held=True, ending=True),
+        Job(JobState.LEAVING, 1),
+    ):
+        assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
+    decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, held=True)), FIRST)
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert gang.is_wanted(decision), "it stays in the queue"
+    between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
+    assert between.phase == "Pending"
+
+
+def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
+    def wanted(phase: Phase, attempt: int = 1, **parts: Any) -> bool:
+        return gang.is_wanted(LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts))
+
+    assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
+    assert wanted(Phase.PENDING, prepare=True)
+    assert wanted(Phase.SUSPENDING, coordinator=True, trainer=1)
+    assert not wanted(Phase.PREPARING, 0, prepare=True)
+    assert not wanted(Phase.PENDING, prepare=False)
+    assert not wanted(Phase.COMPLETED, prepare=True, trainer=1), "an ended run keeps its Jobs, and no quota"
+    assert not wanted(Phase.SUSPENDED)
+    first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), Memory())
+    assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
+    assert gang.is_wanted(first)
+
+
+async def answered(workload: Object, *pods: Object, admitted: bool = False) -> Object | None:
+    api: Any = Api()
+    made = seen(workload, *pods)
+    made.gang = Gang(3, "{}" if admitted else "")
+    made.observed = replace(made.observed, trainer=Job(JobState.ACTIVE, 1, ready=admitted))
+    await gang.answer(api, made)
+    if not api.patches:
+        return None
+    ((kind, _, name, patch, subresource), options) = api.patches[0]
+    assert (kind, name, subresource) == ("Workload", workload["metadata"]["name"], "status")
+    assert options == {"resource_version": "7"}
+    return dict(patch["status"])
+
+
+async def test_quota_is_given_back_when_the_pods_have_ended() -> None:
+    evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
+    for role in (Role.TRAINER, Role.GENERATOR, Role.COORDINATOR):
+        assert await answered(evicted, pod("p", role, container({"running": {}}))) is None
+    over = pod("p", Role.TRAINER, phase="Succeeded")
+    status = await answered(evicted, over, pod("q", Role.PREPARE, container({"running": {}})))
+    assert status is not None
+    assert status["admission"] is None
+    said = {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
+    assert said["QuotaReserved"] == ("False", "Pending", "m Evicted")
+    assert said["Admitted"][0] == "False"
+    assert said["Requeued"] == ("True", "Preempted", "m Evicted")
+    assert said["Evicted"][0] == "True", "Kueue's own"
+    stopped = await answered(live("QuotaReserved", "Evicted", evicted="Deactivated", admission=ADMISSION))
+    assert stopped is not None
+    assert {c["type"]: c["status"] for c in stopped["conditions"]}["Requeued"] == "False", (
+        "not before it is activated"
+    )
+    assert await answered(live("Evicted")) is None, "it has been given back"
+
+
+async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
+    admitted = live("QuotaReserved", "Admitted", admission=ADMISSION)
+    ready = [{"type": "Ready", "status": "True"}]
+    pods = [pod(f"g{i}", Role.GENERATOR, container({}, ready=True), conditions=ready) for i in range(3)]
+    pods.append(pod("c", Role.COORDINATOR, container({}, ready=True), conditions=ready))
+    assert await answered(admitted, *pods[1:], admitted=True) is None
+    status = await answered(admitted, *pods, admitted=True)
+    assert status is not None
+    assert "admission" not in status
+    assert {c["type"]: c["status"] for c in status["conditions"]}["PodsReady"] == "True"
+    assert (
+        await answered(
+            live("QuotaReserved", "Admitted", "PodsReady", admission=ADMISSION), *pods, admitted=True
+        )
+        is None
+    )
+
+
+def test_waiting_run_says_what_kueue_says() -> None:
+    workload = live()
+    message = "insufficient unused quota for nvidia.com/gpu in flavor default, 2 more needed"
+    workload["status"]["conditions"] = [{"type": "QuotaReserved", "status": "False", "message": message}]
+    assert gang.why_waiting(seen(workload)) == message
+    assert "Kueue" in gang.why_waiting(seen(None))
+
+
+class Unserved:
+    """An API server that refuses the lists of a kind."""
+
+    def __init__(self, error: type[errors.ApiError]) -> None:
+        self.error, self.calls = error, 0
+
+    async def pages(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        self.calls += 1
+        raise self.error("no", code=404, reason="r", what="list")
+        yield
+
+
+@pytest.mark.parametrize("error", [errors.NotFound, errors.Forbidden])
+async def test_operator_starts_where_workloads_are_not_served(error: type[errors.ApiError]) -> None:
+    """Without Kueue, or with the role of an earlier release."""
+    api: Any = Unserved(error)
+    found = {kind: Informer(api, Cache(lambda key: None), KINDS[kind], None) for kind in ("Workload", "Job")}
+    tasks = [asyncio.create_task(informer.run()) for informer in found.values()]
+    await asyncio.wait_for(found["Workload"].synced.wait(), 60)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not found["Workload"].served
+    assert not found["Job"].synced.is_set(), "of all other kinds it is an error"
