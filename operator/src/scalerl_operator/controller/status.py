@@ -228,9 +228,9 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "points": len(coordinator.points),
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
-            seconds=f"{coordinator.wall_seconds:.0f}"[:32],
+            seconds=f"{coordinator.own_seconds:.0f}"[:32],
             elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}"[:32],
-            device_hours=f"{coordinator.device_seconds / 3600:.4f}"[:32],
+            device_hours=f"{coordinator.own_device_seconds / 3600:.4f}"[:32],
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
             compute_tokens=_count(coordinator.compute_tokens),
