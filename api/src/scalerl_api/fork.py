@@ -54,10 +54,10 @@ def refused_changes(source: RunSpec, fork: RunSpec, step: int) -> list[str]:
             continue
         edit = edit_of(path)
         if edit.effect is Effect.REFUSED and not edit.fork:
-            why = "a fork continues the source's model, sequence of prompts and curve; start a run without from"
-            found.append(
-                f"spec.{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})"
+            why = (
+                "a fork continues the source's model, sequence of prompts and curve; start a run without from"
             )
+            found.append(f"spec.{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})")
     limit = fork.budget.max_steps
     if limit is not None and limit <= step:
         found.append(

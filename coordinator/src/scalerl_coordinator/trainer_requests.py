@@ -137,7 +137,9 @@ class TrainerRequests:
         if of_source:
             log.info("forked: continuing from the other run's checkpoint of version %d", version)
         else:
-            log.warning("no journal: restoring the state from the trainer's checkpoint of version %d", version)
+            log.warning(
+                "no journal: restoring the state from the trainer's checkpoint of version %d", version
+            )
         self.core.commit(r.Restored(snapshot, forked if of_source else -1))
         self.core.updated_since_restore = set()
         for member in self.core.membership.members.values():

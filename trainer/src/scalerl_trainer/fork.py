@@ -93,9 +93,13 @@ def copy_run(source: RunPaths, target: RunPaths, spec: RunSpec, step: int | None
 def _choose(store: CheckpointStore, step: int | None) -> int:
     steps = store.steps()
     if not steps:
-        raise ForkError(f"{store.root}: no checkpoint; the first is written after checkpoint.everySteps steps")
+        raise ForkError(
+            f"{store.root}: no checkpoint; the first is written after checkpoint.everySteps steps"
+        )
     if step is not None and step not in steps:
-        raise ForkError(f"{store.root}: no checkpoint of step {step}, only of {_shown(steps)}: choose one of them")
+        raise ForkError(
+            f"{store.root}: no checkpoint of step {step}, only of {_shown(steps)}: choose one of them"
+        )
     return steps[0] if step is None else step
 
 
@@ -114,7 +118,9 @@ def _copy_checkpoint(store: CheckpointStore, target: RunPaths, step: int, *, lin
     except (CheckpointError, _Removed) as error:
         if step not in store.steps():
             raise _Removed from error
-        raise ForkError(f"checkpoint {step} is damaged: {error}; choose another of {_shown(store.steps())}") from error
+        raise ForkError(
+            f"checkpoint {step} is damaged: {error}; choose another of {_shown(store.steps())}"
+        ) from error
     _verify(copied, manifest)
 
 
@@ -187,7 +193,9 @@ def _step_of(line: str) -> float:
 # --- into a new directory -----------------------------------------------------------------------------------
 
 
-def fork_directory(source: Path, target: Path, spec: RunSpec, step: int | None, run_file: Callable[[Fork], str]) -> Fork:
+def fork_directory(
+    source: Path, target: Path, spec: RunSpec, step: int | None, run_file: Callable[[Fork], str]
+) -> Fork:
     """Make the directory ``target`` of a new run, which must be empty or not exist. Atomic.
 
     run_file: text of ``run.yaml``.
