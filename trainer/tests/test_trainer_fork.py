@@ -195,7 +195,6 @@ def test_what_the_checkpoint_fixes_is_refused(tmp_path: Path, sections: dict[str
     [
         {"recipe": {"maxCompletionTokens": 8, "temperature": "0.7", "optimizer": {"learningRate": "1e-6"}}},
         {"recipe": {"maxCompletionTokens": 16, "distillation": {"teacher": {"url": "http://teacher"}}}},
-        {"model": {"path": "/models/a", "contextTokens": 64, "attention": "flash_attention_2"}},
         {"storage": {"claimName": "other"}, "trainer": {"replicas": 2}, "budget": {"maxSteps": 11}},
         {"storage": {"storageClassName": "fast", "accessMode": "ReadWriteOnce"}},
     ],

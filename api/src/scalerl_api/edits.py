@@ -70,10 +70,9 @@ class Edit:
     """Whether a fork (``spec.from``) may have another value, though the edit of a run is rejected."""
 
 
-def _of_the_run(what: str, *, fork: bool = False) -> Edit:
-    another = "Fork the run" if fork else "Create another run"
+def _of_the_run(what: str) -> Edit:
     return Edit(
-        Effect.REFUSED, f"{what} cannot change: weights, journal and curve depend on it. {another}", fork
+        Effect.REFUSED, f"{what} cannot change: weights, journal and curve depend on it. Create another run"
     )
 
 
@@ -104,7 +103,6 @@ _ALSO_PREPARATION = "The preparation also uses it, and is repeated."
 
 EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
-    "model.attention": _of_the_run("the trainer's attention kernel", fork=True),
     "task.reasoningGym": _of_the_run("the task"),
     "task.jsonl": _of_the_run("the task"),
     "task.opGraph": _of_the_run("the task"),

@@ -39,7 +39,7 @@ def render(
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(run, uid, images, operator_namespace, size)
+    scope = Scope(run, uid, images, operator_namespace, size, desired.source_claim)
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]

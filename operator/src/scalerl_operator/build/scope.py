@@ -50,6 +50,7 @@ class Desired:
     generators: replicas; 0: no Deployment.
     trainer_attempt: number of the attempt, from 1; None: no trainer.
     trained: the run has trained steps, which its volume must hold.
+    source_claim: of the run that this one forks, for its preparation; None: it mounts none.
     """
 
     prepare: bool = False
@@ -57,6 +58,7 @@ class Desired:
     generators: int = 0
     trainer_attempt: int | None = None
     trained: bool = False
+    source_claim: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Scope:
 
     size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
         upgrade must not replace.
+    source_claim: see :class:`Desired`.
     """
 
     run: ScaleRLRun
@@ -72,6 +75,7 @@ class Scope:
     images: Images
     operator_namespace: str
     size: ModelSize | None = None
+    source_claim: str | None = None
 
     @property
     def spec(self) -> RunSpec:

@@ -69,7 +69,9 @@ class Applier:
     async def preflight(self, context: RunContext) -> Problem | None:
         """Why a new run cannot be started; see :func:`.preflight`."""
         images = pinned(context, self._images)
-        desired = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
+        desired = Desired(
+            True, True, max(1, context.run.spec.generator.replicas), 1, source_claim=context.source_claim
+        )
         render_all = functools.partial(self._render, context, desired, images)
         return await preflight(self._api, context, render_all, namespaced=self._namespaced)
 
@@ -81,7 +83,8 @@ class Applier:
         """
         decision, state = context.decision, context.state
         desired = Desired(
-            decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained
+            *(decision.prepare, decision.coordinator, decision.generators, decision.trainer),
+            *(context.trained, context.source_claim),
         )
         images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points

@@ -24,6 +24,7 @@ from scalerl_api.status import (
     HoldingStatus,
     RecipeValue,
     RunStatus,
+    SourceStatus,
     TrainerStatus,
     UsageStatus,
 )
@@ -75,6 +76,7 @@ def report(context: RunContext) -> RunStatus:
         "has_trained": memory.has_trained,
         "unproven_since": memory.unproven_since,
         "holding": _holding(memory.holding),
+        "source": _source(context),
         "trainer": _trainer(memory),
         "model": context.model,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
@@ -177,6 +179,19 @@ def _outcome(status: RunStatus) -> Outcome | None:
     if suspended is not None and suspended.status == "True" and not status.rest:
         return Outcome(End.HELD, *Reason.understood(suspended.reason, suspended.message))
     return None
+
+
+def _source(context: RunContext) -> SourceStatus | None:
+    """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
+    given = None if context.accepted is None else context.accepted.spec.source
+    if given is None:
+        return context.before.source
+    found = context.before.source or SourceStatus(run=given.run)
+    if context.source_uid:
+        found = found.model_copy(update={"uid": context.source_uid[:64]})
+    if context.coordinator is not None and context.coordinator.forked_step >= 0:
+        found = found.model_copy(update={"step": context.coordinator.forked_step})
+    return found
 
 
 def _holding(failure: Outcome | None) -> HoldingStatus | None:
