@@ -331,6 +331,38 @@ def test_staging_of_a_killed_fork_is_removed_by_the_next(tmp_path: Path) -> None
     assert (left.exists(), other.exists()) == (False, True)
 
 
+class Crash(BaseException):
+    """The process dies."""
+
+
+def test_crash_between_two_renames_is_repaired_by_the_next_preparation(tmp_path: Path) -> None:
+    given, crashes = source(tmp_path / "a", 10), 0
+    expected = None
+    for at in range(20):
+        paths, left = RunPaths(tmp_path / f"b{at}"), at
+        with pytest.MonkeyPatch.context() as patched:
+
+            def rename(path: Path, target: Path) -> None:
+                nonlocal left
+                if left == 0:
+                    raise Crash
+                left -= 1
+                os.rename(path, target)
+
+            patched.setattr(Path, "rename", rename)
+            try:
+                take_over(paths, FORK, given.root)
+            except Crash:
+                crashes += 1
+        if left:
+            break
+        take_over(paths, FORK, given.root)
+        expected = expected or tree(paths.root)
+        assert tree(paths.root) == expected
+        assert paths.base_model.is_dir()
+    assert crashes == 5
+
+
 @pytest.mark.parametrize("prepared", [False, True])
 def test_full_disk_leaves_nothing(tmp_path: Path, prepared: bool) -> None:
     given, target = source(tmp_path / "a", 10, size=MIB), tmp_path / "b"
