@@ -85,7 +85,7 @@ async def test_fork_waits_for_its_source_and_mounts_its_claim_until_it_has_train
     await there.end("trainer", 0, count=2)
 
     def again(run: Object) -> bool:
-        return run["status"]["phase"] == "Preparing" and condition(run, "Prepared") == "Preparing"
+        return (run["status"]["phase"], condition(run, "Prepared")) == ("Preparing", "Preparing")
 
     await there.reconcile_until(again, FORK)
     for _ in range(100):

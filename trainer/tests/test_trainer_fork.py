@@ -6,10 +6,12 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -248,14 +250,14 @@ def test_checkpoint_removed_between_opening_and_copying(
 ) -> None:
     """All files are opened before the first is copied, so a removal meanwhile is harmless."""
     given = source(tmp_path / "a", 10, 20)
-    copy = module.shutil.copyfileobj
+    copy = shutil.copyfileobj
 
     def slow(*arguments: Any) -> None:
         if given.checkpoint(10).exists():
-            module.shutil.rmtree(given.checkpoint(10))
+            shutil.rmtree(given.checkpoint(10))
         copy(*arguments)
 
-    monkeypatch.setattr(module.shutil, "copyfileobj", slow)
+    monkeypatch.setattr(shutil, "copyfileobj", slow)
     monkeypatch.setattr(module, "_linked", lambda *_: False)
     assert fork_directory(given.root, tmp_path / "b", FORK, 10, text).step == 10
     checked(tmp_path / "b", 10)
@@ -265,7 +267,7 @@ def test_checkpoint_removed_between_opening_and_copying(
 
 
 def _forked_slowly(given: Path, target: Path, prepared: bool, limit: int | None) -> None:
-    module._linked = lambda *_: False  # type: ignore[assignment]
+    module._linked = lambda *_: False
     if limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -275,7 +277,7 @@ def _forked_slowly(given: Path, target: Path, prepared: bool, limit: int | None)
         fork_directory(given, target, FORK, None, text)
 
 
-def _child(*arguments: Any) -> multiprocessing.Process:
+def _child(*arguments: Any) -> BaseProcess:
     child = multiprocessing.get_context("fork").Process(target=_forked_slowly, args=arguments)
     child.start()
     return child
