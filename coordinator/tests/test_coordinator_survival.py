@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from coordinator_client import make_group
@@ -40,6 +42,62 @@ def test_hello_restores_snapshot_of_checkpoint(world):
     assert [lease.slot for lease in world.lease(world.member, 1, 2)] == [3, 4]
     # A journal that knows a trainer needs no snapshot, and takes none.
     world.hello("t3", 1, b"\xc1garbage")
+
+
+def test_fork_counts_its_own_time_and_the_steps_of_both(world):
+    """The settings of the fork name the step of its source's checkpoint. Its own checkpoints do not reset the use again."""
+    world.pass_time(100, {world.member: 0})
+    train(world)
+    prompts = world.state.prompts
+    snapshot = world.checkpoint("t", [1])
+    source = world.state.usage
+    assert source.device_seconds == 3 * source.wall_seconds == 300
+    world.settings = replace(world.settings, forked_step=1)
+    world.lose_volume()
+    world.hello("other", 1, snapshot)
+    status = build_status(world.core)
+    assert (status.step, status.forked_step, len(status.points)) == (1, 1, 1)
+    assert (status.inherited_seconds, status.wall_seconds) == (source.wall_seconds, source.wall_seconds)
+    assert (status.own_seconds, status.own_device_seconds, status.waiting_seconds) == (0, 0, 0)
+    assert [*world.state.prompts.items()] == [(slot, prompt) for slot, prompt in prompts.items() if slot >= 3]
+    world.pass_time(7)
+    status = build_status(world.core)
+    assert (status.own_seconds, status.waiting_seconds) == (0, 7)  # before its own first lease
+    world.member = world.register("g")
+    world.publish("other")
+    world.serve(world.member, 1)
+    world.pass_time(50, {world.member: 1})
+    own = build_status(world.core)
+    assert (own.own_seconds, own.wall_seconds) == (50, source.wall_seconds + 50)
+    assert own.own_device_seconds == 50 * 3
+    train(world, "other")
+    later = world.checkpoint("other", [1, 2])
+    world.acknowledge()
+    assert world.replay().inherited_seconds == source.wall_seconds
+    world.lose_volume()
+    world.hello("again", 2, later)
+    again = build_status(world.core)
+    assert (again.forked_step, again.inherited_seconds, again.own_seconds) == (1, source.wall_seconds, 50)
+
+
+def test_fork_of_a_fork_counts_from_the_second(world):
+    world.pass_time(10, {world.member: 0})
+    train(world)
+    first = world.checkpoint("t", [1])
+    world.settings = replace(world.settings, forked_step=1)
+    world.lose_volume()
+    world.hello("b", 1, first)
+    world.member = world.register("g")
+    world.publish("b")
+    world.pass_time(20, {world.member: 1})
+    train(world, "b")
+    second = world.checkpoint("b", [1, 2])
+    used = world.state.usage.wall_seconds
+    world.settings = replace(world.settings, forked_step=2)
+    world.lose_volume()
+    world.hello("c", 2, second)
+    status = build_status(world.core)
+    assert (status.forked_step, status.inherited_seconds, status.own_seconds) == (2, used, 0)
 
 
 @pytest.mark.parametrize("reports", ["before the trainer", "after the trainer", "once it is trained again"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from runs import (
     START_SECONDS,
     LocalRun,
@@ -300,3 +301,50 @@ def test_completed_run_goes_on_with_a_raised_budget(finished: LocalRun, tmp_path
     assert [row["prompts_crc32"] for row in rows[:STEPS]] == [
         row["prompts_crc32"] for row in finished.metrics()
     ]
+
+
+def test_fork_continues_a_checkpoint_of_another_run(finished: LocalRun, tmp_path: Path) -> None:
+    """On the prompts of the steps that follow, with the source's curve, and its own time and device-hours."""
+    step, rate = 15, "2e-4"
+    source, directory = finished.directory, tmp_path / "run"
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    command = [
+        sys.executable,
+        "-m",
+        "scalerl_cli.main",
+        "fork",
+        str(source),
+        "--step",
+        str(step),
+        "--name",
+        "other",
+    ]
+    command += ["--out", str(directory), "--set", f"recipe.optimizer.learningRate={rate}"]
+    made = subprocess.run(command, check=True, timeout=120, env=os.environ, capture_output=True, text=True)
+    assert f"scalerl run {directory / 'run.yaml'} --resume --dir {directory}" in made.stdout
+    spec = yaml.safe_load((directory / "run.yaml").read_text())
+    assert spec["spec"]["from"] == {"run": RUN["metadata"]["name"], "step": step}
+    with start_run(tmp_path, spec, "--resume") as fork:
+        assert fork.finish(700) == 0, fork.tail()
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == before
+    summary, rows, original = fork.summary(), fork.metrics(), finished.metrics()
+    assert (summary["run"], summary["stop_reason"], summary["steps"]) == ("other", "maxSteps", STEPS)
+    assert (summary["forked_from"], summary["forked_step"]) == (RUN["metadata"]["name"], step)
+    assert_counts_add_up(summary, spec)
+    assert rows[:step] == original[:step]
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["prompts_crc32"] for row in rows] == [row["prompts_crc32"] for row in original]
+    assert (
+        {row["learning_rate"] for row in rows[step:]}
+        == {float(rate)}
+        != {row["learning_rate"] for row in original}
+    )
+    assert fork.curve()[:2] == finished.curve()[:2]
+    assert [row["version"] for row in fork.curve()] == ["0", "10", "20"]
+    # The curve counts on from the source's; the run's own use begins with the fork.
+    totals = [row["device_seconds"] for row in rows]
+    assert totals == sorted(totals)
+    assert 0 < summary["device_hours"] * 3600 < totals[-1]
+    assert summary["wall_seconds"] < rows[-1]["wall_seconds"]
+    assert_events_are_metrics(fork)
+    assert_nothing_left(fork.directory)

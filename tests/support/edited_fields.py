@@ -85,6 +85,8 @@ OTHER: Final[dict[str, Object]] = {
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
+    "from.run": {"from": {"run": "other"}},
+    "from.step": {"from": {"run": "other", "step": 50}},
     "warmStart.steps": {"warmStart": {"steps": 1}},
     "warmStart.batchSize": {"warmStart": {"steps": 1, "batchSize": 8}},
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},

@@ -66,6 +66,8 @@ class Edit:
     """Effect of an edit during the run."""
     note: str = ""
     """When the edit applies, or why it is rejected."""
+    fork: bool = False
+    """Whether a fork (``spec.from``) may have another value, though the edit of a run is rejected."""
 
 
 def _of_the_run(what: str) -> Edit:
@@ -78,6 +80,7 @@ def _of_the_claim(what: str) -> Edit:
     return Edit(
         Effect.REFUSED,
         f"{what} cannot change: Kubernetes does not allow changing it for a claim. Create another run with another claim",
+        fork=True,
     )
 
 
@@ -118,6 +121,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     "warmStart": Edit(
         Effect.REFUSED, "warmStart cannot change: it runs before the first step. Create another run"
     ),
+    "from": Edit(
+        Effect.REFUSED, "from cannot change: it is read before the first step. Create another run", fork=True
+    ),
     "seed": _of_the_run("the seed"),
     "recipe.promptsPerStep": _NEXT_STEP,
     "recipe.preset": Edit(Effect.ALL),
@@ -137,8 +143,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     "recipe.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,
     "recipe.temperature": Edit(
         Effect.REFUSED,
-        "the recipe's temperature cannot change: accepted rollouts have log-probabilities at the previous one. Create "
-        "another run",
+        "the recipe's temperature cannot change: accepted rollouts have log-probabilities at the previous one. Fork "
+        "the run",
+        fork=True,
     ),
     "recipe.curriculum": Edit(Effect.COORDINATOR, "Applies to prompts not selected yet."),
     "recipe.length": Edit(
@@ -156,8 +163,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     ),
     "recipe.distillation": Edit(
         Effect.REFUSED,
-        "the distillation cannot change: accepted rollouts have the log-probabilities of the previous teacher, or none. Create "
-        "another run",
+        "the distillation cannot change: accepted rollouts have the log-probabilities of the previous teacher, or none. Fork "
+        "the run",
+        fork=True,
     ),
     "recipe.aggregation": Edit(Effect.ALL),
     "recipe.advantage": Edit(Effect.ALL),

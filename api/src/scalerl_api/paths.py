@@ -138,6 +138,11 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def fork(self) -> Path:
+        """The run and the checkpoint that this run was forked from (:class:`scalerl_api.fork.Fork`)."""
+        return self.root / "fork.json"
+
+    @property
     def token(self) -> Path:
         """The run's bearer token, mode 0600."""
         return self.root / "token"

@@ -26,6 +26,8 @@ TRAINER_HOST = "SCALERL_TRAINER_HOST"
 
 MODEL_CACHE = "SCALERL_MODEL_CACHE"
 """Preparation only: folder of ``model.cache``."""
+SOURCE_DIR = "SCALERL_SOURCE_DIR"
+"""Preparation only: directory of the run ``from.run``, read-only."""
 COMPILE_CACHE = "SCALERL_COMPILE_CACHE"
 """vLLM servers only: folder for compiled code that outlives the pod, by ``generator.compileCache``."""
 REPORT_FILE = "SCALERL_REPORT_FILE"

@@ -74,6 +74,7 @@ __all__ = [
     "EvaluationSpec",
     "EvaluationTaskSpec",
     "ExportSpec",
+    "ForkSpec",
     "GeneratorSpec",
     "HeldOutSpec",
     "HubModel",
@@ -114,6 +115,15 @@ class WarmStartSpec(Model):
     stop_at_pass_rate: UnitDecimal | None = None
     """Stop early once sampling would solve this fraction of the latest examples, each measured before it was
     trained on."""
+
+
+class ForkSpec(Model):
+    """The checkpoint of another run, from which the run continues."""
+
+    run: ObjectName
+    """A run of the same namespace, also one that was deleted and whose claim is kept. On one machine, ``scalerl fork`` sets it."""
+    step: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """Step of a kept checkpoint; default: the newest when the run is prepared."""
 
 
 class CheckpointSpec(Model):
@@ -187,6 +197,9 @@ class RunSpec(Model):
     """The training task, or a mix of several. Immutable on a cluster, except for limits of verifiers and completions."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
+    source: Annotated[ForkSpec | None, Field(alias="from")] = None
+    """Forks another run: this run continues from its checkpoint, with its curve so far. Immutable, and not read once the run has
+    a checkpoint of its own."""
     warm_start: WarmStartSpec | None = None
     """Mid-training, supervised steps before RL; default: none. Immutable on a cluster."""
     generator: GeneratorSpec = GeneratorSpec()

@@ -120,8 +120,19 @@ class HoldingStatus(StatusModel):
     """Its message."""
 
 
+class SourceStatus(StatusModel):
+    """The run that this one was forked from."""
+
+    run: Annotated[str, Field(max_length=253)]
+    """Its name."""
+    uid: Annotated[str, Field(max_length=64)] = ""
+    """Its uid; empty if it was deleted and has no record."""
+    step: Count | None = None
+    """Step of its checkpoint; None before the coordinator reports it."""
+
+
 class UsageStatus(StatusModel):
-    """Resources used by the run, over all attempts."""
+    """Resources used by the run, over all attempts; those of a fork since the fork."""
 
     seconds: Annotated[str, Field(max_length=32)] = "0"
     """Time of mid-training and since the first lease, without suspensions."""
@@ -297,6 +308,8 @@ class RunStatus(StatusModel):
     """Conditions of the run, one per type."""
     recipe: Annotated[list[RecipeValue], Field(max_length=64), AfterValidator(Unique("field"))] = []
     """The effective recipe, including all values of the preset and the defaults."""
+    source: SourceStatus | None = None
+    """The run that this one was forked from (spec.from)."""
     start_time: Time | None = None
     """When the first pod of the run was created."""
     completion_time: Time | None = None

@@ -33,7 +33,7 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
         documents = yaml.safe_load_all(file.read_text(encoding="utf-8"))
         document = next(d for d in documents if d is not None)
         for path, value in changes.items():
-            _replace(document["spec"], path, value, str(file))
+            replace_value(document["spec"], path, value, str(file))
         changed = ", ".join(changes)
         run = parse_run(to_yaml(document), f"{file} with another {changed}")
     base = file.resolve().parent
@@ -57,7 +57,7 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     return run.model_copy(update={"spec": spec})
 
 
-def _replace(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
+def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
     """Set ``value`` at a dotted path. It replaces the whole previous value, so that a one-of keeps one alternative."""
     *sections, last = path.split(".")
     for name in sections:

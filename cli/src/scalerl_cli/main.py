@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
-from scalerl_cli.clusters.arguments import add_cluster_commands
+from scalerl_cli.clusters.arguments import add_cluster_commands, add_connection
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
 from scalerl_cli.simulation.arguments import add_simulate
@@ -69,6 +69,32 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--step", type=int, metavar="N", help="step of a kept checkpoint (default: the newest)"
     )
+
+    fork = commands.add_parser(
+        "fork",
+        help="start a new run from a checkpoint of another",
+        description="On this machine: make the directory of a new run from a checkpoint of RUN, the directory of another, for `scalerl "
+        "run --resume`. On a cluster: print the run file of a fork of the run with the name RUN, for `scalerl submit -`.",
+    )
+    fork.add_argument("source", metavar="RUN", help="directory of a run, or name of a run on a cluster")
+    fork.add_argument("--step", type=int, metavar="N", help="step of a kept checkpoint (default: the newest)")
+    fork.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory of the new run (default: runs/NAME-N)"
+    )
+    fork.add_argument(
+        "--name", metavar="NAME", help="name of the new run (default: that of FILE, or RUN-fork)"
+    )
+    fork.add_argument(
+        "-f", "--file", type=Path, metavar="FILE", help="run file of the new run (default: the source's spec)"
+    )
+    fork.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the spec, such as --set recipe.optimizer.learningRate=1e-5",
+    )
+    add_connection(fork)
 
     replay = commands.add_parser("replay", help="recompute the recorded decisions of the autoscaler")
     replay.add_argument(
@@ -154,6 +180,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.export import export
 
             return export(arguments.dir, arguments.to, arguments.step)
+        if arguments.command == "fork":
+            from scalerl_cli.fork import fork
+
+            return fork(arguments)
         if arguments.command == "replay":
             from scalerl_cli.replay import replay
 

@@ -24,7 +24,7 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
     """Result of a run, as JSON values.
 
     ``startup``, ``restarts`` and ``peak_memory_bytes`` are of this command; all other values cover the whole run,
-    including the time before it was resumed.
+    including the time before it was resumed. Those of a fork include the source's steps, but not its time and device-hours.
 
     Raises:
         ValueError: the outcome has no status of the coordinator.
@@ -38,6 +38,8 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
         reason = f"failed: {outcome.failure.unit}: {outcome.failure.reason}"
     return {
         "run": run.metadata.name,
+        "forked_from": None if run.spec.source is None else run.spec.source.run,
+        "forked_step": None if status.forked_step < 0 else status.forked_step,
         "stop_reason": reason,
         "steps": status.step,
         "first_reward": None if first is None else first.reward,
@@ -46,8 +48,8 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
         "last_reward_standard_error": None if last is None else last.standard_error,
         "last_pass_at": {} if last is None else {at.k: [at.mean, at.low, at.high] for at in last.pass_at},
         "evaluations": len(status.points),
-        "wall_seconds": status.wall_seconds,
-        "device_hours": status.device_seconds / 3600,
+        "wall_seconds": status.own_seconds,
+        "device_hours": status.own_device_seconds / 3600,
         "tokens_generated": status.tokens_generated,
         "tokens_trained": status.tokens_trained,
         "generator_busy_fraction": status.generator_busy_fraction,
@@ -84,6 +86,11 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     counts, startup = summary["counts"], summary["startup"]
     waited = ", ".join(f"{what} {labels.seconds(s)}" for what, s in startup["waited_seconds"].items())
     found = [
+        *(
+            [("forked from", f"{summary['forked_from']}, step {summary['forked_step']}")]
+            if summary["forked_from"]
+            else []
+        ),
         ("ended by", summary["stop_reason"]),
         ("steps", f"{summary['steps']:,}"),
         ("reward, first", _reward(summary, "first")),

@@ -191,6 +191,8 @@ class Restored(Record, frozen=True, array_like=True, tag="restored"):
     """The journal was empty: the state is restored from the snapshot in the trainer's checkpoint."""
 
     snapshot: bytes
+    forked_step: int = -1
+    """Step of the checkpoint if it is that of another run, from which this one is forked; else -1."""
 
 
 class WeightsLost(Record, frozen=True, array_like=True, tag="weights-lost"):

@@ -18,6 +18,7 @@ from functools import partial
 from aiohttp import web
 
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.fork import Fork
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
@@ -46,7 +47,12 @@ class TrackerMissing(Exception):
     """A tracker's package is not installed, and the run is new."""
 
 
+class BadFork(Exception):
+    """The file of a fork's origin cannot be used."""
+
+
 _INPUT_ERRORS = (
+    BadFork,
     TrackerMissing,
     EnvironmentProblem,
     SpecError,
@@ -102,6 +108,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         train_digest=opened.digest,
         held_out=[(task.held_out.digest, len(task.held_out)) for task in tasks],
         sets=[(one.digest, len(one.prompts)) for one in opened.sets],
+        forked_step=_forked_step(environment.paths),
     )
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
@@ -130,6 +137,15 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     finally:
         await server.close()
         await trackers.close()
+
+
+def _forked_step(paths: RunPaths) -> int:
+    """Step of the checkpoint with which a fork starts; -1 for another run. Raises :class:`BadFork`."""
+    try:
+        origin = Fork.read(paths.fork)
+    except ValueError as error:
+        raise BadFork(str(error)) from error
+    return -1 if origin is None else origin.step
 
 
 def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSource]) -> ResponseStore | None:

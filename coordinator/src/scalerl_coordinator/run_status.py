@@ -80,6 +80,9 @@ def build_status(core: Core) -> wire.Status:
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
         compute_tokens=float(core.compute_tokens),
+        forked_step=state.forked_step,
+        inherited_seconds=state.inherited_seconds,
+        inherited_device_seconds=state.inherited_device_seconds,
         learning_problem=learning_problem(core),
         logprob_problem=logprob_problem(core),
     )

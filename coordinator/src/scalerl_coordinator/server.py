@@ -578,6 +578,8 @@ class Server:
 
     async def _write_rows(self, *, whole: bool = False) -> bool:
         rows, version = dict(self._core.state.rows), self._core.state.version
+        if self._core.state.awaits_trainer:
+            return True  # the file may have the rows up to the trainer's checkpoint, which the state does not know yet
         return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
 
     async def _write_curve(self) -> None:

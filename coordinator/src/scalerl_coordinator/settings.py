@@ -146,6 +146,8 @@ class Settings:
     """Maximum length of prompt and completion together."""
     history: HistorySpec | None = None
     """``generator.speculation.history``; None if past responses are not stored."""
+    forked_step: int = -1
+    """Step of the checkpoint of another run with which this one starts; -1 otherwise."""
 
     def every_steps(self, task: int) -> int:
         """Number of steps between evaluations on the set of ``task``."""
@@ -178,6 +180,7 @@ class Settings:
         train_digest: str,
         held_out: Sequence[tuple[str, int]],
         sets: Sequence[tuple[str, int]] = (),
+        forked_step: int = -1,
     ) -> Settings:
         """The settings of ``run`` and of its tasks.
 
@@ -185,6 +188,7 @@ class Settings:
             train_digest: digest of the training prompts of all tasks.
             held_out: digest and number of the held-out prompts of each task.
             sets: digest and number of the prompts of each evaluation set with a task of its own.
+            forked_step: see :attr:`forked_step`.
         """
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
         tasks = spec.task.tasks
@@ -258,4 +262,5 @@ class Settings:
             context_tokens=spec.model.context_tokens,
             trainer_devices=spec.trainer.ranks,
             history=spec.generator.speculation.history if spec.generator.speculation else None,
+            forked_step=forked_step,
         )

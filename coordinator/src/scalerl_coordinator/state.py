@@ -89,6 +89,12 @@ class CoordinatorState(msgspec.Struct):
     """Highest version of a lost lineage that generators may hold. Up to it, one version may name two sets of weights."""
     restored: int = -1
     """Version of the checkpoint whose snapshot replaced a lost journal. Later versions may have been published before."""
+    forked_step: int = -1
+    """Step at which the run was forked from another; -1 otherwise."""
+    inherited_seconds: float = 0.0
+    """``usage.wall_seconds`` of the other run at that step."""
+    inherited_device_seconds: float = 0.0
+    """``usage.device_seconds`` likewise."""
     lineage: Lineage = msgspec.field(default=Lineage(), name="line")
     progress_at: dict[int, Lineage] = msgspec.field(default_factory=dict, name="marks")
     """The lineage at each version that the trainer may return to."""

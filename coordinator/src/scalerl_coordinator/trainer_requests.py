@@ -131,8 +131,16 @@ class TrainerRequests:
                 "bad-snapshot",
                 f"the snapshot has version {restored.version}, but its checkpoint has {version}",
             )
-        log.warning("no journal: restoring the state from the trainer's checkpoint of version %d", version)
-        self.core.commit(r.Restored(snapshot))
+        forked = self.core.settings.forked_step
+        # A checkpoint of the fork's own has the step in its snapshot.
+        of_source = version == forked and restored.forked_step != forked
+        if of_source:
+            log.info("forked: continuing from the other run's checkpoint of version %d", version)
+        else:
+            log.warning(
+                "no journal: restoring the state from the trainer's checkpoint of version %d", version
+            )
+        self.core.commit(r.Restored(snapshot, forked if of_source else -1))
         self.core.updated_since_restore = set()
         for member in self.core.membership.members.values():
             self.core.mark_lost(member.version)

@@ -31,6 +31,13 @@ def _restored(state: CoordinatorState, record: r.Restored) -> None:
         setattr(state, name, getattr(restored, name))
     state.nonce, state.next_lease = nonce, number
     state.restored = state.version
+    if record.forked_step >= 0:
+        state.forked_step = record.forked_step
+        state.inherited_seconds = state.usage.wall_seconds
+        state.inherited_device_seconds = state.usage.device_seconds
+        # As in a new run: its own time counts from its first lease.
+        state.usage.waiting_seconds, state.leased = 0.0, False
+        state.checkpoint_failures = state.reported_failures = 0
     batch_sizes.change(state, identity)
 
 

@@ -84,8 +84,14 @@ def _as(content: bytes | bytearray | msgspec.Raw, kind: Any, problem: str) -> An
 
 def _bounded(status: Status) -> Status:
     """Truncates texts, and refuses figures that no run has, which the API server would refuse in the run's status."""
-    figures = (status.wall_seconds, status.device_seconds, status.compute_tokens, status.waiting_seconds)
-    counts = (status.step, status.tokens_generated, status.tokens_trained, status.checkpoint_version + 1)
+    figures = (
+        *(status.wall_seconds, status.device_seconds, status.compute_tokens, status.waiting_seconds),
+        *(status.inherited_seconds, status.inherited_device_seconds),
+    )
+    counts = (
+        *(status.step, status.tokens_generated, status.tokens_trained),
+        *(status.checkpoint_version + 1, status.forked_step + 1),
+    )
     if not all(math.isfinite(figure) for figure in figures) or any(count >= 2**63 for count in counts):
         raise BadAnswer("the status has figures that are not finite, or do not fit into 64 bits")
     if min(*figures, *counts) < 0:  # without a checkpoint, its version is -1

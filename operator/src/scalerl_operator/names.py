@@ -58,6 +58,8 @@ MASTER_PORT_NUMBER: Final = 29500
 RUN_DIR: Final = "/run/scalerl/run"
 MODELS_DIR: Final = "/run/scalerl/models"
 """The claim of ``model.cache``, at one path in all containers, since the run's model has links to it."""
+SOURCE_DIR: Final = "/run/scalerl/source"
+"""The directory of the run ``spec.from.run``, read-only, in the preparation."""
 COMPILE_CACHE_DIR: Final = "/run/scalerl/compile-cache"
 """Of ``generator.compileCache``, in the container of the vLLM server only."""
 SPEC_DIR: Final = "/etc/scalerl/spec"

@@ -193,6 +193,7 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "recipe.distillation",
             )
         ),
+        ".spec.from",
         *(
             f".spec.task.{name}"
             for name in (

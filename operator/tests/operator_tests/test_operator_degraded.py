@@ -91,6 +91,14 @@ def test_skipped_step_is_over_after_a_while(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(5 + QUIET_SECONDS + 6, skipped_steps=2) == Reason.STEP_SKIPPED
 
 
+def test_faults_of_the_source_do_not_degrade_a_fork(reconciles: Reconciles) -> None:
+    """The coordinator's first status is that of an empty run; then it has the counts of the source's checkpoint."""
+    assert reconciles.reconcile(0, step=0, checkpoint_version=-1) == Reason.HEALTHY
+    source: dict[str, Any] = {"step": 20, "checkpoint_version": 20, "forked_step": 20}
+    assert reconciles.reconcile(5, skipped_steps=2, grading_errors=3, **source) == Reason.HEALTHY
+    assert reconciles.reconcile(10, skipped_steps=3) == Reason.STEP_SKIPPED
+
+
 def test_lost_slots_are_reported_and_expire(reconciles: Reconciles) -> None:
     """Also those of an evaluation; the count moves with what moves all the time."""
     assert reconciles.reconcile(0) == Reason.HEALTHY

@@ -119,7 +119,7 @@ KEPT = frozenset(
             "rest",
             "resumed",
         ),
-        *("replicas", "selector", "generators", "trainer", "model"),
+        *("replicas", "selector", "generators", "trainer", "model", "source"),
     }
 )
 """Of the object and its pods, not of the steps."""

@@ -21,6 +21,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
     ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later,
                       ``model_checks`` those of the model's folder, also for ``scalerl validate``
+    ``fork``          copies another run's checkpoint into the directory of a new one
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
     ``spec_settings`` derives settings from the spec

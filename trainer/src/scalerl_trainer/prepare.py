@@ -1,6 +1,7 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
-The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. Exit code: 0 on success; 2 for bad input,
+The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. For a fork, the model is the source's
+(:mod:`.fork`). Exit code: 0 on success; 2 for bad input,
 with a line for each problem that names the field; 1 if no grader could be started, or a download failed its verification.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from scalerl_api.load import SpecError
 from scalerl_api.memory import ModelSize
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import MODEL_CACHE, REPORT_FILE, EnvironmentProblem, ProcessEnvironment
+from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
 from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, JsonlSource, PromptSource, RunTasks, Task, TaskError, open_tasks
@@ -39,6 +40,7 @@ from scalerl_trainer.checks import (
     worked_solution,
 )
 from scalerl_trainer.errors import ModelError, first_line
+from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
@@ -62,6 +64,8 @@ def main() -> int:
     try:
         environment = ProcessEnvironment.read()
         spec = environment.load_run().spec
+        source = os.environ.get(SOURCE_DIR)
+        take_over(environment.paths, spec, Path(source) if source else None)
         prepare(environment.paths, spec, one_machine="KUBERNETES_SERVICE_HOST" not in os.environ)
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
     except (GradingError, CacheError) as problem:
@@ -71,7 +75,7 @@ def main() -> int:
         for line in problem.args:
             log.error("%s", line)
         return 2
-    except (EnvironmentProblem, SpecError, TaskError) as problem:
+    except (EnvironmentProblem, SpecError, TaskError, ForkError) as problem:
         log.error("%s", problem)
         return 2
     except OSError as problem:

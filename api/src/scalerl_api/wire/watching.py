@@ -257,6 +257,13 @@ class Status(Struct, frozen=True, kw_only=True):
     """Solution tokens of these steps."""
     compute_tokens: float = 0.0
     """Compute limited by ``budget.maxComputeTokens``, in tokens of supervised training: see :mod:`scalerl_api.compute`."""
+    forked_step: int = -1
+    """Step at which the run was forked from another; -1 otherwise. Steps, tokens, compute and the curve count from that run's
+    first step."""
+    inherited_seconds: float = 0.0
+    """The part of ``wall_seconds`` that the other run took."""
+    inherited_device_seconds: float = 0.0
+    """The part of ``device_seconds`` that the other run used."""
     learning_problem: str = ""
     """Why the last steps taught the policy nothing, with a reply, its extracted answer and the reference; empty if they did.
     It stays the same while the problem lasts."""
@@ -264,6 +271,16 @@ class Status(Struct, frozen=True, kw_only=True):
     """That some of the latest tokens have no finite log-probability; empty if nearly all have."""
     set_points: dict[str, list[EvaluationPoint]] = {}
     """Curves of the other evaluation sets, by name of the set."""
+
+    @property
+    def own_seconds(self) -> float:
+        """``wall_seconds`` without those of the run from which this one was forked: what limits of time count."""
+        return max(0.0, self.wall_seconds - self.inherited_seconds)
+
+    @property
+    def own_device_seconds(self) -> float:
+        """``device_seconds`` without those of the run from which this one was forked: what limits of device-hours count."""
+        return max(0.0, self.device_seconds - self.inherited_device_seconds)
 
     def mismatch_kl(self, source: str, positions: str = ALL) -> float | None:
         """Mean KL over the run, in nats per token; None if it was never measured."""

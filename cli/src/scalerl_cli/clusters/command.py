@@ -10,7 +10,7 @@ from scalerl_operator.kube import errors
 
 
 def run_cluster_command(arguments: argparse.Namespace) -> int:
-    """The exit code of ``get``, ``why``, ``logs``, ``fetch`` or ``submit``."""
+    """The exit code of ``get``, ``why``, ``logs``, ``fetch``, ``submit`` or ``fork``."""
     try:
         session = open_session(arguments)
         if arguments.command == "get":
@@ -21,6 +21,8 @@ def run_cluster_command(arguments: argparse.Namespace) -> int:
             from scalerl_cli.clusters.logs import logs as command
         elif arguments.command == "fetch":
             from scalerl_cli.clusters.fetch import fetch as command
+        elif arguments.command == "fork":
+            from scalerl_cli.clusters.fork import fork as command
         else:
             from scalerl_cli.clusters.submit import submit as command
         return command(session, arguments)

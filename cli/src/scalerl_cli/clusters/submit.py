@@ -43,7 +43,7 @@ class _Document:
 
 def submit(session: Session, arguments: argparse.Namespace) -> int:
     """Apply all documents of all files, or none if one is invalid or refused."""
-    found = [(_shown(file), obj) for file in arguments.files for obj in _read(file)]
+    found = [(_shown(file), obj) for file in arguments.files for obj in read_objects(file)]
     problems = [
         f"{source}: {problem}" for source, obj in found for problem in _problems(obj, session.namespace)
     ]
@@ -118,7 +118,8 @@ def _shown(file: str) -> str:
     return "standard input" if file == "-" else file
 
 
-def _read(file: str) -> list[Object]:
+def read_objects(file: str) -> list[Object]:
+    """The objects of a file; ``-`` is standard input. Raises Trouble."""
     source = _shown(file)
     try:
         if file == "-":

@@ -46,6 +46,10 @@ class Spent(Recorded, frozen=True, kw_only=True):
     steps: int
     tokens: float | msgspec.UnsetType = msgspec.UNSET
     """Counted as :attr:`Limits.tokens`; left out without that limit, and in records of earlier releases."""
+    inherited_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    """The part of ``seconds`` of the run from which this one was forked, which no limit counts; left out in other runs."""
+    inherited_device_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    """The same of ``device_seconds``."""
 
 
 class Limits(Recorded, frozen=True, kw_only=True):

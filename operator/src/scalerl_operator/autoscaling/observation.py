@@ -113,6 +113,8 @@ def observe(
             device_seconds=status.device_seconds,
             steps=status.step,
             tokens=tokens,
+            inherited_seconds=status.inherited_seconds or UNSET,
+            inherited_device_seconds=status.inherited_device_seconds or UNSET,
         ),
         limits=limits(spec),
         recent=[convert(p, Progress, from_attributes=True) for p in points[-RECENT:]],

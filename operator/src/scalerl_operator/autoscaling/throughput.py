@@ -88,7 +88,9 @@ class Remaining:
 def remaining(spec: AutoscalingSpec, observation: Observation, history: History) -> Remaining:
     """What is left of budget, deadline and ``maxDeviceHours``, never below 0."""
     limits, spent = observation.limits, observation.spent
-    seconds = [] if limits.seconds is None else [limits.seconds - spent.seconds]
+    own_seconds = spent.seconds - (spent.inherited_seconds or 0.0)
+    own_device_seconds = spent.device_seconds - (spent.inherited_device_seconds or 0.0)
+    seconds = [] if limits.seconds is None else [limits.seconds - own_seconds]
     note = ""
     if spec.deadline is not None:
         if observation.unix_seconds < history.unix_seconds:
@@ -102,7 +104,7 @@ def remaining(spec: AutoscalingSpec, observation: Observation, history: History)
     return Remaining(
         steps=None if limits.steps is None else max(0.0, float(limits.steps - spent.steps)),
         seconds=max(0.0, min(seconds)) if seconds else None,
-        device_seconds=max(0.0, 3600 * min(hours) - spent.device_seconds) if hours else None,
+        device_seconds=max(0.0, 3600 * min(hours) - own_device_seconds) if hours else None,
         deadline_note=note,
         tokens=tokens,
     )

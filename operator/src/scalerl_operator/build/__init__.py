@@ -43,7 +43,9 @@ def render(
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(run, uid, images, operator_namespace, size, desired.gang)
+    scope = Scope(
+        run, uid, images, operator_namespace, size, gang=desired.gang, source_claim=desired.source_claim
+    )
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]

@@ -34,6 +34,7 @@ from scalerl_operator.names import (
     MODELS_DIR,
     PORTS,
     RUN_DIR,
+    SOURCE_DIR,
     SPEC_DIR,
     SPEC_KEY,
     TOKEN_DIR,
@@ -389,6 +390,7 @@ def _probe(probe: Probe, container: Container, *, readiness: bool) -> Object:
 
 _RUN, _SPEC, _TOKEN, _SHM = "scalerl-run", "scalerl-spec", "scalerl-token", "scalerl-shm"
 _MODELS: Final = "scalerl-models"
+_SOURCE: Final = "scalerl-source"
 _COMPILED: Final = "scalerl-compile-cache"
 COMPILED_FOLDER: Final = "compile-cache"
 """In the run's directory, or on the claim of ``generator.compileCache``."""
@@ -414,6 +416,7 @@ def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Objec
     return [
         *_models(scope, workload),
         *_compiled(scope, workload),
+        *_source(scope, workload),
         {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
@@ -444,6 +447,21 @@ def _compiled(scope: Scope, workload: Workload) -> list[Object]:
     return [{"name": _COMPILED, "persistentVolumeClaim": {"claimName": cache.claim_name}}]
 
 
+def _source(scope: Scope, workload: Workload) -> list[Object]:
+    """The claim of the run that this one forks, in the preparation's pod."""
+    if workload.role is not Role.PREPARE or scope.source_claim is None:
+        return []
+    return [{"name": _SOURCE, "persistentVolumeClaim": {"claimName": scope.source_claim}}]
+
+
+def _source_mount(scope: Scope, container: Container) -> list[Object]:
+    """The source's directory on its claim, which it may share with other runs."""
+    source = scope.spec.source
+    if container.name != "prepare" or scope.source_claim is None or source is None:
+        return []
+    return [{"name": _SOURCE, "mountPath": SOURCE_DIR, "subPath": source.run, "readOnly": True}]
+
+
 def _compiled_mount(scope: Scope, container: Container) -> list[Object]:
     """Writable in the server's container. The actor, which grades untrusted text, can read it on the run's volume, not write it."""
     cache = scope.spec.generator.compile_cache
@@ -470,6 +488,7 @@ def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
         run,
         *models,
         *_compiled_mount(scope, container),
+        *_source_mount(scope, container),
         {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
         {"name": _tmp(container.name), "mountPath": "/tmp"},  # noqa: S108

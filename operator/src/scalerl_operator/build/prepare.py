@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, MODEL_CACHE, REPORT_FILE
+from scalerl_api.process import SOURCE_DIR as SOURCE
 from scalerl_operator import names
 from scalerl_operator.build.pods import PodSettings, pod_template
 from scalerl_operator.build.scope import Scope, spec_hash
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import MODELS_DIR, RUN_DIR
+from scalerl_operator.names import MODELS_DIR, RUN_DIR, SOURCE_DIR
 from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
@@ -31,6 +32,8 @@ def job(scope: Scope) -> Object:
         extra["HF_HOME"] = HUB_CACHE
     if scope.spec.model.cache is not None:
         extra[MODEL_CACHE] = MODELS_DIR
+    if scope.source_claim is not None:
+        extra[SOURCE] = SOURCE_DIR
     settings = PodSettings(
         role=Role.PREPARE,
         grace_seconds=GRACE_SECONDS,

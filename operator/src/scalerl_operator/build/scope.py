@@ -52,6 +52,7 @@ class Desired:
     trainer_attempt: number of the attempt, from 1; None: no trainer.
     trained: the run has trained steps, which its volume must hold.
     gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
+    source_claim: of the run that this one forks, for its preparation; None: it mounts none.
     """
 
     prepare: bool = False
@@ -60,6 +61,7 @@ class Desired:
     trainer_attempt: int | None = None
     trained: bool = False
     gang: Gang | None = None
+    source_claim: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Scope:
     size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
         upgrade must not replace.
     gang: see :class:`Desired`.
+    source_claim: see :class:`Desired`.
     """
 
     run: ScaleRLRun
@@ -77,6 +80,7 @@ class Scope:
     operator_namespace: str
     size: ModelSize | None = None
     gang: Gang | None = None
+    source_claim: str | None = None
 
     @property
     def spec(self) -> RunSpec:

@@ -71,7 +71,9 @@ class Applier:
     async def preflight(self, context: RunContext) -> Problem | None:
         """Why a new run cannot be started; see :func:`.preflight`."""
         images = pinned(context, self._images)
-        desired = Desired(True, True, max(1, context.run.spec.generator.replicas), 1)
+        desired = Desired(
+            True, True, max(1, context.run.spec.generator.replicas), 1, source_claim=context.source_claim
+        )
         render_all = functools.partial(self._render, context, desired, images)
         return await preflight(self._api, context, render_all, namespaced=self._namespaced)
 
@@ -85,6 +87,7 @@ class Applier:
         desired = Desired(
             *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained),
             gang=context.gang if is_wanted(decision) else None,
+            source_claim=context.source_claim,
         )
         images = pinned(context, self._images)
         points = () if context.coordinator is None else context.coordinator.points

@@ -439,6 +439,8 @@ def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: flo
         "checkpoint_version": coordinator.checkpoint_version,
     }
     unsaved, saved = before.unsaved_since, before.checkpoint_version
+    if saved is not None and saved < coordinator.forked_step:
+        saved = None  # the counts of a fork begin with those of its source
     if saved is not None:
         rose = {name for name, count in update.items() if count > getattr(before, name)}
         update |= {last: rfc3339(unix_seconds) for name, (last, _) in _COUNTED.items() if name in rose}

@@ -27,6 +27,7 @@ from scalerl_operator.controller.diagnosis import next_start_check, queue_proble
 from scalerl_operator.controller.observe import observe, patient
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
+from scalerl_operator.controller.source import find_source
 from scalerl_operator.controller.status import RunObject, is_over, remembered, report
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
@@ -161,7 +162,11 @@ class Reconciler:
         if context.accepted is None:
             return
         await check_volume(self._api, self._run, context)
-        context.not_started = context.not_started or await self._applier.preflight(context)
+        context.not_started = (
+            context.not_started
+            or await find_source(self._api, context)
+            or await self._applier.preflight(context)
+        )
         if context.not_started is not None:
             context.decision = LifecycleDecision(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
         context.queue_missing = await queue_problem(self._api, context)

@@ -205,6 +205,10 @@ class RunContext:
     """No pod may start on the claim: it does not hold the run's steps, or is being deleted."""
     queue_missing: str = ""
     """The problem of the run's queue; empty without one."""
+    source_claim: str | None = None
+    """Claim of the run ``spec.from.run``, for a preparation that is about to be created."""
+    source_uid: str = ""
+    """That run's uid; empty if it is not known, or was not read at this reconcile."""
 
     @property
     def run(self) -> ScaleRLRun:

@@ -24,6 +24,7 @@ from scalerl_api.status import (
     HoldingStatus,
     RecipeValue,
     RunStatus,
+    SourceStatus,
     TrainerStatus,
     UsageStatus,
 )
@@ -75,6 +76,7 @@ def report(context: RunContext) -> RunStatus:
         "has_trained": memory.has_trained,
         "unproven_since": memory.unproven_since,
         "holding": _holding(memory.holding),
+        "source": _source(context),
         "trainer": _trainer(memory),
         "model": context.model,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
@@ -179,6 +181,19 @@ def _outcome(status: RunStatus) -> Outcome | None:
     return None
 
 
+def _source(context: RunContext) -> SourceStatus | None:
+    """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
+    given = None if context.accepted is None else context.accepted.spec.source
+    if given is None:
+        return context.before.source
+    found = context.before.source or SourceStatus(run=given.run)
+    if context.source_uid:
+        found = found.model_copy(update={"uid": context.source_uid[:64]})
+    if context.coordinator is not None and context.coordinator.forked_step >= 0:
+        found = found.model_copy(update={"step": context.coordinator.forked_step})
+    return found
+
+
 def _holding(failure: Outcome | None) -> HoldingStatus | None:
     return (
         None
@@ -228,9 +243,9 @@ def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any
         "points": len(coordinator.points),
         "stop_reason": coordinator.stop_reason or None,
         "usage": UsageStatus(
-            seconds=f"{coordinator.wall_seconds:.0f}"[:32],
+            seconds=f"{coordinator.own_seconds:.0f}"[:32],
             elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}"[:32],
-            device_hours=f"{coordinator.device_seconds / 3600:.4f}"[:32],
+            device_hours=f"{coordinator.own_device_seconds / 3600:.4f}"[:32],
             tokens_generated=coordinator.tokens_generated,
             tokens_trained=coordinator.tokens_trained,
             compute_tokens=_count(coordinator.compute_tokens),

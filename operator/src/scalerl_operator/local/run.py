@@ -378,8 +378,8 @@ class LocalRun:
             if self._is_resumed or status.supervised_steps:
                 if not waits:
                     self._startup.first_lease_seconds = now - self._started
-            elif not waits or status.wall_seconds > 0:
-                self._startup.first_lease_seconds = max(0.0, now - self._started - status.wall_seconds)
+            elif not waits or status.own_seconds > 0:
+                self._startup.first_lease_seconds = max(0.0, now - self._started - status.own_seconds)
             if self._startup.first_lease_seconds is not None:
                 return
         what = self._waiting_for()

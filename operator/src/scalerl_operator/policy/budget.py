@@ -26,14 +26,17 @@ def limit_reached(budget: BudgetSpec, status: Status) -> str:
     # A run whose first weights never reach a generator ends, too.
     if budget.max_seconds is not None and elapsed_seconds(status) >= budget.max_seconds:
         return MAX_SECONDS
-    if budget.max_device_hours is not None and status.device_seconds >= float(budget.max_device_hours) * 3600:
+    if (
+        budget.max_device_hours is not None
+        and status.own_device_seconds >= float(budget.max_device_hours) * 3600
+    ):
         return MAX_DEVICE_HOURS
     return ""
 
 
 def elapsed_seconds(status: Status) -> float:
     """The time that ``maxSeconds`` limits."""
-    return status.waiting_seconds + status.wall_seconds
+    return status.waiting_seconds + status.own_seconds
 
 
 def used_fractions(budget: BudgetSpec, status: RunStatus) -> dict[str, float]:

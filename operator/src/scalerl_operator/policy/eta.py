@@ -65,9 +65,9 @@ def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | Non
         times.append((budget.max_steps - status.step) * rates.seconds_per_step)
     if budget.max_seconds is not None:
         times.append(budget.max_seconds - elapsed_seconds(status))
-    if budget.max_device_hours is not None and status.wall_seconds > 0 and status.device_seconds > 0:
-        devices = status.device_seconds / status.wall_seconds
-        times.append(float(budget.max_device_hours) * 3600 / devices - status.wall_seconds)
+    seconds, device_seconds = status.own_seconds, status.own_device_seconds
+    if budget.max_device_hours is not None and seconds > 0 and device_seconds > 0:
+        times.append(float(budget.max_device_hours) * 3600 * seconds / device_seconds - seconds)
     if budget.max_compute_tokens is not None:
         if rates.compute_tokens_per_second is None:
             return None
