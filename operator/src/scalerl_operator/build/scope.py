@@ -65,6 +65,7 @@ class Scope:
 
     size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
         upgrade must not replace.
+    created: when the run was created, in unix seconds.
     """
 
     run: ScaleRLRun
@@ -72,6 +73,7 @@ class Scope:
     images: Images
     operator_namespace: str
     size: ModelSize | None = None
+    created: int = 0
 
     @property
     def spec(self) -> RunSpec:

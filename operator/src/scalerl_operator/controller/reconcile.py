@@ -106,7 +106,7 @@ class Reconciler:
             await self._run.scale(context, number, decision=-1)
             return 0.0
         await adopt_spec_hashes(self._api, self._cache, context)
-        observed = observe(context.objects, context.uid, context.spec_hashes())
+        observed = observe(context.objects, context.uid, context.spec_hashes(), context.unix_seconds)
         context.observed, placed = patient(observed, context.unix_seconds)
         if not await ask_coordinator(self._api, self.coordinators, context):
             return COORDINATOR_SECONDS
