@@ -129,7 +129,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
     attempt, paths = environment.attempt, environment.paths
-    fence = _begin(paths, attempt) if ranks.is_leader else None
+    fence = _begin(paths, attempt, ranks)
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
@@ -152,7 +152,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     trained_supervised = version is None and spec.warm_start is not None
     if trained_supervised:
         status.ready.set()
-        training = MidTraining(engine, spec, paths, ranks, coordinator, stop, fence)
+        training = MidTraining(
+            engine, spec, paths, ranks, coordinator, stop, _begin(paths.mid_training, attempt, ranks)
+        )
         done = training.run()
         write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
         if spec.recipe.kl.penalty is not None:
@@ -196,7 +198,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
 
 
-def _begin(paths: RunPaths, attempt: Attempt | None) -> Fence:
+def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:
+    if not ranks.is_leader:
+        return None
     try:
         return Fence.begin(paths.checkpoints, attempt, Disk())
     except OSError as error:
