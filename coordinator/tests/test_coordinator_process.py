@@ -247,6 +247,7 @@ def test_process_refuses_empty_volume_of_trained_run(coordinator, tmp_path, monk
     for _ in range(2):
         coordinator.start(ready=False)
         assert coordinator.process.wait(120) == STEPS_LOST_EXIT_CODE
+        (coordinator.paths.checkpoints / ".attempt-1795000000.1-aa").mkdir(parents=True, exist_ok=True)
     last = coordinator.log().splitlines()[-1]
     assert "the run has trained steps, but its volume has neither journal nor checkpoint" in last
     coordinator.paths.checkpoint(3).mkdir(parents=True)

@@ -315,3 +315,31 @@ def test_hello_reports_consecutive_skipped_steps(world):
     world.report("t4", 1)
     assert (world.state.counts.trained, world.state.counts.skipped) == (12, 0), "this time it was applied"
     check_consistency(world)
+
+
+def test_earlier_attempt_is_refused_whatever_it_sends(world):
+    """Its node was lost, and it goes on when a later attempt is registered; the number survives a restart of the coordinator."""
+    first, second = "1795000000.1-aa", "1795000000.10-bb"
+    world.hello(first)
+    world.hello(second)
+    world.acknowledge()
+    for _ in range(2):
+        calls = [
+            lambda: world.hello(first),
+            lambda: world.hello("1794999999.99-cc"),  # of an earlier run of the same name
+            lambda: world.next(first),
+            lambda: world.report(first, 0),
+            lambda: world.begin_publish(first),
+            lambda: world.commit_publish(first, []),
+            lambda: world.checkpoint(first, [0]),
+        ]
+        for call in calls:
+            with pytest.raises(Refusal) as caught:
+                call()
+            assert caught.value.error == "superseded"
+        assert world.state.incarnation == second
+        world.crash(0)
+    world.hello(second)
+    world.hello("1795000000.10-dd")
+    world.hello("without-a-number")
+    world.hello(first)

@@ -184,7 +184,7 @@ def test_run_writes_its_results(finished: LocalRun) -> None:
         assert (finished.directory / name).stat().st_size > 0, name
     assert [row["version"] for row in finished.curve()] == ["0", "10", "20"]
     assert [row["step"] for row in finished.metrics()] == list(range(20))
-    assert [p.name for p in sorted((finished.directory / "checkpoints").iterdir())] == [
+    assert [p.name for p in sorted((finished.directory / "checkpoints").glob("[!.]*"))] == [
         "hf",
         "step-00000015",
         "step-00000020",

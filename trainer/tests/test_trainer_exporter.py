@@ -17,14 +17,17 @@ import torch
 from s3_server import BUCKET, S3Server
 from safetensors.torch import load_file
 
+from scalerl_api.attempts import Attempt
 from scalerl_api.exports import Exports, read_exports
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.wire import EvaluationPoint
 from scalerl_trainer import exporter
+from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.export_targets import Folder, Models, TargetError, open_target
 from scalerl_trainer.exporter import Exporter, SelectedPoints
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.tensor_files import TensorInfo
@@ -68,10 +71,10 @@ class Run:
         self.streams = self.exhausted = 0
         self.start()
 
-    def start(self, copy_pauses: tuple[float, ...] = (0.05,) * 40) -> None:
+    def start(self, copy_pauses: tuple[float, ...] = (0.05,) * 40, fence: Fence | None = None) -> None:
         self.metrics = Metrics()
         self.exporter = Exporter(
-            self.paths, self.spec, self.metrics, write_pauses=(0.01,), copy_pauses=copy_pauses
+            self.paths, self.spec, self.metrics, fence=fence, write_pauses=(0.01,), copy_pauses=copy_pauses
         )
 
     def write(self, version: int) -> None:
@@ -400,6 +403,30 @@ def test_exporter_restart_reads_status(tmp_path: Path) -> None:
     run.exporter.close()
     assert run.said() == before
     assert run.count("copy", "ok") == 0, "nothing is copied twice"
+
+
+def test_exporter_of_a_superseded_attempt_changes_nothing(tmp_path: Path) -> None:
+    """Neither what it has begun to write, nor what it selects to be removed."""
+    run, disk = Run(tmp_path), Disk()
+    run.start(fence=Fence.begin(run.paths.checkpoints, Attempt(1, 1), disk))
+    for version in (10, 20):
+        run.write(version)
+    run.exporter.evaluated([point(10, 0.1), point(20, 0.2)])
+    until(lambda: run.folders == [name(20)] and run.said().last is not None)
+    earlier = run.exporter
+    run.start(fence=Fence.begin(run.paths.checkpoints, Attempt(1, 2), disk))
+    following, run.exporter = run.exporter, earlier
+    before = run.said()
+    run.write(30)
+    run.exporter.evaluated([point(20, 0.2), point(30, 0.3), point(40, 0.4)])
+    run.exporter.close()
+    assert (run.folders, run.said()) == ([name(20)], before)
+    run.exporter = following
+    for version in (30, 40):
+        run.write(version)
+    run.exporter.evaluated([point(20, 0.2), point(30, 0.3), point(40, 0.25)])
+    run.exporter.close()
+    assert run.folders == [name(30), name(40)]
 
 
 def test_bucket_without_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,12 @@ import pytest
 from hostile_server import MARK, REDIRECTS, Hostile
 
 from scalerl_api import wire
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_trainer import coordinator_client
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
 from scalerl_trainer.publish import actor_control
 from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.spec_settings import MIN_COLLECTIVE_SECONDS
 
 ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *REDIRECTS)
 
@@ -65,3 +67,15 @@ async def test_answer_is_bounded_and_no_redirect_is_followed(ask: Callable[[str]
         assert "more than 1048576 bytes" in said
     if attack == "slow":
         assert "not complete in time" in said
+
+
+async def test_shard_that_trickles_in_ends_with_the_call() -> None:
+    """Its limit of 8 GiB would allow more than two hours, in which the other ranks report a lost rank."""
+    assert COORDINATOR_TIMEOUT_SECONDS + 2 * 30.0 < MIN_COLLECTIVE_SECONDS
+    began = time.monotonic()
+    async with Hostile("slow").serving() as url:
+        coordinator = Coordinator(url, "t", "i", retry_seconds=2.0)
+        with pytest.raises(CoordinatorError, match="not complete in time"):
+            await asyncio.to_thread(coordinator.shard, 0, 0, 2)
+        coordinator.close()
+    assert 1.9 < time.monotonic() - began < 20.0

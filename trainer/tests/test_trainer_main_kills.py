@@ -165,3 +165,35 @@ def test_coordinator_restart(new_run: Any) -> None:
     run.start_coordinator()
     assert run.wait_trainer() == [0, 0]
     assert run.step() == 6
+
+
+def test_attempt_on_a_lost_node_is_fenced_out(new_run: Any) -> None:
+    """It stops answering in the middle of training, and goes on when the next one has trained beyond it."""
+    run = new_run(budget__maxSteps=12)
+    run.start_coordinator()
+    run.start_generator(seconds_per_group=0.05)
+    run.start_trainer(SCALERL_ATTEMPT="1795000000.1")
+    until(lambda: run.checkpoints() != [] and run.step() >= 3)
+    lost = run.ranks
+    for rank in lost:
+        os.kill(rank.pid, signal.SIGSTOP)
+    run.start_trainer(SCALERL_ATTEMPT="1795000000.2")
+    until(lambda: run.step() >= 6 and run.checkpoints()[-1] >= 6)
+    for rank in lost:
+        os.kill(rank.pid, signal.SIGCONT)
+    following, run.ranks = run.ranks, lost
+    codes = run.wait_trainer()
+    assert codes[0] == 6
+    assert codes[1] in (1, 6), "it only loses rank 0"
+    assert "SUPERSEDED: " in run.log("trainer-0")
+    # An attempt that was slow to start does not take the run over either.
+    run.start_trainer(SCALERL_ATTEMPT="1795000000.1")
+    assert run.wait_trainer()[0] == 6
+    run.ranks = following
+    assert run.wait_trainer() == [0, 0]
+    status = run.status()
+    assert status is not None
+    assert status.step == 12
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert [row["step"] for row in run.rows()] == list(range(12))
+    assert run.checkpoints()[-1] == 12

@@ -308,7 +308,7 @@ def held(
     engine = SimpleNamespace(settings=SimpleNamespace(zero_stage=1, dtype="float32"))
     stop = threading.Event()
     spec, paths = own_file_run(tmp_path, steps=1), RunPaths(tmp_path)
-    training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop)  # type: ignore[arg-type]
+    training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop, None)  # type: ignore[arg-type]
     return training, reports, stop
 
 

@@ -128,8 +128,8 @@ class Run:
     def start_coordinator(self) -> None:
         self.coordinator = self._role("scalerl_coordinator.main", "coordinator-0", self.port)
 
-    def start_trainer(self, only: set[int] | None = None) -> None:
-        """``only``: the other ranks are not started."""
+    def start_trainer(self, only: set[int] | None = None, **environ: str) -> None:
+        """``only``: the other ranks are not started. ``environ``: further variables."""
         world = self.spec.trainer.replicas
         master = free_port()
         self.listens = [free_port() for _ in range(world)]
@@ -144,6 +144,7 @@ class Run:
                 LOCAL_RANK="0",
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(master),
+                **environ,
             )
             for rank in (range(world) if only is None else sorted(only))
         ]

@@ -267,6 +267,11 @@ class Reason(_Explained):
         "maxConcurrentSequences.",
     )
     EVICTED = "Evicted", "The node evicted the pod; it is rescheduled."
+    NODE_LOST = (
+        "NodeLost",
+        "The pod's node does not answer. The trainer's next attempt starts without it; a coordinator is replaced when its node "
+        "returns, is deleted, or gets the taint node.kubernetes.io/out-of-service.",
+    )
     REFUSED_BY_NODE = (
         "RefusedByNode",
         "The kubelet rejected the pod, for example because a device plug-in restarted or capacity was taken. The operator "

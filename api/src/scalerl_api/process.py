@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scalerl_api.attempts import Attempt
 from scalerl_api.load import load_accepted_run, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
@@ -23,6 +24,8 @@ RUN_FILE = "SCALERL_RUN_FILE"
 restarts the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
 """Trainers only: address of this rank's weight store for generators; default: loopback."""
+ATTEMPT = "SCALERL_ATTEMPT"
+"""Trainers on a cluster only: the :class:`.Attempt`, by which an earlier attempt that still runs is fenced out."""
 
 MODEL_CACHE = "SCALERL_MODEL_CACHE"
 """Preparation only: folder of ``model.cache``."""
@@ -49,6 +52,8 @@ STEPS_LOST_EXIT_CODE = 4
 """Exit code of the coordinator if the run has trained steps, but none of them is on its volume."""
 PUBLISH_REFUSED_EXIT_CODE = 5
 """Exit code of the trainer if generators cannot load the weights that it publishes, or compute something else with them."""
+SUPERSEDED_EXIT_CODE = 6
+"""Exit code of a trainer after a later attempt has begun: it has changed no checkpoint since."""
 COORDINATOR_TIMEOUT_SECONDS = 300.0
 """Time after which a trainer exits because the coordinator does not respond. The operator waits equally long during a drain: a
 restart of the coordinator takes seconds, on another node (image, volume) minutes."""
@@ -72,6 +77,8 @@ class ProcessEnvironment:
     """The run's bearer token."""
     trainer_host: str = "127.0.0.1"
     """Address of this rank's weight store."""
+    attempt: Attempt | None = None
+    """The trainer's attempt; None on one machine, where a lock excludes two at once."""
 
     def load_run(self) -> ScaleRLRun:
         """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in an earlier release
@@ -101,10 +108,14 @@ class ProcessEnvironment:
         if not token:
             raise EnvironmentProblem(f"{TOKEN_FILE}={token_file}: empty")
         run_file = environ.get(RUN_FILE)
+        attempt = Attempt.parse(environ.get(ATTEMPT, ""))
+        if attempt is None and environ.get(ATTEMPT):
+            raise EnvironmentProblem(f"{ATTEMPT}={environ[ATTEMPT]}: is not the number of an attempt")
         return cls(
             RunPaths(Path(environ[DIR]), Path(run_file) if run_file else None),
             environ[NAME],
             environ[COORDINATOR_URL].rstrip("/"),
             token,
             environ.get(TRAINER_HOST) or cls.trainer_host,
+            attempt,
         )

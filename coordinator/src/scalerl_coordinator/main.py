@@ -166,7 +166,7 @@ def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSou
 
 def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:
     """Check that the volume of a run that has trained steps is not empty. Raises :class:`StepsLost`."""
-    if paths.has_steps and state == CoordinatorState() and not any(paths.checkpoints.glob("*")):
+    if paths.has_steps and state == CoordinatorState() and not any(paths.checkpoints.glob("[!.]*")):
         raise StepsLost(
             f"{paths.root}: the run has trained steps, but its volume has neither journal nor checkpoint; suspend the run, "
             "restore its volume, and resume it"

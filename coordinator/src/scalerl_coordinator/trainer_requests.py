@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from scalerl_api import wire
+from scalerl_api.attempts import Attempt
 from scalerl_api.wire import NextAction, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row
@@ -67,12 +68,17 @@ class TrainerRequests:
         """Accept a trainer; it supersedes the previous one.
 
         Raises:
-            Refusal: ``bad-request``, ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or
+            Refusal: ``bad-request``, ``superseded``, ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or
                 ``unknown-version``.
         """
         core, state = self.core, self.core.state
         if not request.incarnation:
             raise Refusal("bad-request", "incarnation is empty")
+        attempt, latest = Attempt.parse(request.incarnation), Attempt.parse(state.incarnation)
+        if attempt is not None and latest is not None and attempt < latest:
+            raise Refusal(
+                "superseded", f"attempt {latest} of the trainer has sent hello; attempt {attempt} must exit"
+            )
         if state.awaits_trainer and request.snapshot is not None:
             self._restore(request.snapshot, request.version)
         if not all(state.closed(step) for step in range(state.version, request.version)):

@@ -12,8 +12,9 @@ from operator_tests.manifests import UID, context
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.observe import RunObservation, observe, pod_view, rfc3339
+from scalerl_operator.controller.observe import LOST_SECONDS, RunObservation, observe, pod_view, rfc3339
 from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
     Ended,
@@ -305,3 +306,88 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
         condition = report(found).condition("TrainerReady")
         assert condition is not None
         assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)
+
+
+# --- lost nodes ---------------------------------------------------------------------------------
+
+TAINTED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager", "message": "m"}
+
+
+def ready(pod: str, containers: str) -> list[dict[str, str]]:
+    return [{"type": "Ready", "status": pod}, {"type": "ContainersReady", "status": containers}]
+
+
+@pytest.mark.parametrize(
+    ("pod", "after", "lost"),
+    [
+        # What Kubernetes writes: Ready alone, then the eviction.
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")]), -300, True),
+        (a_pod("a", "Running", leaving=False, conditions=[TAINTED, *ready("False", "True")]), 999, False),
+        # A kubelet that answers: it ends the pod, and writes both.
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("True", "True")]), -300, False),
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "False")]), -300, False),
+        # Evicted by somebody else, while the node only just stopped answering.
+        (a_pod("a", "Running", leaving=True, conditions=[TAKEN, *ready("False", "True")]), -300, False),
+        # Any pod that outlives its grace period; deletionTimestamp is the end of that.
+        (a_pod("a", "Running", leaving=True), LOST_SECONDS, False),
+        (a_pod("a", "Running", leaving=True), LOST_SECONDS + 1, True),
+        (a_pod("a", "Pending", leaving=True), LOST_SECONDS + 1, True),
+        (a_pod("a", "Failed", leaving=True, code=1), LOST_SECONDS + 1, False),
+        (a_pod("a", "Running"), 1e6, False),
+    ],
+)
+def test_lost_pod_is_one_whose_node_cannot_confirm_its_end(
+    pod: dict[str, Any], after: float, lost: bool
+) -> None:
+    assert pod_view(pod, NOW + after).lost is lost
+
+
+def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False) -> RunObservation:
+    jobs = {"j": builders.job(Role.TRAINER, name="j", parallelism=2)}
+    if later:
+        jobs["k"] = builders.job(Role.TRAINER, name="k", parallelism=2)
+    for number, job in enumerate(jobs.values(), 1):
+        job["metadata"]["labels"][ATTEMPT] = str(number)
+    if deleted:
+        jobs["j"]["metadata"]["deletionTimestamp"] = rfc3339(NOW)
+    objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods}
+    objects |= {("Job", name): job for name, job in jobs.items()}
+    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, NOW)
+
+
+LOST = a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")])
+
+
+@pytest.mark.parametrize(
+    ("pods", "deleted", "later", "expected"),
+    [
+        ([LOST, a_pod("b", "Running")], False, False, Job(JobState.FAILED, 1, ending=True, disrupted=True)),
+        # What a rank said before its node was lost comes first.
+        (
+            [LOST, a_pod("b", "Failed", code=2)],
+            False,
+            False,
+            Job(JobState.FAILED, 1, ends=(Ended(2, "exit 2"),), ending=True),
+        ),
+        # The others of the gang are still ending.
+        ([LOST, a_pod("b", "Running", leaving=True)], True, False, Job(JobState.LEAVING, 1, ending=True)),
+        ([LOST, a_pod("b", "Failed", code=1)], True, False, Job(abandoned=1)),
+        ([LOST], True, False, Job(abandoned=1)),
+        ([], True, False, Job(JobState.LEAVING, 1)),
+        ([LOST], True, True, Job(JobState.ACTIVE, 2, abandoned=1)),
+    ],
+)
+def test_job_with_lost_pods(pods: list[Any], deleted: bool, later: bool, expected: Job) -> None:
+    assert with_jobs(*pods, deleted=deleted, later=later).trainer == expected
+
+
+def test_number_of_an_abandoned_attempt_is_not_used_again() -> None:
+    """Its end was not recorded, as when the run was suspended meanwhile."""
+    memory = Memory(attempt=3, last_recorded_attempt=2)
+    gone = decide(SPEC, replace(RUNNING, trainer=Job(abandoned=3)), memory)
+    assert (gone.trainer, gone.memory.attempt) == (4, 4)
+    deleted_by_hand = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
+    assert deleted_by_hand.trainer == 3
+    assert (
+        decide(SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.memory).trainer == 4
+    )

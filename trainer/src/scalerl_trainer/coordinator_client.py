@@ -8,6 +8,7 @@ raised at once.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -62,7 +63,8 @@ class Coordinator:
     """The coordinator's API for one rank. Not thread-safe.
 
     Args:
-        retry_seconds: deadline of one call with its retries.
+        retry_seconds: deadline of one call with its retries, and of one answer, however slowly it arrives: the other ranks wait in
+            a collective, whose timeout must be longer.
         interrupted: checked between attempts; True ends the retries, so that a drain does not wait for a dead coordinator.
     """
 
@@ -224,19 +226,19 @@ class Coordinator:
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                return self._once(path, message, answer, 0.0, limit)
+                return self._once(path, message, answer, 0.0, limit, deadline)
             except CoordinatorUnreachable as error:
                 full = isinstance(error, VolumeFull)
-                if full:  # it answers: the deadline is that of a coordinator that does not
-                    deadline = time.monotonic() + self._retry_seconds
-                elif time.monotonic() + pause >= deadline:
+                if not full and time.monotonic() + pause >= deadline:
                     raise
                 if self._interrupted():
                     raise
                 log.warning("%s; next attempt in %.1f s", error, pause)
             time.sleep(pause * random.uniform(0.5, 1.0))
-            if full and alone:
-                self.while_full()
+            if full:  # it answers: the deadline is that of a coordinator that does not
+                if alone:
+                    self.while_full()
+                deadline = time.monotonic() + self._retry_seconds
             pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(
@@ -246,10 +248,14 @@ class Coordinator:
         answer: type[T],
         wait_seconds: float,
         limit: int = MAX_ANSWER_BYTES,
+        deadline: float | None = None,
     ) -> T:
+        if deadline is None:
+            deadline = time.monotonic() + wait_seconds + self._retry_seconds
         timeout = httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0)
         try:
-            code, content = request(self._http, "POST", path, msgspec.msgpack.encode(message), timeout, limit)
+            body = msgspec.msgpack.encode(message)
+            code, content = request(self._http, "POST", path, body, timeout, limit, deadline)
         except (httpx.HTTPError, BadAnswer) as error:
             raise CoordinatorUnreachable(f"POST {path}: {failure_reason(error, timeout)}") from error
         if code == httpx.codes.OK:
@@ -279,10 +285,16 @@ def wire_headers(token: str) -> dict[str, str]:
 
 
 def request(
-    http: httpx.Client, method: str, url: str, body: bytes, timeout: httpx.Timeout, limit: int
+    http: httpx.Client,
+    method: str,
+    url: str,
+    body: bytes,
+    timeout: httpx.Timeout,
+    limit: int,
+    latest: float = math.inf,
 ) -> tuple[int, bytearray]:
     """Status code and body of an answer of at most ``limit`` bytes. Redirects are not followed. The body is complete within
-    ``timeout.read`` of its first byte, plus a second for each MiB of ``limit``.
+    ``timeout.read`` of its first byte, plus a second for each MiB of ``limit``, and at ``latest`` (monotonic).
 
     Raises:
         httpx.HTTPError
@@ -292,7 +304,7 @@ def request(
         code = response.status_code
         limit = limit if httpx.codes.is_success(code) else MAX_ERROR_BYTES
         deadline = time.monotonic() + (timeout.read or 0.0) + limit / 2**20
-        return code, Body(response.headers, limit, deadline).read(response.iter_raw())
+        return code, Body(response.headers, limit, min(deadline, latest)).read(response.iter_raw())
 
 
 def failure_reason(error: Exception, limits: httpx.Timeout) -> str:

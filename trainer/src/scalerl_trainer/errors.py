@@ -42,6 +42,10 @@ class PublishRefusedError(TrainerError):
     """Generators cannot load the weights, or compute something else with them."""
 
 
+class AttemptSuperseded(TrainerError):
+    """A later attempt of the trainer writes the run's checkpoints; this one must exit."""
+
+
 class ModelError(TrainerError):
     """The model cannot be used."""
 

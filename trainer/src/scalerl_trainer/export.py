@@ -65,8 +65,9 @@ def stage_model(
     spec: RunSpec,
     *,
     shard_bytes: int = SHARD_BYTES,
+    staging: Path | None = None,
 ) -> Path:
-    """Write the model into a staging folder beside ``target``, and return that folder.
+    """Write the model into a folder in ``staging``, by default beside ``target``, and return that folder.
 
     ``tensors`` are in the order of ``infos``, which have the names and shapes of the base model's files; tied tensors appear
     once. All other files are ``base_model``'s. The config has the run's dtype and, if ``recipe.fp32Logits`` includes the
@@ -75,10 +76,11 @@ def stage_model(
     Raises:
         OSError: disk full, …; the staging folder is removed.
     """
-    staged = target.with_name(f"{STAGED}{target.name}-{os.getpid()}")
+    staged = (staging or target.parent) / f"{STAGED}{target.name}-{os.getpid()}"
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        staged.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staged.mkdir()
         _write_weights(staged, infos, iter(tensors), shard_bytes)
         for file in sorted({f for pattern in _SOURCES for f in base_model.glob(pattern) if f.is_file()}):
             if file.name not in _NOT_COPIED:
@@ -97,7 +99,7 @@ def commit_model(staged: Path, target: Path) -> None:
     Raises:
         OSError: the staging folder is removed.
     """
-    old = target.with_name(f"{STAGED}old-{target.name}-{os.getpid()}")
+    old = staged.with_name(f"{STAGED}old-{target.name}-{os.getpid()}")
     try:
         for path in [*staged.iterdir(), staged]:
             flush(path)

@@ -7,8 +7,10 @@ it is counted, reported in ``exports.json``, and retried.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import re
 import shutil
 import threading
@@ -29,6 +31,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import EvaluationPoint
 from scalerl_trainer.export import STAGED, commit_model, stage_model
 from scalerl_trainer.export_targets import Target, TargetError, open_target
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.tensor_files import TensorInfo
 
@@ -70,7 +73,11 @@ class SelectedPoints:
 
 
 class Exporter:
-    """Maintains ``checkpoints/hf`` and its copy, as ``spec.trainer.export`` says."""
+    """Maintains ``checkpoints/hf`` and its copy, as ``spec.trainer.export`` says.
+
+    Args:
+        fence: of this attempt; None: no other process writes.
+    """
 
     def __init__(
         self,
@@ -78,11 +85,13 @@ class Exporter:
         spec: RunSpec,
         metrics: Metrics,
         *,
+        fence: Fence | None = None,
         write_pauses: Sequence[float] = WRITE_PAUSES,
         copy_pauses: Sequence[float] = COPY_PAUSES,
     ) -> None:
         self._paths, self._spec, self._metrics = paths, spec, metrics
         self._write_pauses, self._copy_pauses = write_pauses, copy_pauses
+        self._staging = paths.exports if fence is None else fence.folder / "exports"
         self._closing = threading.Event()
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="export-copy")
@@ -97,6 +106,9 @@ class Exporter:
         self._copying: frozenset[int] = frozenset()
         self._copy_queued = False
         self._target: Target | None = None
+        if fence is not None:
+            with contextlib.suppress(OSError):  # without it, each export fails and is counted
+                self._staging.mkdir(exist_ok=True)
         self._remove_staged()
         self._attempted = -1
         self._unmeasured = set(self._versions())
@@ -125,7 +137,12 @@ class Exporter:
             tensors = weights()
             try:
                 staged = stage_model(
-                    self._folder(version), self._paths.base_model, infos, tensors, self._spec
+                    self._folder(version),
+                    self._paths.base_model,
+                    infos,
+                    tensors,
+                    self._spec,
+                    staging=self._staging,
                 )
                 self._unmeasured.add(version)
                 self._submit(self._disk, "write", partial(self._commit, staged, version))
@@ -206,7 +223,10 @@ class Exporter:
             } | self._copying
             removed = self._selectable - kept
         for version in removed:
-            shutil.rmtree(self._folder(version), ignore_errors=True)
+            removed_folder = self._staging / f"{STAGED}removed-{version:08d}-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                self._folder(version).rename(removed_folder)
+                shutil.rmtree(removed_folder)
 
     def _copy(self) -> None:
         """Copy the models that are selected when an attempt begins.
@@ -280,7 +300,7 @@ class Exporter:
 
     def _write_status(self) -> None:
         file = self._paths.exports / EXPORTS_FILE
-        staged = file.with_name(f"{STAGED}{file.name}")
+        staged = self._staging / f"{STAGED}{file.name}"
         with self._lock:
             file.parent.mkdir(parents=True, exist_ok=True)
             staged.write_bytes(msgspec.json.format(msgspec.json.encode(self._status), indent=1))
@@ -300,5 +320,6 @@ class Exporter:
         return sorted(int(m[1]) for p in self._paths.exports.glob("step-*") if (m := _NAME.match(p.name)))
 
     def _remove_staged(self) -> None:
-        for path in self._paths.exports.glob(f"{STAGED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for folder in {self._paths.exports, self._staging}:
+            for path in folder.glob(f"{STAGED}*"):
+                shutil.rmtree(path, ignore_errors=True)

@@ -17,6 +17,9 @@ Exit codes:
 5
     Generators cannot load the published weights, or compute something else with them. The checkpoint of these weights is
     written first. One restart publishes them again; if that is refused too, the runtime gives up.
+6
+    A later attempt of the trainer has begun, on a cluster while this one's node was lost. Since then, this one has changed no
+    checkpoint and no export, and the coordinator refuses its requests.
 
 A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 
@@ -40,20 +43,24 @@ from functools import partial
 
 import torch
 
+from scalerl_api.attempts import Attempt
 from scalerl_api.load import SpecError
+from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
     COORDINATOR_TIMEOUT_SECONDS,
     DIVERGED_EXIT_CODE,
     PUBLISH_REFUSED_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
+    AttemptSuperseded,
     DivergedError,
     EngineError,
     MidTrainingError,
@@ -63,6 +70,7 @@ from scalerl_trainer.errors import (
 )
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
@@ -120,7 +128,10 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     )
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
-    incarnation = ranks.broadcast(uuid.uuid4().hex if ranks.is_leader else None, str)
+    attempt, paths = environment.attempt, environment.paths
+    fence = _begin(paths, attempt, ranks)
+    prefix = "" if attempt is None else f"{attempt}-"
+    incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
     model = load_model(
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
@@ -132,7 +143,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                 str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
             )
         )
-    checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
+    store = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
+    checkpointer = Checkpointer(store, ranks, engine)
     version = checkpointer.load()
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
@@ -140,7 +152,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     trained_supervised = version is None and spec.warm_start is not None
     if trained_supervised:
         status.ready.set()
-        training = MidTraining(engine, spec, environment.paths, ranks, coordinator, stop)
+        training = MidTraining(
+            engine, spec, paths, ranks, coordinator, stop, _begin(paths.mid_training, attempt, ranks)
+        )
         done = training.run()
         write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
         if spec.recipe.kl.penalty is not None:
@@ -176,12 +190,23 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
-    exporter = Exporter(environment.paths, spec, metrics)
+    exporter = Exporter(paths, spec, metrics, fence=fence)
     leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
     remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:
         remove_mid_training()
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+
+
+def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:
+    if not ranks.is_leader:
+        return None
+    try:
+        return Fence.begin(paths.checkpoints, attempt, Disk())
+    except OSError as error:
+        raise CheckpointError(
+            f"{paths.checkpoints}: this attempt cannot begin to write checkpoints: {error}"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as problem:
         log.info("%s", problem)
         return 0
-    except (Superseded, CheckpointError) as problem:
+    except (Superseded, AttemptSuperseded) as problem:
+        log.error("SUPERSEDED: %s", problem)
+        return SUPERSEDED_EXIT_CODE
+    except CheckpointError as problem:
         log.error("%s", problem)
         return 1
     except Exception:

@@ -46,6 +46,7 @@ from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, Chec
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.sft import Progress, encode_pair, train_supervised
@@ -71,11 +72,12 @@ class MidTraining:
         ranks: Ranks,
         coordinator: Coordinator,
         stop: threading.Event,
+        fence: Fence | None,
     ) -> None:
         assert spec.warm_start is not None
         self._engine, self._spec, self._wanted = engine, spec, spec.warm_start
         self._paths, self._ranks, self._coordinator, self._stop = paths, ranks, coordinator, stop
-        store = CheckpointStore(paths.mid_training, spec.checkpoint.keep)
+        store = CheckpointStore(paths.mid_training, spec.checkpoint.keep, fence=fence)
         self._checkpointer = Checkpointer(
             store, ranks, engine, f"remove {paths.mid_training.root} to begin mid-training again"
         )

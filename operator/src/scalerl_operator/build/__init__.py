@@ -28,6 +28,7 @@ def render(
     *,
     operator_namespace: str,
     size: ModelSize | None = None,
+    created: int = 0,
 ) -> list[Object]:
     """All objects of a run that should exist, in the order of creation, without its token (:func:`secret`).
 
@@ -39,12 +40,16 @@ def render(
 
     operator_namespace: its operator pods may connect to the coordinator.
     size: of the model, as the preparation found it.
+    created: when the run was created, in unix seconds.
 
     Raises:
         ValueError: the run has no namespace.
     """
     scope = Scope(
-        run, uid, images, operator_namespace, size, gang=desired.gang, source_claim=desired.source_claim
+        *(run, uid, images, operator_namespace, size),
+        gang=desired.gang,
+        source_claim=desired.source_claim,
+        created=created,
     )
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]

@@ -72,6 +72,7 @@ class Scope:
         upgrade must not replace.
     gang: see :class:`Desired`.
     source_claim: see :class:`Desired`.
+    created: when the run was created, in unix seconds.
     """
 
     run: ScaleRLRun
@@ -81,6 +82,7 @@ class Scope:
     size: ModelSize | None = None
     gang: Gang | None = None
     source_claim: str | None = None
+    created: int = 0
 
     @property
     def spec(self) -> RunSpec:

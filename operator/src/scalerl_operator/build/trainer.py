@@ -8,6 +8,9 @@ SIGTERM and notifies the others at the next step; all write a checkpoint and exi
 the Job waits for the exit of the evicted pod, and completes. If that takes too long, the Job's failure policy records the
 disruption, since the pod is gone by then.
 
+A pod on a lost node does not end, so the Job does not either. The operator then deletes the Job, and creates the next attempt when only
+such pods are left: the attempt's number, in its environment, fences the earlier one out (:mod:`scalerl_trainer.fence`).
+
 There is no PodDisruptionBudget: for pods of a Job it can only forbid every eviction or none. Annotations keep node autoscalers
 from evicting the pods; a node drain ends the attempt with a checkpoint, and the next one starts on another node.
 """
@@ -16,6 +19,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from scalerl_api.attempts import Attempt
+from scalerl_api.process import ATTEMPT
 from scalerl_operator import names
 from scalerl_operator.build.pods import NEVER_EVICT, PodSettings, from_field, pod_template, variable
 from scalerl_operator.build.scope import Scope, spec_hash
@@ -40,6 +45,7 @@ def job(scope: Scope, attempt: int) -> Object:
         name="trainer-$(RANK)" if workload.per_node == 1 else None,
         variables=[
             *_position(workload),
+            variable(ATTEMPT, str(Attempt(scope.created, attempt))),
             variable("MASTER_ADDR", scope.names.master(scope.namespace, attempt)),
             variable("MASTER_PORT", str(MASTER_PORT_NUMBER)),
         ],

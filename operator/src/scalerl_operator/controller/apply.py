@@ -116,6 +116,7 @@ class Applier:
             images,
             operator_namespace=self._operator_namespace,
             size=None if context.model is None else context.model.size,
+            created=int(seconds(context.obj["metadata"].get("creationTimestamp"))),
         )
 
     async def find_unlabelled(self, context: RunContext) -> None:
@@ -139,6 +140,7 @@ class Applier:
         """
         frozen = context.decision.frozen
         names = {_key(obj) for obj in wanted}
+        lost = {pod.job for pod in context.observed.pods if pod.lost and pod.role == Role.TRAINER}
         for (kind, name), live in context.objects.items():
             if (kind, name) in names or not context.owns(live):
                 continue
@@ -146,7 +148,7 @@ class Applier:
                 # Foreground: a Job exists until its pods have ended, so that no two attempts run at once.
                 uid = live["metadata"]["uid"]
                 await self._api.delete(kind, context.namespace, name, uid=uid, propagation="Foreground")
-            if kind == "Job" and is_settled(live):
+            if kind == "Job" and (is_settled(live) or name in lost):
                 await self._end_failed_gang(context, name)
         if frozen:
             present = names if context.deleted else context.objects.keys()
@@ -228,8 +230,8 @@ class Applier:
             await self._api.event(context.obj, "Warning", Reason.REPAIRED_DRIFT, text)
 
     async def _end_failed_gang(self, context: RunContext, job: str) -> None:
-        """Deletes the remaining pods of a failed Job with a short grace period: they have nothing to save, and may hang in a
-        collective."""
+        """Deletes the remaining pods of a failed Job, or of one with a lost pod, with a short grace period: they have nothing to
+        save, and may hang in a collective."""
         grace_seconds = FAILED_GANG_GRACE_SECONDS
         for (kind, name), pod in context.objects.items():
             if kind == "Pod" and context.owns(pod) and label(pod, JOB_NAME) == job:

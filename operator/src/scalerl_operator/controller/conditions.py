@@ -140,6 +140,9 @@ def _prepared(context: RunContext) -> Value:
 def _coordinator_ready(context: RunContext) -> Value:
     if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
         return False, _coordinator_problem(context)
+    if lost := _lost(context, Role.COORDINATOR):
+        text = f"{lost}: {Reason.NODE_LOST.text}"
+        return False, Problem(Reason.NODE_LOST, text)
     return _role_ready(context, Role.COORDINATOR, 1, _journal_problem(context))
 
 
@@ -155,6 +158,8 @@ def _trainer_ready(context: RunContext) -> Value:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
     elif memory.last_recorded_attempt == memory.attempt > 0:
         problem = Problem(Reason.BACK_OFF, _next_attempt(context))
+        if lost := _lost(context, Role.TRAINER):
+            problem = Problem(Reason.NODE_LOST, f"the node of {lost} does not answer; {problem.message}")
     return _role_ready(context, Role.TRAINER, context.run.spec.trainer.replicas, problem)
 
 
@@ -278,7 +283,7 @@ _NEEDS_A_PERSON: Final = frozenset(
         *(Reason.UNSCHEDULABLE, Reason.IMAGE_PULL_FAILED, Reason.REFERENCE_NOT_FOUND),
         *(Reason.VOLUME_NOT_READY, Reason.OUT_OF_MEMORY, Reason.EVICTED, Reason.REFUSED_BY_NODE),
         *(Reason.CONTAINER_START_FAILED, Reason.COORDINATOR_REFUSED, Reason.VOLUME_NOT_WRITABLE),
-        Reason.UNSAVED_WEIGHTS,
+        *(Reason.UNSAVED_WEIGHTS, Reason.NODE_LOST),
     }
 )
 """Reasons that get a Warning with a condition of any type that is False."""
@@ -344,9 +349,15 @@ def _next_attempt(context: RunContext) -> str:
     text = f"attempt {memory.attempt + 1} follows"
     if memory.next_at > context.unix_seconds:
         return f"{text} at {rfc3339(memory.next_at + 0.999)}"
-    # They are named because a pod on a node that is down does not end by itself.
-    ending = [pod.name for pod in context.observed.pods if pod.role == Role.TRAINER and pod.leaving]
+    # They are named because a pod on a node that is down does not end by itself, and counts as lost only later.
+    pods = [pod for pod in context.observed.pods if pod.role == Role.TRAINER and pod.leaving]
+    ending = [pod.name for pod in pods if not pod.lost]
     return f"{text} when {', '.join(ending)} has ended" if ending else f"{text} shortly"
+
+
+def _lost(context: RunContext, role: Role) -> str:
+    """Names of a role's pods on lost nodes."""
+    return ", ".join(pod.name for pod in context.observed.pods if pod.role == role and pod.lost)
 
 
 def _coordinator_problem(context: RunContext) -> Problem:

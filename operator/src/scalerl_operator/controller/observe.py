@@ -58,6 +58,8 @@ _EVICTED: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
 (OutOfcpu), an unhealthy device (UnexpectedAdmissionError), a shutdown (NodeShutdown)."""
 _DISRUPTION: Final = "DisruptionTarget"
 """The condition of a pod that is evicted, preempted, drained, or on a lost node."""
+LOST_SECONDS: Final = 60.0
+"""A pod that still exists so long after the end of its grace period is on a node that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class PodView:
     ends: of containers that ended with another exit code than 0.
     disrupted: evicted, or refused by its node.
     started: its startup probes have succeeded, so that it responds though it may not be ready.
+    lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
     steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
     model: what a preparation that has ended well reports of the model.
     spec_hash: of the spec that it was created for; empty if unknown.
@@ -91,6 +94,7 @@ class PodView:
     ends: tuple[Ended, ...]
     bad_input: Ended | None
     disrupted: bool = False
+    lost: bool = False
     started: bool = False
     steps_lost: bool = False
     model: ModelStatus | None = None
@@ -151,22 +155,27 @@ class RunObservation:
 
 
 def observe(
-    objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str]
+    objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str], now: float = 0.0
 ) -> RunObservation:
-    """The observation of a run.
+    """The observation of a run at ``now``, in unix seconds.
 
     objects: by (kind, name).
     uid: the run's; objects of an earlier run of the same name are left out.
     hashes: those of the accepted spec, by role.
     """
     own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
-    pods = tuple(sorted((pod_view(o) for (kind, _), o in own.items() if kind == "Pod"), key=lambda p: p.name))
+    views = (pod_view(o, now) for (kind, _), o in own.items() if kind == "Pod")
+    pods = tuple(sorted(views, key=lambda p: p.name))
 
     def job(role: Role) -> Job:
         jobs = [o for (kind, _), o in own.items() if kind == "Job" and label(o, COMPONENT) == role]
+        abandoned = [o for o in jobs if role is Role.TRAINER and _is_abandoned(o, pods)]
+        jobs = [o for o in jobs if o not in abandoned]
+        last = max(map(_attempt, abandoned), default=0)
         # The operator creates one at a time; if there are more, the last that has not ended counts.
         jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
-        return _job(jobs[-1], pods, hashes[role]) if jobs else Job()
+        found = _job(jobs[-1], pods, hashes[role]) if jobs else Job()
+        return replace(found, abandoned=last)
 
     return RunObservation(
         pods=pods,
@@ -218,8 +227,8 @@ def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float
 # --- pods ---------------------------------------------------------------------------------------
 
 
-def pod_view(pod: Object) -> PodView:
-    """The view of a pod."""
+def pod_view(pod: Object, now: float = 0.0) -> PodView:
+    """The view of a pod at ``now``."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
     containers = [*first, *own]
@@ -261,6 +270,7 @@ def pod_view(pod: Object) -> PodView:
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
+        lost=_is_lost(pod, conditions, now),
         started=bool(own) and all(c.get("started") is True for c in own),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
@@ -282,6 +292,21 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
         return True
     own_failures = ("", "Evicted", "DeadlineExceeded")
     return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
+
+
+def _is_lost(pod: Object, conditions: Mapping[str, Object], now: float) -> bool:
+    """Whether the node of a pod that is being deleted does not answer.
+
+    The operator may not read nodes. When a node stops answering, Kubernetes sets the condition Ready of its pods to False, and no
+    other; a kubelet writes Ready and ContainersReady alike. After the tolerated time it evicts them for the node's taint.
+    """
+    deadline = (pod["metadata"]).get("deletionTimestamp")
+    if deadline is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return False
+    disruption = conditions.get(_DISRUPTION, {})
+    evicted = disruption.get("status") == "True" and disruption.get("reason") == "DeletionByTaintManager"
+    ready, containers = (conditions.get(name, {}).get("status") for name in ("Ready", "ContainersReady"))
+    return (evicted and ready == "False" and containers == "True") or now > seconds(deadline) + LOST_SECONDS
 
 
 def _memory_bound(pod: Object, name: str) -> str:
@@ -393,6 +418,12 @@ def _attempt(job: Object) -> int:
     return int(text) if text.isdigit() else 0
 
 
+def _is_abandoned(job: Object, pods: Iterable[PodView]) -> bool:
+    """Whether only pods on lost nodes keep a deleted Job. Its attempt is fenced out by the next one (:mod:`scalerl_trainer.fence`)."""
+    left = [pod for pod in pods if pod.job == job["metadata"]["name"] and not pod.over]
+    return _job_state(job) is JobState.LEAVING and bool(left) and all(pod.lost for pod in left)
+
+
 def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     metadata, state = job["metadata"], _job_state(job)
     own = sorted((p for p in pods if p.job == metadata["name"]), key=lambda p: p.created)
@@ -408,6 +439,8 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     ):
         # The watch of pods is behind that of Jobs, and the pod has the model's size. Its change wakes the run.
         state = JobState.ACTIVE
+    if state is JobState.ACTIVE and label(job, COMPONENT) == Role.TRAINER and any(pod.lost for pod in own):
+        state = JobState.FAILED  # its controller waits for the end of the lost pod
     return Job(
         state=state,
         attempt=_attempt(job),
@@ -440,7 +473,7 @@ def _was_disrupted(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended
         return False
     by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
     gone = not ends and all(pod.over or pod.leaving for pod in pods)
-    return by_rule or gone or any(pod.disrupted for pod in pods)
+    return by_rule or gone or any(pod.disrupted or pod.lost for pod in pods)
 
 
 def true_condition(obj: Object, type_: str) -> Object:

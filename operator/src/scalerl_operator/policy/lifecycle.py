@@ -87,6 +87,9 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if observed.trainer.attempt > memory.attempt:
         # A process created this attempt and ended before it recorded it.
         memory = replace(memory, attempt=observed.trainer.attempt, ready_since=None)
+    if observed.trainer.abandoned > memory.last_recorded_attempt:
+        # Deleted before its end was recorded, as by a suspension. Its number is not used again: a greater one fences it out.
+        memory = replace(memory, last_recorded_attempt=observed.trainer.abandoned)
     if observed.steps > 0:
         memory = replace(memory, has_trained=True)
     if memory.has_trained and observed.edit.restarts:

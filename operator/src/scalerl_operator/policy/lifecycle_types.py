@@ -40,6 +40,7 @@ class Job:
     ending: some of its pods are being deleted.
     disrupted: it failed because its pods were evicted or preempted, or a node did not start them.
     failed_at: unix seconds; 0 if unknown.
+    abandoned: the last attempt of a Job that only pods on lost nodes keep; 0 without one.
     """
 
     state: JobState = JobState.ABSENT
@@ -51,6 +52,7 @@ class Job:
     ending: bool = False
     disrupted: bool = False
     failed_at: float = 0.0
+    abandoned: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,175 @@
+"""A node of the trainer is lost: with the real controllers of nodes, evictions and Jobs, the next attempt starts by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from stage import Object, Stage, condition, tiny
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+TOLERATED_SECONDS = 1
+TOLERATIONS = [
+    {
+        "key": f"node.kubernetes.io/{key}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": TOLERATED_SECONDS,
+    }
+    for key in ("unreachable", "not-ready")
+]
+
+
+class Nodes:
+    """Two nodes without kubelets; one that answers, since Kubernetes evicts no pods when no node does."""
+
+    def __init__(self, there: Stage) -> None:
+        self._there = there
+        self.lost, self._other = f"{there.namespace}-lost", f"{there.namespace}-other"
+
+    async def kubectl(self, *words: str, stdin: Object | None = None) -> str:
+        text = None if stdin is None else json.dumps(stdin)
+        return await asyncio.to_thread(self._there.kubectl, *words, stdin=text)
+
+    async def report(self, name: str, ready: str = "True") -> None:
+        """The status as a kubelet posts it, or, with ``Unknown``, as the node controller replaces it."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        reported = {
+            "type": "Ready",
+            "status": ready,
+            "reason": "Test",
+            "message": "",
+            "lastHeartbeatTime": now,
+        }
+        patch = json.dumps({"status": {"conditions": [reported | {"lastTransitionTime": now}]}})
+        await self.kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
+
+    async def bind(self, pod: Object) -> None:
+        name = pod["metadata"]["name"]
+        target = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}}
+        target["target"] = {"kind": "Node", "name": self.lost}
+        path = f"/api/v1/namespaces/{self._there.namespace}/pods/{name}/binding"
+        await self.kubectl("create", "--raw", path, "-f", "-", stdin=target)
+
+    @contextlib.asynccontextmanager
+    async def there(self) -> AsyncIterator[None]:
+        for name in (self.lost, self._other):
+            node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+            await self.kubectl("create", "-f", "-", stdin=node)
+            await self.report(name)
+        posting = asyncio.create_task(self._post())
+        try:
+            yield
+        finally:
+            posting.cancel()
+            await self.kubectl("delete", "node", self.lost, self._other, "--wait=false", "--ignore-not-found")
+
+    async def _post(self) -> None:
+        while True:
+            await asyncio.sleep(8)
+            await self.report(self._other)
+
+
+async def ready_pod(there: Stage, name: str, ready: str) -> None:
+    conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
+    await there.edit("Pod", name, {"status": {"conditions": conditions}}, "status")
+
+
+def trainer(run: Object) -> dict[str, Any]:
+    return dict(run["status"]["trainer"])
+
+
+@pytest.mark.parametrize(
+    "silent", [False, pytest.param(True, marks=pytest.mark.full)], ids=["told", "silent"]
+)
+async def test_next_attempt_starts_without_the_lost_pod(there: Stage, silent: bool) -> None:
+    """silent: the node stops posting, which its controller takes 40 to 50 s to notice; else the test writes what that does."""
+    nodes = Nodes(there)
+    async with nodes.there():
+        await there.create(
+            tiny(trainer={"replicas": 2, "maxRestarts": 0, "podTemplate": {"tolerations": TOLERATIONS}})
+        )
+        await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
+        await there.end("prepare")
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
+        await there.begin("coordinator")
+        await there.begin("generator")
+        lost = (await there.pods("trainer", 2))[0]
+        name = lost["metadata"]["name"]
+        await nodes.bind(lost)
+        await there.begin("trainer", 2)
+        await ready_pod(there, name, "True")
+        await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+        if not silent:
+            await nodes.report(nodes.lost, "Unknown")
+            await ready_pod(there, name, "False")
+
+        run = await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "NodeLost", times=900)
+        assert (trainer(run)["disruptions"], trainer(run)["consecutiveFailures"]) == (1, 0)
+        assert any(reason == "NodeLost" and name in text for reason, text in await there.events())
+        run = await there.reconcile_until(lambda r: trainer(r)["attempt"] == 2)
+        pod = await there.get("Pod", name)
+        assert pod is not None
+        assert "deletionTimestamp" in pod["metadata"], "it is not deleted by force"
+        (disruption,) = (c for c in pod["status"]["conditions"] if c["type"] == "DisruptionTarget")
+        assert disruption["reason"] == "DeletionByTaintManager"
+        jobs = {job["metadata"]["name"]: job for job in await there.all("Job", "trainer")}
+        assert set(jobs) == {"tiny-addition-trainer-1", "tiny-addition-trainer-2"}
+        assert "deletionTimestamp" in jobs["tiny-addition-trainer-1"]["metadata"]
+        environment = jobs["tiny-addition-trainer-2"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        (attempt,) = (entry["value"] for entry in environment if entry["name"] == "SCALERL_ATTEMPT")
+        assert attempt.endswith(".2")
+        await there.begin("trainer", 2)
+        await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+
+        # A later attempt that fails by itself is judged as ever, while the first one's Job is still there.
+        await there.end("trainer", 0, count=2)
+        there.now += 10.0
+        await there.reconcile_until(lambda r: trainer(r)["attempt"] == 3)
+        await there.begin("trainer", 2)
+        await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+
+        # The node returns as another one: the pod's end is confirmed, and the Job goes.
+        await nodes.kubectl("delete", "pod", name, "-n", there.namespace, "--force", "--grace-period=0")
+        for _ in range(200):
+            jobs = {job["metadata"]["name"]: job for job in await there.all("Job", "trainer")}
+            if "tiny-addition-trainer-1" not in jobs:
+                break
+            await asyncio.sleep(0.1)
+        assert set(jobs) == {"tiny-addition-trainer-3"}
+        run = await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+        assert trainer(run)["attempt"] == 3
+
+
+async def test_suspended_run_does_not_wait_for_the_lost_pod(there: Stage) -> None:
+    """Nor does it use the number of that attempt again, which would not fence it out."""
+    nodes = Nodes(there)
+    async with nodes.there():
+        await there.create(tiny(trainer={"replicas": 1, "podTemplate": {"tolerations": TOLERATIONS}}))
+        await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
+        await there.end("prepare")
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
+        await there.begin("coordinator")
+        await there.begin("generator")
+        (lost,) = await there.pods("trainer", 1)
+        await nodes.bind(lost)
+        await there.begin("trainer", 1)
+        await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+        # The drain deletes the Job; the pod outlives its grace period, because its node does not answer.
+        await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
+        there.now += 1801.0
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
+        await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
+        await there.end("prepare")
+        run = await there.reconcile_until(lambda r: trainer(r)["attempt"] == 2)
+        assert trainer(run)["consecutiveFailures"] == 0
+        assert await there.get("Job", "tiny-addition-trainer-1") is not None
+        assert await there.get("Job", "tiny-addition-trainer-2") is not None
