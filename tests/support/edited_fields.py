@@ -135,6 +135,7 @@ OTHER: Final[dict[str, Object]] = {
         "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
     },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
+    "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},
     "weightSync.timeoutSeconds": {"weightSync": {"timeoutSeconds": 110}},

@@ -218,6 +218,9 @@ EDITS: Final[Mapping[str, Edit]] = {
         "Applies immediately: curve.csv has the other set's points. The forecast restarts.",
     ),
     "checkpoint": Edit(Effect.ALL),
+    "checkpoint.to": Edit(
+        Effect.ALL, "The newest checkpoint is copied to the new prefix; copies under the previous one stay."
+    ),
     "budget.maxComputeTokens": Edit(
         Effect.ALL, "After mid-training, all of a change with budget.split is RL's."
     ),

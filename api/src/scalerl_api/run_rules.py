@@ -338,4 +338,13 @@ RUN_RULES: Final = (
             or allowed.min <= spec.generator.replicas <= allowed.max
         ),
     ),
+    Rule(
+        "!has(self.checkpoint.to) || !has(self.trainer.export.to) || "
+        "!(self.trainer.export.to in [self.checkpoint.to, self.checkpoint.to + '/'])",
+        "%(checkpoint.to)s must differ from %(trainer.export.to)s: both have folders by step, and each removes the other's",
+        "checkpoint.to",
+        lambda spec: (
+            spec.checkpoint.to is None or spec.checkpoint.to != (spec.trainer.export.to or "").rstrip("/")
+        ),
+    ),
 )
