@@ -148,6 +148,7 @@ OTHER: Final[dict[str, Object]] = {
     "trackers.mlflow.uri": {"trackers": {"mlflow": {"uri": "https://mlflow"}}},
     "trackers.mlflow.experiment": {"trackers": {"mlflow": {"uri": "https://mlflow", "experiment": "other"}}},
     "storage.claimName": {"storage": {"claimName": "mine"}},
+    "storage.mountedBy": {"storage": {"mountedBy": "Coordinator"}, "checkpoint": {"to": "s3://bucket/run"}},
     "storage.size": {"storage": {"size": "20Gi"}},
     "storage.storageClassName": {"storage": {"storageClassName": "fast"}},
 }

@@ -241,6 +241,10 @@ EDITS: Final[Mapping[str, Edit]] = {
     ),
     "storage.storageClassName": _of_the_claim("the claim's storage class"),
     "storage.accessMode": _of_the_claim("the claim's access mode"),
+    "storage.mountedBy": Edit(
+        Effect.REFUSED,
+        "the pods that mount the claim cannot change: the others' files are elsewhere. Create another run",
+    ),
     "storage.onDelete": Edit(Effect.AT_ONCE),
     "images.coordinator": Edit(Effect.COORDINATOR),
     "images.generator": Edit(Effect.GENERATOR),

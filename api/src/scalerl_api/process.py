@@ -24,6 +24,9 @@ restarts the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
 """Trainers only: address of this rank's weight store for generators; default: loopback."""
 
+OWN_DIRECTORY = "SCALERL_OWN_DIRECTORY"
+"""``true`` if the run's directory is this pod's alone, by ``storage.mountedBy: Coordinator``: it starts empty, and what other pods
+need of it goes through ``checkpoint.to``."""
 MODEL_CACHE = "SCALERL_MODEL_CACHE"
 """Preparation only: folder of ``model.cache``."""
 COMPILE_CACHE = "SCALERL_COMPILE_CACHE"
@@ -63,6 +66,8 @@ class ProcessEnvironment:
     """The run's bearer token."""
     trainer_host: str = "127.0.0.1"
     """Address of this rank's weight store."""
+    own_directory: bool = False
+    """Whether the run's directory is this pod's alone (:data:`OWN_DIRECTORY`)."""
 
     def load_run(self) -> ScaleRLRun:
         """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in an earlier release
@@ -98,4 +103,5 @@ class ProcessEnvironment:
             environ[COORDINATOR_URL].rstrip("/"),
             token,
             environ.get(TRAINER_HOST) or cls.trainer_host,
+            environ.get(OWN_DIRECTORY) == "true",
         )

@@ -93,6 +93,22 @@ RUN_RULES: Final = (
         "recipe.maxCompletionTokens",
         lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
     ),
+    Rule(
+        "self.storage.mountedBy != 'Coordinator' || has(self.checkpoint.to)",
+        "storage.mountedBy Coordinator needs checkpoint.to, from which the other pods get the model, and where checkpoints are kept",
+        "checkpoint.to",
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.checkpoint.to is not None,
+    ),
+    Rule(
+        "self.storage.mountedBy != 'Coordinator' || !has(self.generator.compileCache) || has(self.generator.compileCache.claimName)",
+        "generator.compileCache needs a claimName with storage.mountedBy Coordinator: generators do not mount the run's volume",
+        "generator.compileCache",
+        lambda spec: (
+            spec.storage.mounted_by != "Coordinator"
+            or spec.generator.compile_cache is None
+            or spec.generator.compile_cache.claim_name is not None
+        ),
+    ),
     _reads_rewards(
         "zeroVarianceFilter",
         "the teacher's log-probabilities differ where rewards are equal",

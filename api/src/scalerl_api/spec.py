@@ -233,7 +233,7 @@ class RunSpec(Model):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of all random choices except the data of the task. Immutable on a cluster."""
     storage: StorageSpec = StorageSpec()
-    """The volume shared by all pods of the run."""
+    """The volume of the run."""
     images: ImagesSpec = ImagesSpec()
     """Container images that differ from the defaults of the operator."""
     pod_template: PodTemplate | None = None

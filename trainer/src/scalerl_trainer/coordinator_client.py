@@ -18,6 +18,7 @@ import msgspec
 
 from scalerl_api import endpoints, wire
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
+from scalerl_api.exports import Exports
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +193,13 @@ class Coordinator:
             self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
         else:
             self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
+
+    def exports(self, exports: Exports | None = None, *, retry: bool = True) -> Exports | None:
+        """Report the exported models, or only ask for those that were reported last. ``retry``: retry; otherwise one attempt."""
+        message = wire.ExportsReport(incarnation=self._incarnation, exports=exports)
+        if retry:
+            return self._call(endpoints.EXPORTS, message, wire.ExportsReported, alone=False).exports
+        return self._once(endpoints.EXPORTS, message, wire.ExportsReported, 0.0).exports
 
     def points(self) -> list[wire.EvaluationPoint]:
         """Fetch the evaluation points so far, in one attempt.

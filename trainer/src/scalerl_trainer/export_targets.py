@@ -107,6 +107,9 @@ class Hub:
                 if role not in models:
                     continue
                 model, folder = models[role]
+                if model.uri and not folder.is_dir():
+                    uris[model.version] = model.uri
+                    continue
                 if revision != "main":
                     self._api.create_branch(self._name, branch=revision, exist_ok=True)
                 self._api.upload_folder(

@@ -78,6 +78,7 @@ class Leader:
 
     Args:
         load_run: reads the present run file.
+        report_exports: report the exported models to the coordinator, which cannot read this pod's directory.
     """
 
     def __init__(
@@ -87,11 +88,15 @@ class Leader:
         control: ActorControl,
         exporter: Exporter,
         load_run: Callable[[], ScaleRLRun],
+        *,
+        report_exports: bool = False,
     ) -> None:
         self._worker = worker
         self._load_run = load_run
         self._scaling_mode = worker.spec.autoscaling.mode
         self._exporter = exporter
+        self._report_exports = report_exports
+        self._reported_exports = exporter.status
         self._publisher = publisher
         self._control = control
         self._coordinator = worker.coordinator
@@ -147,6 +152,8 @@ class Leader:
             raise
         if welcome.next_step != worker.version:
             raise RuntimeError(f"the coordinator resumes at step {welcome.next_step}, not {worker.version}")
+        if self._report_exports and (known := self._coordinator.exports()) is not None:
+            self._exporter.restore(known)
         self._published = welcome.published_version
         self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
         log.info("registered: version %d, published %d", worker.version, self._published)
@@ -155,6 +162,7 @@ class Leader:
             self._save()
             self._finish_checkpoint()
         while not self._sync_and_check_stop():
+            self._exported()
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
                 self._evaluated()
@@ -180,6 +188,7 @@ class Leader:
         self._command(Command.EXIT)
         self._evaluated()
         self._exporter.close(worker.stop.is_set)
+        self._exported(retry=True)
         if unsaved:
             raise CheckpointError(unsaved)
 
@@ -517,6 +526,17 @@ class Leader:
             self._points = len(points)
         except CoordinatorUnreachable as error:
             log.warning("cannot fetch the evaluation points: %s", error)
+
+    def _exported(self, *, retry: bool = False) -> None:
+        """Report the exported models if they have changed and the coordinator cannot read them; best effort."""
+        status = self._exporter.status
+        if not self._report_exports or status == self._reported_exports:
+            return
+        try:
+            self._coordinator.exports(status, retry=retry)
+            self._reported_exports = status
+        except CoordinatorUnreachable as error:
+            log.warning("cannot report the exported models: %s", error)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 

@@ -68,17 +68,19 @@ from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.checkpoint_names import stored_names
+from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.reference import load_reference, write_weights
+from scalerl_trainer.reference import fetch_weights, load_reference, write_weights
 from scalerl_trainer.spec_settings import (
     collective_timeout_seconds,
     engine_settings,
     make_loss,
     publish_settings,
 )
+from scalerl_trainer.stored_files import EXPORTS
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -132,6 +134,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                 str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
             )
         )
+    to = spec.checkpoint.to if environment.own_directory else None
+    own_store = ObjectStore(to) if to is not None else None
+    # No other pod can read this directory, and no later one.
     checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
     version = checkpointer.load()
     coordinator = Coordinator(
@@ -142,7 +147,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         status.ready.set()
         training = MidTraining(engine, spec, environment.paths, ranks, coordinator, stop)
         done = training.run()
-        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
+        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks, own_store)
         if spec.recipe.kl.penalty is not None:
             training.keep_weights(done, write)
         else:
@@ -154,6 +159,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                     error,
                 )
     if spec.recipe.kl.penalty is not None:
+        if own_store is not None and spec.warm_start is not None:
+            fetch_weights(own_store, environment.paths.warm_started_weights, ranks, rank.local_rank)
         engine.set_reference(load_reference(environment.paths, spec))
 
     worker = Worker(
@@ -176,8 +183,15 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
-    exporter = Exporter(environment.paths, spec, metrics)
-    leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
+    exporter = Exporter(environment.paths, spec, metrics, to=to and f"{to}/{EXPORTS}")
+    leader = Leader(
+        worker,
+        Publisher(settings, control),
+        control,
+        exporter,
+        environment.load_run,
+        report_exports=environment.own_directory,
+    )
     remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:
         remove_mid_training()
@@ -213,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as problem:
         log.info("%s", problem)
         return 0
-    except (Superseded, CheckpointError) as problem:
+    except (Superseded, CheckpointError, StoreError) as problem:
         log.error("%s", problem)
         return 1
     except Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from scalerl_api.exports import Exports
 from scalerl_api.wire.actor import VersionSpan
 from scalerl_api.wire.base import Member, Struct
 
@@ -264,3 +265,18 @@ class CheckpointFailed(Struct, frozen=True, kw_only=True):
     """Empty once the same could be written, where no checkpoint is committed (in mid-training)."""
     holding: bool
     """Training or mid-training has ended, and the trainer keeps the weights in memory until they are saved."""
+
+
+class ExportsReport(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/exports``: the exported models, from a trainer whose directory the coordinator cannot read. Idempotent."""
+
+    incarnation: str
+    exports: Exports | None
+    """None: only asks."""
+
+
+class ExportsReported(Struct, frozen=True, kw_only=True):
+    """Response to an :class:`ExportsReport`."""
+
+    exports: Exports | None
+    """The exported models as last reported."""

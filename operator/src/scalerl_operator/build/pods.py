@@ -3,6 +3,10 @@
 Every pod meets the restricted Pod Security Standard: no root, privileges or capabilities, a read-only root file system, no token
 of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory) and ``/dev/shm``.
 
+With ``storage.mountedBy: Coordinator``, an emptyDir is in the place of the run's volume in all other pods, and an init container
+fetches the prepared model into it. That container has the trainer's image and environment, with the bucket's credentials; the
+others have their own role's environment only.
+
 ``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles: the
 coordinator, the actor and the preparation read the task, the preparation also the model, and reports a missing path. A hub's
 access token comes from a Secret by ``podTemplate.env``.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
@@ -38,7 +42,18 @@ from scalerl_operator.names import (
     TOKEN_DIR,
     TOKEN_KEY,
 )
-from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
+from scalerl_operator.role_containers import ENVIRONMENT
+from scalerl_operator.workloads import (
+    ADDRESS,
+    BIND,
+    Container,
+    Probe,
+    Role,
+    Volume,
+    Workload,
+    expand,
+    port_variable,
+)
 
 USER_ID: Final = 10001
 SHM_GIB_PER_PROCESS: Final = 1
@@ -96,8 +111,10 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
             "prometheus.io/path": endpoints.METRICS,
         }
     annotations = settings.annotations | scraping | given.annotations
+    main = containers[0]
     spec: Object = {
-        "containers": [_container(scope, settings, given, container) for container in containers],
+        **_init_containers(scope, settings, given),
+        "containers": [_container(scope, settings, given, one, main=one is main) for one in containers],
         "volumes": [*_volumes(scope, given, scope.workload(role)), *given.volumes],
         "securityContext": {
             "runAsNonRoot": True,
@@ -112,7 +129,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.grace_seconds,
         **settings.pod,
-        **_placement(given),
+        **_placement(_with_fetch_secrets(scope, settings.role, given)),
     }
     return {
         "metadata": {
@@ -138,14 +155,52 @@ def _placement(given: PodTemplate) -> Object:
 # --- containers ----------------------------------------------------------------------------------------------
 
 
-def _container(scope: Scope, settings: PodSettings, given: PodTemplate, container: Container) -> Object:
+def _fetches_model(scope: Scope, role: Role) -> bool:
+    """Whether a role's pods fetch the prepared model. The coordinator needs its tokenizer only, to identify past responses."""
+    if role is Role.COORDINATOR:
+        speculation = scope.spec.generator.speculation
+        return has_own_directory(scope) and speculation is not None and speculation.history is not None
+    return has_own_directory(scope) and role is not Role.PREPARE
+
+
+def _init_containers(scope: Scope, settings: PodSettings, given: PodTemplate) -> Object:
+    """``initContainers``: the one that fetches the prepared model, where that is needed."""
+    if not _fetches_model(scope, settings.role):
+        return {}
+    of_trainer = pod_template_of(scope.spec, Role.TRAINER)
+    sources = {volume["name"]: volume for volume in of_trainer.volumes}
+    mounts = [m for m in of_trainer.volume_mounts if sources.get(m["name"]) in given.volumes]
+    template = PodTemplate.model_construct(env=of_trainer.env, volumes=given.volumes, volume_mounts=mounts)
+    container = _FETCH if settings.role is not Role.COORDINATOR else _FETCH_TOKENIZER
+    rendered = _container(scope, settings, template, container, image=scope.image(Role.TRAINER))
+    return {"initContainers": [rendered]}
+
+
+def _with_fetch_secrets(scope: Scope, role: Role, given: PodTemplate) -> PodTemplate:
+    """The template with the secrets for pulling the trainer's image, which the init container has."""
+    if not _fetches_model(scope, role):
+        return given
+    secrets = pod_template_of(scope.spec, Role.TRAINER).image_pull_secrets
+    added = [secret for secret in secrets if secret not in given.image_pull_secrets]
+    return given.model_copy(update={"image_pull_secrets": [*given.image_pull_secrets, *added]})
+
+
+def _container(
+    scope: Scope,
+    settings: PodSettings,
+    given: PodTemplate,
+    container: Container,
+    *,
+    main: bool = False,
+    image: str | None = None,
+) -> Object:
+    """main: the first container of the role. image: None is the role's."""
     workload = scope.workload(settings.role)
-    main = container is workload.containers[0]
-    shared = workload.per_node > 1
+    shared = main and workload.per_node > 1
     given_resources = given.resources if main else PodResources()
     rendered: Object = {
         "name": container.name,
-        "image": scope.image(settings.role),
+        "image": image or scope.image(settings.role),
         "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
         "command": [*(LAUNCHER if shared else ()), *container.argv],
         "env": _environment(scope, settings, given, container),
@@ -153,12 +208,15 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             container,
             native(given_resources) if settings.role is Role.PREPARE else given_resources,
             scope.spec.device_resource,
-            processes=workload.per_node,
-            shm=shared_memory_bytes(given, workload),
+            processes=workload.per_node if main else 1,
+            shm=shared_memory_bytes(given, workload) if main else 0,
             estimate=estimate(scope, container.name),
         ),
         **probes(container),
-        "volumeMounts": [*_mounts(scope, container, main), *_given_mounts(given, container)],
+        "volumeMounts": [
+            *_mounts(scope, settings.role, container, main),
+            *_given_mounts(given, container),
+        ],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -244,6 +302,7 @@ def _environment(
         variable(api.COORDINATOR_URL, scope.names.coordinator_url(scope.namespace)),
         variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network, restricted by the NetworkPolicy
         from_field(ADDRESS, "status.podIP"),
+        *([variable(api.OWN_DIRECTORY, "true")] if _is_own(scope, settings.role) else []),
         *settings.variables,
         from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
         *(variable(port_variable(port), str(PORTS[port])) for port in ports),
@@ -330,6 +389,24 @@ _READ_MODELS: Final = ("prepare", "server", "trainer")
 """Containers that read weights. Of these only the preparation may write; the actor, which grades untrusted text, sees none."""
 
 
+_FETCH: Final = Container(
+    name="fetch",
+    argv=("python", "-m", "scalerl_trainer.fetch_model"),
+    env=ENVIRONMENT,
+    volumes=(Volume(f"$({api.DIR})", writable=True),),
+)
+_FETCH_TOKENIZER: Final = replace(_FETCH, argv=(*_FETCH.argv, "--without-weights"))
+
+
+def has_own_directory(scope: Scope) -> bool:
+    """Whether all pods but the coordinator's have a directory of their own in the place of the run's volume."""
+    return scope.spec.storage.mounted_by == "Coordinator"
+
+
+def _is_own(scope: Scope, role: Role) -> bool:
+    return has_own_directory(scope) and role is not Role.COORDINATOR
+
+
 def _tmp(container: Container) -> str:
     return f"scalerl-tmp-{container.name}"
 
@@ -345,16 +422,18 @@ def shared_memory_bytes(given: PodTemplate, workload: Workload) -> int:
 
 def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:
     claim = scope.spec.storage.claim_name or scope.names.claim
+    own = _is_own(scope, workload.role)
+    fetch = (_FETCH,) if _fetches_model(scope, workload.role) else ()
     return [
         *_models(scope, workload),
         *_compiled(scope, workload),
-        {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
+        {"name": _RUN, **({"emptyDir": {}} if own else {"persistentVolumeClaim": {"claimName": claim}})},
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
         *(
             {"name": _tmp(container), "emptyDir": TMP_LIMITS.get(container.name, {})}
-            for container in workload.containers
+            for container in (*fetch, *workload.containers)
         ),
     ]
 
@@ -389,10 +468,12 @@ def _compiled_mount(scope: Scope, container: Container) -> list[Object]:
     return [{"name": _RUN, "mountPath": COMPILE_CACHE_DIR, "subPath": folder}]
 
 
-def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
+def _mounts(scope: Scope, role: Role, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
-    # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
-    run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
+    run: Object = {"name": _RUN, "mountPath": RUN_DIR}
+    if not _is_own(scope, role):
+        # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
+        run["subPath"] = scope.run.metadata.name
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True
     models: list[Object] = []

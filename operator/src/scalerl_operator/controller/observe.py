@@ -253,7 +253,8 @@ def pod_view(pod: Object) -> PodView:
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        started=bool(containers) and all(c.get("started") is True for c in containers),
+        started=bool(roles := status.get("containerStatuses"))
+        and all(c.get("started") is True for c in roles),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
         spec_hash=str((metadata.get("annotations") or {}).get(SPEC_HASH, "")),
@@ -278,8 +279,10 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
 
 def _memory_bound(pod: Object, name: str) -> str:
     """What a container that was killed for its memory has exceeded, and what to do."""
+    spec = pod.get("spec") or {}
     given: Object = next(
-        (c for c in (pod.get("spec") or {}).get("containers") or () if c["name"] == name), {}
+        (c for kind in ("initContainers", "containers") for c in spec.get(kind) or () if c["name"] == name),
+        {},
     )
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
