@@ -100,6 +100,13 @@ RUN_RULES: Final = (
         lambda spec: spec.storage.mounted_by != "Coordinator" or spec.checkpoint.to is not None,
     ),
     Rule(
+        "self.storage.mountedBy != 'Coordinator' || self.trainer.replicas == 1",
+        "%(trainer.replicas)s must be 1 with storage.mountedBy Coordinator: the nodes of a trainer write each checkpoint together, on "
+        "a volume that all of them mount. Raise trainer.devices instead, or use a ReadWriteMany claim",
+        "trainer.replicas",
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.trainer.replicas == 1,
+    ),
+    Rule(
         "self.storage.mountedBy != 'Coordinator' || !has(self.generator.compileCache) || has(self.generator.compileCache.claimName)",
         "generator.compileCache needs a claimName with storage.mountedBy Coordinator: generators do not mount the run's volume",
         "generator.compileCache",

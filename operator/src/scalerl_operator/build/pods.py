@@ -26,7 +26,7 @@ from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize
-from scalerl_api.pod_memory import container_bytes, has_estimate
+from scalerl_api.pod_memory import container_bytes, directory_bytes, has_estimate
 from scalerl_api.pods import PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.build.resources import native, resources
@@ -211,6 +211,9 @@ def _container(
             processes=workload.per_node if main else 1,
             shm=shared_memory_bytes(given, workload) if main else 0,
             estimate=estimate(scope, container.name),
+            disk=directory_bytes(container.name, scope.size, scope.spec)
+            if main and scope.size is not None and _is_own(scope, settings.role)
+            else 0,
         ),
         **probes(container),
         "volumeMounts": [
