@@ -37,7 +37,12 @@ from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
-from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
+from scalerl_trainer.coordinator_client import (
+    CoordinatorError,
+    CoordinatorUnreachable,
+    Unresumable,
+    VolumeFull,
+)
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.exporter import Exporter
@@ -51,6 +56,10 @@ from scalerl_trainer.worker import Command, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+UPLOAD_SECONDS = 1800.0
+"""Time to finish the upload of the last checkpoint at the end of the run."""
+STOPPED_UPLOAD_SECONDS = 150.0
+"""The same once the trainer is asked to stop, within the 300 s of grace of its pod."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
@@ -177,6 +186,7 @@ class Leader:
                     log.info("finish: %s", reply.reason)
                     break
         unsaved = self._save_last()
+        self._finish_upload()
         self._command(Command.EXIT)
         self._evaluated()
         self._exporter.close(worker.stop.is_set)
@@ -212,7 +222,7 @@ class Leader:
         """
         begin = time.perf_counter()
         try:
-            reply = self._coordinator.next(self._worker.version, wait_seconds)
+            reply = self._coordinator.next(self._worker.version, wait_seconds, self._uploads())
             self._answered = time.monotonic()
             return reply
         except CoordinatorUnreachable as error:
@@ -220,6 +230,10 @@ class Leader:
             return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
         finally:
             self._wait_seconds += time.perf_counter() - begin
+
+    def _uploads(self) -> wire.Uploads | None:
+        uploader = self._worker.checkpointer.uploader
+        return None if uploader is None else wire.Uploads(version=uploader.uploaded, problem=uploader.problem)
 
     def _no_answer(self, error: CoordinatorUnreachable) -> None:
         if isinstance(error, VolumeFull):  # it answers, and nothing is lost meanwhile
@@ -254,6 +268,8 @@ class Leader:
         self._wait_seconds = self._checkpoint_seconds = self._export_seconds = 0.0
         stats = trained.stats | _stats(step_stats, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
+        if (uploads := self._uploads()) is not None:
+            stats["checkpoint_uploaded"] = float(uploads.version)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
         if step_stats.skipped:
             return self._skip(trained, step, stats, busy_seconds)
@@ -604,6 +620,28 @@ class Leader:
                 "cannot read the run file, keeping spec.autoscaling.mode %s: %s", self._scaling_mode, error
             )
         return self._scaling_mode
+
+    def _finish_upload(self) -> None:
+        """Wait until the newest checkpoint is in the object store, for :data:`UPLOAD_SECONDS`, or :data:`STOPPED_UPLOAD_SECONDS`
+        after a signal. The exporter has its own time after that."""
+        worker, uploader = self._worker, self._worker.checkpointer.uploader
+        if uploader is None:
+            return
+        deadline = time.monotonic() + UPLOAD_SECONDS
+        while uploader.busy and time.monotonic() < deadline:
+            if self._sync_and_check_stop():
+                deadline = min(deadline, time.monotonic() + STOPPED_UPLOAD_SECONDS)
+            time.sleep(0.2)
+        saved = worker.checkpointer.committed_step
+        if saved is not None and saved != uploader.uploaded:
+            log.error(
+                "checkpoint %d is on the volume only, the newest complete copy is %d: %s",
+                *(saved, uploader.uploaded, uploader.problem or "its copy did not finish in time"),
+            )
+        try:  # what the coordinator's status says of the copies stays after this process
+            self._coordinator.next(worker.version, 0.0, self._uploads())
+        except CoordinatorError as error:
+            log.warning("cannot report the last copy of a checkpoint: %s", error)
 
     def _finish_checkpoint(self) -> None:
         """Finish the pending checkpoint, if there is one."""

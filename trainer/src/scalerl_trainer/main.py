@@ -9,7 +9,8 @@ Exit codes:
     Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
-    another model, all checkpoints damaged, or all lost although the coordinator has a record of one.
+    another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
+    that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -50,6 +51,7 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, Uploader, identity
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -68,6 +70,7 @@ from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.checkpoint_names import stored_names
+from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
@@ -91,6 +94,7 @@ _BAD_INPUT = (
     Unresumable,
     NoUsableCheckpoint,
     MidTrainingError,
+    PrefixTaken,
 )
 
 
@@ -106,7 +110,8 @@ def set_on_signals(stop: threading.Event) -> None:
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
     """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors."""
-    spec = environment.load_run().spec
+    given = environment.load_run()
+    spec = given.spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
@@ -132,7 +137,14 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                 str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
             )
         )
-    checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
+    volume = CheckpointStore(environment.paths, spec.checkpoint.keep)
+    uploader = None
+    if spec.checkpoint.to is not None:
+        copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
+        uploader = Uploader(
+            copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
+        )
+    checkpointer = Checkpointer(volume, ranks, engine, uploader=uploader, stopped=stop.is_set)
     version = checkpointer.load()
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
@@ -213,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as problem:
         log.info("%s", problem)
         return 0
-    except (Superseded, CheckpointError) as problem:
+    except (Superseded, CheckpointError, StoreError) as problem:
         log.error("%s", problem)
         return 1
     except Exception:
