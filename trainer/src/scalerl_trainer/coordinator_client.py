@@ -96,13 +96,15 @@ class Coordinator:
         )
         return self._call(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
 
-    def next(self, version: int, wait_seconds: float) -> wire.Next:
+    def next(self, version: int, wait_seconds: float, uploads: wire.Uploads | None = None) -> wire.Next:
         """Long-poll the next step, in one attempt: the caller synchronises the ranks between attempts.
 
         Raises:
             CoordinatorUnreachable: no response.
         """
-        message = wire.NextRequest(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
+        message = wire.NextRequest(
+            incarnation=self._incarnation, version=version, wait_seconds=wait_seconds, uploads=uploads
+        )
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
 
     def shard(self, step: int, rank: int, world_size: int) -> wire.Shard:

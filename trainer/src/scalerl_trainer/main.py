@@ -9,7 +9,8 @@ Exit codes:
     Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
-    another model, all checkpoints damaged, or all lost although the coordinator has a record of one.
+    another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
+    that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -50,6 +51,7 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, Uploader, identity
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -73,7 +75,7 @@ from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.reference import fetch_weights, load_reference, write_weights
+from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
     collective_timeout_seconds,
     engine_settings,
@@ -93,6 +95,7 @@ _BAD_INPUT = (
     Unresumable,
     NoUsableCheckpoint,
     MidTrainingError,
+    PrefixTaken,
 )
 
 
@@ -108,7 +111,8 @@ def set_on_signals(stop: threading.Event) -> None:
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
     """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors."""
-    spec = environment.load_run().spec
+    given = environment.load_run()
+    spec = given.spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
@@ -134,10 +138,14 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                 str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
             )
         )
-    to = spec.checkpoint.to if environment.own_directory else None
-    own_store = ObjectStore(to) if to is not None else None
-    # No other pod can read this directory, and no later one.
-    checkpointer = Checkpointer(CheckpointStore(environment.paths, spec.checkpoint.keep), ranks, engine)
+    volume = CheckpointStore(environment.paths, spec.checkpoint.keep)
+    uploader = None
+    if spec.checkpoint.to is not None:
+        copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
+        uploader = Uploader(
+            copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
+        )
+    checkpointer = Checkpointer(volume, ranks, engine, uploader=uploader, stopped=stop.is_set)
     version = checkpointer.load()
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
@@ -147,7 +155,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         status.ready.set()
         training = MidTraining(engine, spec, environment.paths, ranks, coordinator, stop)
         done = training.run()
-        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks, own_store)
+        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
         if spec.recipe.kl.penalty is not None:
             training.keep_weights(done, write)
         else:
@@ -159,8 +167,6 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                     error,
                 )
     if spec.recipe.kl.penalty is not None:
-        if own_store is not None and spec.warm_start is not None:
-            fetch_weights(own_store, environment.paths.warm_started_weights, ranks, rank.local_rank)
         engine.set_reference(load_reference(environment.paths, spec))
 
     worker = Worker(
@@ -183,14 +189,15 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
-    exporter = Exporter(environment.paths, spec, metrics, to=to and f"{to}/{EXPORTS}")
+    own_directory, to = environment.own_directory, spec.checkpoint.to
+    exporter = Exporter(environment.paths, spec, metrics, to=f"{to}/{EXPORTS}" if own_directory else None)
     leader = Leader(
         worker,
         Publisher(settings, control),
         control,
         exporter,
         environment.load_run,
-        report_exports=environment.own_directory,
+        own_directory=own_directory,
     )
     remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:

@@ -20,24 +20,19 @@ from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models import load_model
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.stored_files import WARM_STARTED, fetch, upload
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
 _BUCKET_BYTES = 256 << 20
 
 
-def write_weights(engine: Engine, path: Path, ranks: Ranks, store: ObjectStore | None = None) -> None:
+def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
     """Write the engine's weights, in the model's dtype, to ``path``. Atomic; a failure leaves nothing on the volume.
 
     A collective: no rank returns before the file is complete.
 
-    Args:
-        store: where the file is uploaded too, if other pods cannot read this one's directory.
-
     Raises:
-        OSError: on all ranks, also if the upload fails.
+        OSError: on all ranks.
     """
     dtype = getattr(torch, engine.settings.dtype)
     infos = [TensorInfo(name, dtype, shape) for name, shape in engine.parameter_shapes()]
@@ -50,9 +45,7 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks, store: ObjectStore |
             flush(staged)
             staged.rename(path)
             flush(path.parent)
-            if store is not None:
-                upload(store, WARM_STARTED, [path])
-        except (OSError, StoreError) as error:
+        except OSError as error:
             problem = str(error)
         finally:
             with suppress(OSError):
@@ -61,20 +54,6 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks, store: ObjectStore |
         pass
     if problem := ranks.broadcast(problem if ranks.is_leader else None, str):
         raise OSError(problem)
-
-
-def fetch_weights(store: ObjectStore, path: Path, ranks: Ranks, local_rank: int) -> None:
-    """Fetch the weights of an earlier pod to ``path``, if they exist. A collective: one rank of each node fetches.
-
-    Raises:
-        OSError, StoreError
-    """
-    if local_rank == 0 and not path.exists():
-        folder = path.with_name(WARM_STARTED)
-        if fetch(store, WARM_STARTED, folder):
-            (folder / path.name).rename(path)
-            folder.rmdir()
-    ranks.all_gather("", str)
 
 
 def load_reference(paths: RunPaths, spec: RunSpec) -> Any:

@@ -2,11 +2,11 @@
 
 ======================= ========================================================================================
 ``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
-``warm-started/``       the weights after mid-training, the reference of ``recipe.kl``
 ``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
 ======================= ========================================================================================
 
-The first two have a ``files.json``, written last, with the size and SHA-256 of every file.
+Beside the checkpoints of :mod:`.checkpoint_copies`. ``model/`` has a ``files.json``, written last, with the size and SHA-256 of
+every file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from scalerl_trainer.checkpoint import Disk, FileRecord
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
 MODEL = "model"
-WARM_STARTED = "warm-started"
 EXPORTS = "hf"
 _INDEX = "files.json"
 _FILES_AT_A_TIME = 4

@@ -48,6 +48,7 @@ from scalerl_api.wire.base import (
     Member,
     Problem,
     Struct,
+    Uploads,
 )
 from scalerl_api.wire.control import (
     GroupJoin,
@@ -184,6 +185,7 @@ __all__ = [
     "Tracker",
     "TrainerHello",
     "TrainerWelcome",
+    "Uploads",
     "Verdicts",
     "VersionSpan",
     "WeightReceive",

@@ -6,7 +6,7 @@ import enum
 
 from scalerl_api.exports import Exports
 from scalerl_api.wire.actor import VersionSpan
-from scalerl_api.wire.base import Member, Struct
+from scalerl_api.wire.base import Member, Struct, Uploads
 
 
 class TrainerHello(Struct, frozen=True, kw_only=True):
@@ -50,6 +50,8 @@ class NextRequest(Struct, frozen=True, kw_only=True):
     incarnation: str
     version: int
     wait_seconds: float
+    uploads: Uploads | None = None
+    """Copies of the checkpoints; None without ``checkpoint.to``."""
 
 
 class Next(Struct, frozen=True, kw_only=True):

@@ -84,6 +84,7 @@ async def _claim_problem(
 ) -> tuple[Problem | None, bool]:
     """The claim's problem, and whether no pod may start on it."""
     named, steps = context.run.spec.storage.claim_name, context.steps
+    copied = context.run.spec.checkpoint.to is not None
     name = named or Names(context.name).claim
     labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
 
@@ -97,7 +98,10 @@ async def _claim_problem(
     if live is None and steps:
         live = await _get_claim(api, context, name, cached=mounted and named is not None)
     if live is None:
-        return lost("does not exist", labels) if steps else (None, False)
+        # With copies of the checkpoints, a new claim is as good: the coordinator and the trainer begin with the newest copy.
+        if not steps or (copied and named is None):
+            return None, False
+        return lost("does not exist", labels)
     if named is None and not context.owns(live):
         if not steps:
             return None, False  # reported as a name that is taken
