@@ -413,6 +413,7 @@ def test_killed_run_continues_on_empty_volume(new_run: Any, slow: Relay, s3: S3S
     """All processes are killed in the middle of an upload, and the volume is lost: two real ranks, a real coordinator."""
     slow.bytes_per_second = 1e9
     run = new_run(budget__maxSteps=10, checkpoint__to=to)
+    run.environ = {**s3.environ, "AWS_ENDPOINT_URL": slow.url}
     run.start(seconds_per_group=0.1)
     until(lambda: complete(s3, to), what="the first copy")
     slow.bytes_per_second = 50e3
