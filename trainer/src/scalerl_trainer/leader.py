@@ -469,8 +469,9 @@ class Leader:
                 )
         if not message:
             return
-        if worker.version > 0 and (unsaved := self._save_last()):
-            message += f"; {unsaved}"
+        if worker.version > 0:
+            unsaved = self._save_last() or (self._finish_upload() if self._own_directory else "")
+            message += f"; {unsaved}" if unsaved else ""
         self._command(Command.PUBLISH_REFUSED)
         raise PublishRefusedError(message)
 
