@@ -203,9 +203,13 @@ def copy_done(uploader: Any) -> None:
 def test_checkpoint_in_a_directory_that_ends_with_the_pod_counts_once_it_is_copied() -> None:
     """The coordinator must keep its journal from the newest copy on."""
     leader, uploader, told = saving(own_directory=True)
+    uploader.uploaded, uploader.kept = -1, []
     leader._finish_checkpoint()
-    assert told == [(2, [2])]
+    assert told == []
+    uploader.uploaded, uploader.kept = 2, [2]
     leader._commit()
+    assert told == [(2, [2])]
+    leader._finish_checkpoint()
     assert told == [(2, [2])], "told once"
     copy_done(uploader)
     leader._sync_and_check_stop()
