@@ -221,7 +221,8 @@ def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float
 def pod_view(pod: Object) -> PodView:
     """The view of a pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    roles = status.get("containerStatuses") or ()
+    containers = [*(status.get("initContainerStatuses") or ()), *roles]
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     ends = tuple(
         Ended(int(end.get("exitCode", 1)), _last_log_line(end))
@@ -253,8 +254,7 @@ def pod_view(pod: Object) -> PodView:
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        started=bool(roles := status.get("containerStatuses"))
-        and all(c.get("started") is True for c in roles),
+        started=bool(roles) and all(c.get("started") is True for c in roles),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in containers),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
         spec_hash=str((metadata.get("annotations") or {}).get(SPEC_HASH, "")),
