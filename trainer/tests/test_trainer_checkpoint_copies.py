@@ -127,7 +127,7 @@ class Trainer:
         self.version = self.checkpointer.load()
 
     def save(self, step: int, size: int = 0, best: int = -1) -> None:
-        self.engine.save = lambda directory: (directory / "weights").write_bytes(  # type: ignore[method-assign]
+        self.engine.save = lambda directory: (directory / "weights").write_bytes(
             f"weights {step}".encode().ljust(size, b".")
         )
         assert self.checkpointer.start(step, f"snapshot {step}".encode(), best) is None
@@ -204,7 +204,7 @@ def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None
     one = Trainer(tmp_path, to)
     one.save(2)
     one.upload()
-    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())  # type: ignore[arg-type]
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
     assert plain.start(4, b"s") is None
     assert plain.finish().error is None
     again = Trainer(tmp_path, to, writer="b")
@@ -380,7 +380,7 @@ class Rank:
 
 
 def test_ranks_send_their_parts(tmp_path: Path, s3: S3Server, to: str) -> None:
-    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())  # type: ignore[arg-type]
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
     assert plain.start(2, b"s") is None
     assert plain.finish().error is None
     ranks = [Rank(tmp_path, to, rank).uploader for rank in (0, 1)]

@@ -58,8 +58,9 @@ class PrefixTaken(TrainerError):
 
 
 def identity(run: ScaleRLRun) -> dict[str, object]:
-    """What a run shares with one that continues from its checkpoints."""
-    model = run.spec.model.model_dump(mode="json", by_alias=True, exclude_none=True)
+    """What a run shares with one that continues from its checkpoints. The coordinator compares the rest with the snapshot."""
+    # Without defaults: a later release may have another field.
+    model = run.spec.model.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {
         "namespace": run.metadata.namespace or "",
         "name": run.metadata.name,

@@ -268,7 +268,7 @@ class Checkpointer:
                     records,
                     self._shape,
                     best=pending.best,
-                    uploading=self.uploader and self.uploader.uploading,
+                    uploading=None if self.uploader is None else self.uploader.uploading,
                 )
                 return SaveResult(step, kept)
             except (OSError, CheckpointError) as problem:
