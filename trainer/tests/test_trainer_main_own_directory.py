@@ -99,7 +99,9 @@ class Pods(Run):
         return -1 if status is None or status.uploads is None else status.uploads.version
 
     def trainer_log(self) -> str:
-        return self.log(f"trainer-0-node-{self.nodes}")
+        """Empty before the first line."""
+        log = self.paths.logs / f"trainer-0-node-{self.nodes}.log"
+        return log.read_text() if log.exists() else ""
 
     def stored(self) -> set[str]:
         """Folders of the run's prefix that are complete."""
