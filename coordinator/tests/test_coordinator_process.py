@@ -255,6 +255,25 @@ def test_process_refuses_empty_volume_of_trained_run(coordinator, tmp_path, monk
     assert coordinator.terminate() == 0
 
 
+async def test_process_awaits_copy_for_empty_volume_of_trained_run(
+    coordinator, client, tmp_path, monkeypatch
+):
+    """With ``checkpoint.to``, the trainer may have read a checkpoint whose snapshot continues the run; step 0 is refused."""
+    mounted = tmp_path / "spec"
+    mounted.mkdir()
+    manifest = yaml.safe_load(coordinator.paths.run_file.read_text())
+    manifest["spec"].setdefault("checkpoint", {})["to"] = "s3://bucket/run"
+    (mounted / "run.yaml").write_text(yaml.safe_dump(manifest))
+    (mounted / "trained").write_text("true\n")
+    monkeypatch.setenv("SCALERL_RUN_FILE", str(mounted / "run.yaml"))
+    coordinator.start()
+    with pytest.raises(ErrorAnswer) as refused:
+        await client.hello("t")
+    assert refused.value.error == "checkpoints-lost"
+    assert "neither its volume nor checkpoint.to has a checkpoint" in refused.value.message
+    assert coordinator.terminate() == 0
+
+
 def test_process_accepts_spec_of_earlier_release(coordinator, tmp_path, monkeypatch):
     """By a run that an operator resumes after an upgrade; of a file that a person wrote it is refused."""
     manifest = yaml.safe_load(coordinator.paths.run_file.read_text())

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import io
 import os
+import shutil
 import time
 
 import aiohttp
@@ -15,6 +16,7 @@ from aiohttp import web
 from coordinator_client import Client, ErrorAnswer, make_group
 
 from scalerl_api import endpoints, wire
+from scalerl_api.exports import ExportedModel, Exports
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 
@@ -317,6 +319,32 @@ async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypa
         await asyncio.wait_for(again.wait(), 120)
         (reading,) = (task for task in asyncio.all_tasks() if task.get_name() == "coordinator-exports")
     assert reading.done()
+
+
+async def test_exports_of_a_trainer_with_its_own_directory_survive_a_restart(serving_on, tmp_path):
+    model = ExportedModel(version=2, reward=0.5, path="checkpoints/hf/step-2", uri="s3://a/2", time="t")
+    exports = Exports(best=model, last=model, failures=1, problem="slow")
+
+    async def report(client: Client, incarnation: str, given: Exports | None) -> Exports | None:
+        message = wire.ExportsReport(incarnation=incarnation, exports=given)
+        return (await client.post(endpoints.EXPORTS, message, wire.ExportsReported)).exports
+
+    async with serving_on(tmp_path) as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        await client.hello("t")
+        assert await report(client, "t", None) is None
+        with pytest.raises(ErrorAnswer, match="409"):
+            await report(client, "earlier", exports)
+        assert await report(client, "t", exports) == exports
+        assert (await client.status()).exports == exports
+    async with serving_on(tmp_path, "again") as local, aiohttp.ClientSession() as session:
+        client = Client(session, local.url)
+        await client.hello("u")
+        assert await report(client, "u", None) == exports
+        shutil.rmtree(local.paths.exports)
+        local.paths.exports.touch()
+        with pytest.raises(ErrorAnswer, match=r"500.*exports\.json"):
+            await report(client, "u", exports)
 
 
 async def test_status_does_not_wait_for_disk(local, serving, monkeypatch):

@@ -107,6 +107,24 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     assert spec_map["data"]["trained"], "the coordinator checks whether it is the run's volume"
 
 
+async def test_lost_claim_of_run_with_copies_is_replaced(there: Stage) -> None:
+    """Once no pod has the old one mounted: the trainer continues from the newest copy in the bucket."""
+    manifest = tiny()
+    manifest["spec"]["checkpoint"] = {"to": "s3://bucket/run"}
+    await there.start(manifest)
+    await delete_claim(there)
+    run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
+    assert "suspend and resume the run" in degraded(run)["message"]
+    await there.reconcile()
+    assert await there.get(*CLAIM) is None
+    await rests(there)
+    await there.edit(*THE_RUN, {"spec": {"suspend": False}})
+    run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
+    assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "Healthy")
+    assert await there.get(*CLAIM) is not None
+    assert run["status"]["step"] == 3
+
+
 async def test_steps_of_a_lost_claim_can_be_abandoned(
     there: Stage,
 ) -> None:

@@ -137,6 +137,7 @@ OTHER: Final[dict[str, Object]] = {
         "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
     },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
+    "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},
     "weightSync.timeoutSeconds": {"weightSync": {"timeoutSeconds": 110}},
@@ -149,6 +150,7 @@ OTHER: Final[dict[str, Object]] = {
     "trackers.mlflow.uri": {"trackers": {"mlflow": {"uri": "https://mlflow"}}},
     "trackers.mlflow.experiment": {"trackers": {"mlflow": {"uri": "https://mlflow", "experiment": "other"}}},
     "storage.claimName": {"storage": {"claimName": "mine"}},
+    "storage.mountedBy": {"storage": {"mountedBy": "Coordinator"}, "checkpoint": {"to": "s3://bucket/run"}},
     "storage.size": {"storage": {"size": "20Gi"}},
     "storage.storageClassName": {"storage": {"storageClassName": "fast"}},
 }

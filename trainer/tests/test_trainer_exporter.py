@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from s3_server import BUCKET, S3Server
@@ -427,6 +428,38 @@ def test_exporter_of_a_superseded_attempt_changes_nothing(tmp_path: Path) -> Non
     run.exporter.evaluated([point(20, 0.2), point(30, 0.3), point(40, 0.25)])
     run.exporter.close()
     assert run.folders == [name(30), name(40)]
+def test_exporter_in_an_empty_directory_keeps_copied_models(tmp_path: Path) -> None:
+    """A trainer that starts on another node knows the copies, and not the files; the best of them is replaced by a better one
+    only."""
+    copies = tmp_path / "copies"
+    run = Run(tmp_path / "run", str(copies))
+    points = []
+    for version, reward in ((10, 0.5), (20, 0.4)):
+        run.write(version)
+        points.append(point(version, reward))
+        run.exporter.evaluated(points)
+    until(lambda: run.exporter.status.last is not None and run.exporter.status.last.uri != "")
+    run.exporter.close()
+    known = run.exporter.status
+    uncopied = msgspec.structs.replace(known.last, version=25, uri="")
+    shutil.rmtree(run.paths.exports)
+    run.start()
+    run.exporter.restore(Exports(best=known.best, last=uncopied, failures=3, problem="lost"))
+    assert run.exporter.status == Exports(best=known.best)
+    run.write(30)
+    points.append(point(30, 0.3))
+    run.exporter.evaluated(points)
+    until(lambda: run.exporter.status.last is not None and run.exporter.status.last.uri != "")
+    assert run.exporter.status.best == known.best
+    assert sorted(p.name for p in copies.iterdir()) == [name(10), name(30)]
+    run.write(40)
+    points.append(point(40, 0.9))
+    run.exporter.evaluated(points)
+    until(lambda: sorted(p.name for p in copies.iterdir()) == [name(40)])
+    run.exporter.close()
+    assert run.exporter.status.best == run.exporter.status.last
+    assert run.exporter.status.best.version == 40
+    assert run.count("copy", "failed") == 0
 
 
 def test_bucket_without_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:

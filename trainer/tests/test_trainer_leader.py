@@ -160,3 +160,89 @@ def test_stop_of_another_rank_ends_a_call_while_the_coordinators_volume_is_full(
     leader._worker.sync = lambda: (True, False)
     leader._coordinator.while_full()
     assert leader._worker.stop.is_set()
+
+
+def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
+    """A leader whose checkpoint of version 4 is on disk and that of version 2 copied; its uploader; and what the coordinator is
+    told."""
+    told: list[Any] = []
+    coordinator = SimpleNamespace(
+        checkpoint_commit=lambda step, kept, retry: told.append((step, kept)),
+        checkpoint_failed=lambda version, reason, holding: told.append((version, reason, holding)),
+        next=lambda version, wait, uploads: None,
+    )
+    uploader = SimpleNamespace(uploaded=2, kept=[2], busy=True, problem="")
+    saved = SimpleNamespace(step=4, kept_steps=[2, 4], error=None)
+    checkpointer = SimpleNamespace(
+        uploader=uploader, pending=True, finish=lambda: saved, committed_step=4, volume=lambda: None
+    )
+    worker = SimpleNamespace(
+        spec=SimpleNamespace(autoscaling=SimpleNamespace(mode="Off")),
+        coordinator=coordinator,
+        version=4,
+        checkpointer=checkpointer,
+        ranks=SimpleNamespace(broadcast=lambda command, kind: command),
+        metrics=Metrics(),
+        sync=lambda: (False, False),
+    )
+    leader: Any = Leader(
+        worker,
+        None,
+        None,
+        SimpleNamespace(),
+        None,
+        own_directory=own_directory,  # type: ignore[arg-type]
+    )
+    return leader, uploader, told
+
+
+def copy_done(uploader: Any) -> None:
+    uploader.uploaded, uploader.kept, uploader.busy = 4, [2, 4], False
+
+
+def test_checkpoint_in_a_directory_that_ends_with_the_pod_counts_once_it_is_copied() -> None:
+    """The coordinator must keep its journal from the newest copy on."""
+    leader, uploader, told = saving(own_directory=True)
+    uploader.uploaded, uploader.kept = -1, []
+    leader._finish_checkpoint()
+    assert told == []
+    uploader.uploaded, uploader.kept = 2, [2]
+    leader._commit()
+    assert told == [(2, [2])]
+    leader._finish_checkpoint()
+    assert told == [(2, [2])], "told once"
+    copy_done(uploader)
+    leader._sync_and_check_stop()
+    assert told == [(2, [2]), (4, [2, 4])]
+
+    leader, _, told = saving(own_directory=False)
+    leader._finish_checkpoint()
+    assert told == [(4, [2, 4])]
+
+
+def test_last_checkpoint_is_held_until_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, uploader, told = saving(own_directory=True)
+    leader._worker.checkpointer.pending = False
+    seconds = iter(range(0, 100_000, 20))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(seconds)))
+    uploader.problem = "403 Forbidden"
+
+    def wait(_: float) -> None:
+        if told.count((4, "403 Forbidden", True)) == 200:  # more than an hour
+            copy_done(uploader)
+
+    monkeypatch.setattr(module.time, "sleep", wait)
+    assert leader._finish_upload() == ""
+    assert told[-1] == (4, [2, 4])
+
+
+def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _, told = saving(own_directory=True)
+    leader._worker.checkpointer.pending = False
+    leader._worker.sync = lambda: (True, False)
+    seconds = iter(range(0, 100_000, 20))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    lost = leader._finish_upload()
+    assert lost.startswith("checkpoint 4 could not be copied, all updates since version 2 are lost")
+    assert told == [(2, [2])]

@@ -98,6 +98,8 @@ class Run:
         self.ranks: list[Any] = []
         self.generators: list[Any] = []
         self.largest_file: dict[int, int] = {}
+        self.environ: dict[str, str] = {}
+        """Further variables of all roles."""
 
     def _role(
         self,
@@ -120,6 +122,7 @@ class Run:
                     "SCALERL_NAME": name,
                     "SCALERL_COORDINATOR_URL": f"http://127.0.0.1:{self.port}",
                     "SCALERL_TOKEN_FILE": str(self.paths.token),
+                    **self.environ,
                     **environ,
                 },
             },

@@ -11,7 +11,7 @@ from scalerl_api.pods import ObjectName
 
 
 class StorageSpec(Model):
-    """The volume shared by all pods of a run, with all files of the run. Ignored by the local runtime."""
+    """The volume of a run, with all of its files if all pods mount it. Ignored by the local runtime."""
 
     claim_name: ObjectName | None = None
     """An existing claim, in which the run uses a directory with its name; default: the operator creates
@@ -22,7 +22,12 @@ class StorageSpec(Model):
     storage_class_name: ObjectName | None = None
     """StorageClass of the created claim; default: that of the cluster."""
     access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
-    """Access mode of the created claim; ``ReadWriteOnce`` is sufficient if all pods of a run are on one node."""
+    """Access mode of the created claim; ``ReadWriteOnce`` is sufficient if all pods of a run are on one node, or with
+    ``mountedBy: Coordinator``."""
+    mounted_by: Literal["AllPods", "Coordinator"] = "AllPods"
+    """Pods that mount the claim. ``Coordinator``: each other pod has an emptyDir, and gets the prepared model from
+    ``checkpoint.to``, where the trainer's files are too. The preparation, and before the roles start an init container with the
+    trainer's image, access it with the variables of ``trainer.podTemplate.env``."""
     on_delete: Literal["Retain", "Delete"] = "Retain"
     """Whether the created claim is kept or deleted with the run."""
 

@@ -341,6 +341,12 @@ class Reason(_Explained):
         "weights in memory and retries: free space on the volume, or enlarge spec.storage.size, and the run completes. To give "
         "up the updates, delete the pod of the trainer, or suspend the run, which waits for space for half an hour first.",
     )
+    UPLOAD_FAILED = (
+        "UploadFailed",
+        "The newest checkpoint could not be copied to checkpoint.to; the trainer retries, training and the checkpoints on the volume "
+        "continue. The message has the error: check the credentials, the bucket and its quota. A new Secret takes effect with the "
+        "next start of the trainer: suspend and resume the run. Clears with the next success.",
+    )
     EXPORT_FAILED = (
         "ExportFailed",
         "A model could not be exported, or not copied to trainer.export.to; the trainer retries, and training continues. "

@@ -226,6 +226,9 @@ EDITS: Final[Mapping[str, Edit]] = {
         "Applies immediately: curve.csv has the other set's points. The forecast restarts.",
     ),
     "checkpoint": Edit(Effect.ALL),
+    "checkpoint.to": Edit(
+        Effect.ALL, "The newest checkpoint is copied to the new prefix; copies under the previous one stay."
+    ),
     "budget.maxComputeTokens": Edit(
         Effect.ALL, "After mid-training, all of a change with budget.split is RL's."
     ),
@@ -246,6 +249,10 @@ EDITS: Final[Mapping[str, Edit]] = {
     ),
     "storage.storageClassName": _of_the_claim("the claim's storage class"),
     "storage.accessMode": _of_the_claim("the claim's access mode"),
+    "storage.mountedBy": Edit(
+        Effect.REFUSED,
+        "the pods that mount the claim cannot change: the others' files are elsewhere. Create another run",
+    ),
     "storage.onDelete": Edit(Effect.AT_ONCE),
     "images.coordinator": Edit(Effect.COORDINATOR),
     "images.generator": Edit(Effect.GENERATOR),

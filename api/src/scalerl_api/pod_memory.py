@@ -1,8 +1,8 @@
 """Host memory of the containers of a run on a cluster, in bytes, from the spec and the model's size: the default requests.
 
 Estimates are upper bounds: a pod that is scheduled for less than it uses is evicted or killed when its node runs out.
-``benchmarks/pod_memory.py`` measures them on CPUs. Nothing here needs ephemeral storage: downloads, checkpoints and exports are on
-the run's volume.
+``benchmarks/pod_memory.py`` measures them on CPUs. Downloads, checkpoints and exports are on the run's volume, so only pods that do
+not mount it need ephemeral storage (:func:`directory_bytes`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ ACCELERATOR_LIBRARY_BYTES: Final[Mapping[str, int]] = {"server": 4096 * _MIB, "t
 """The same of one process with an accelerator: also CUDA's libraries, and memory that NCCL pins [by reading]."""
 MARGIN: Final = 0.1
 """Added to the part that depends on the model."""
+CHECKPOINT_BYTES_A_WEIGHT: Final = 12
+"""Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
 
 
 def has_estimate(container: str) -> TypeGuard[Literal["prepare", "server", "trainer"]]:
@@ -44,6 +46,17 @@ def container_bytes(
         # vLLM has a process for HTTP, and one for each device.
         libraries += ACCELERATOR_LIBRARY_BYTES[container] * (devices if container == "server" else 1)
     return libraries + math.ceil((1 + MARGIN) * of_model(size, spec))
+
+
+def directory_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
+    """Ephemeral storage of a container whose pod has the run's directory on its node: the model, and of the trainer the kept
+    checkpoints, one that is being written and one that is being copied, and the exported models (best, last, a new one)."""
+    model = size.parameters * BYTES[spec.model.dtype]
+    if container != "trainer":
+        return math.ceil((1 + MARGIN) * model)
+    checkpoints = (spec.checkpoint.keep + 2) * CHECKPOINT_BYTES_A_WEIGHT * size.parameters
+    exports = 3 * model if spec.trainer.export.enabled else 0
+    return math.ceil((1 + MARGIN) * (model + checkpoints + exports))
 
 
 def _prepare(size: ModelSize, spec: RunSpec) -> int:

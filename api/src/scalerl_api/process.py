@@ -27,6 +27,9 @@ TRAINER_HOST = "SCALERL_TRAINER_HOST"
 ATTEMPT = "SCALERL_ATTEMPT"
 """Trainers on a cluster only: the :class:`.Attempt`, by which an earlier attempt that still runs is fenced out."""
 
+OWN_DIRECTORY = "SCALERL_OWN_DIRECTORY"
+"""``true`` if the run's directory is this pod's alone, by ``storage.mountedBy: Coordinator``: it starts empty, and what other pods
+need of it goes through ``checkpoint.to``."""
 MODEL_CACHE = "SCALERL_MODEL_CACHE"
 """Preparation only: folder of ``model.cache``."""
 SOURCE_DIR = "SCALERL_SOURCE_DIR"
@@ -79,6 +82,8 @@ class ProcessEnvironment:
     """Address of this rank's weight store."""
     attempt: Attempt | None = None
     """The trainer's attempt; None on one machine, where a lock excludes two at once."""
+    own_directory: bool = False
+    """Whether the run's directory is this pod's alone (:data:`OWN_DIRECTORY`)."""
 
     def load_run(self) -> ScaleRLRun:
         """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in an earlier release
@@ -117,5 +122,6 @@ class ProcessEnvironment:
             environ[COORDINATOR_URL].rstrip("/"),
             token,
             environ.get(TRAINER_HOST) or cls.trainer_host,
-            attempt,
+            attempt=attempt,
+            own_directory=environ.get(OWN_DIRECTORY) == "true",
         )

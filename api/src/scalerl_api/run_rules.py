@@ -93,6 +93,29 @@ RUN_RULES: Final = (
         "recipe.maxCompletionTokens",
         lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
     ),
+    Rule(
+        "self.storage.mountedBy != 'Coordinator' || has(self.checkpoint.to)",
+        "storage.mountedBy Coordinator needs checkpoint.to, from which the other pods get the model, and where checkpoints are kept",
+        "checkpoint.to",
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.checkpoint.to is not None,
+    ),
+    Rule(
+        "self.storage.mountedBy != 'Coordinator' || self.trainer.replicas == 1",
+        "%(trainer.replicas)s must be 1 with storage.mountedBy Coordinator: the nodes of a trainer write each checkpoint together, on "
+        "a volume that all of them mount. Raise trainer.devices instead, or use a ReadWriteMany claim",
+        "trainer.replicas",
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.trainer.replicas == 1,
+    ),
+    Rule(
+        "self.storage.mountedBy != 'Coordinator' || !has(self.generator.compileCache) || has(self.generator.compileCache.claimName)",
+        "generator.compileCache needs a claimName with storage.mountedBy Coordinator: generators do not mount the run's volume",
+        "generator.compileCache",
+        lambda spec: (
+            spec.storage.mounted_by != "Coordinator"
+            or spec.generator.compile_cache is None
+            or spec.generator.compile_cache.claim_name is not None
+        ),
+    ),
     _reads_rewards(
         "zeroVarianceFilter",
         "the teacher's log-probabilities differ where rewards are equal",
@@ -336,6 +359,15 @@ RUN_RULES: Final = (
         lambda spec: (
             (allowed := spec.autoscaling.generators) is None
             or allowed.min <= spec.generator.replicas <= allowed.max
+        ),
+    ),
+    Rule(
+        "!has(self.checkpoint.to) || !has(self.trainer.export.to) || "
+        "!(self.trainer.export.to in [self.checkpoint.to, self.checkpoint.to + '/'])",
+        "%(checkpoint.to)s must differ from %(trainer.export.to)s: both have folders by step, and each removes the other's",
+        "checkpoint.to",
+        lambda spec: (
+            spec.checkpoint.to is None or spec.checkpoint.to != (spec.trainer.export.to or "").rstrip("/")
         ),
     ),
 )

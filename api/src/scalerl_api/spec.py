@@ -132,7 +132,22 @@ class CheckpointSpec(Model):
     every_steps: Annotated[int, Field(ge=1, le=100_000_000)] = 50
     """Steps between checkpoints: the maximum loss in a failure."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, on the volume and in ``to``."""
+    to: (
+        Annotated[
+            str,
+            Field(max_length=1024),
+            AfterValidator(
+                Matches(
+                    r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._=+@-]*)+$",
+                    "must be s3://bucket/prefix, without a slash at the end",
+                )
+            ),
+        ]
+        | None
+    ) = None
+    """Prefix of an S3 bucket, of this run alone, to which each checkpoint is copied while training goes on, and from which a run
+    with an empty volume continues. Provide credentials as variables in ``trainer.podTemplate.env``, from a Secret."""
 
 
 class BudgetSplit(Model):
@@ -231,7 +246,7 @@ class RunSpec(Model):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of all random choices except the data of the task. Immutable on a cluster."""
     storage: StorageSpec = StorageSpec()
-    """The volume shared by all pods of the run."""
+    """The volume of the run."""
     images: ImagesSpec = ImagesSpec()
     """Container images that differ from the defaults of the operator."""
     pod_template: PodTemplate | None = None

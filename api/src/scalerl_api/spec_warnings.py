@@ -13,6 +13,7 @@ from typing import Final
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem, jsonl_paths
 from scalerl_api.memory import ModelSize
+from scalerl_api.pod_memory import CHECKPOINT_BYTES_A_WEIGHT
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec
@@ -22,8 +23,6 @@ HIGH_LEARNING_RATE: Final = 1e-3
 HIGH_TEMPERATURE: Final = 2.0
 CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that make a container run code other than its image's."""
-_CHECKPOINT_BYTES_A_WEIGHT: Final = 12
-"""Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
 
 
 def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
@@ -200,10 +199,10 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
 
 def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
     storage = spec.storage
-    if spec.model.scratch is not None and storage.claim_name is None:
+    if spec.model.scratch is not None and storage.claim_name is None and storage.mounted_by == "AllPods":
         needed = (
             ModelSize.of_scratch(spec.model.scratch).parameters
-            * _CHECKPOINT_BYTES_A_WEIGHT
+            * CHECKPOINT_BYTES_A_WEIGHT
             * (spec.checkpoint.keep + 1)
         )
         if needed > quantity_bytes(storage.size):

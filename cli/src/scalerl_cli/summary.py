@@ -64,6 +64,7 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
         "skipped_steps": status.skipped_steps,
         "checkpoint_failures": status.checkpoint_failures,
         "grading_errors": status.grading_errors,
+        "uploads": msgspec.to_builtins(status.uploads),
         "exports": msgspec.to_builtins(status.exports),
         "trackers": msgspec.to_builtins(status.trackers),
         "counts": msgspec.structs.asdict(status.counts),
@@ -136,6 +137,9 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("steps skipped", f"{summary['skipped_steps']:,}"))
     if summary["checkpoint_failures"]:
         found.append(("checkpoints not written", f"{summary['checkpoint_failures']:,}"))
+    if uploads := summary["uploads"]:
+        problem = f", {uploads['problem']}" if uploads["problem"] else ""
+        found.append(("checkpoint in checkpoint.to", f"{uploads['version']}{problem}"))
     if summary["grading_errors"]:
         found.append(("completions not graded", f"{summary['grading_errors']:,}"))
     if counts["given_up"]:

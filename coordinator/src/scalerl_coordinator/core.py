@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
-from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split
+from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split, Uploads
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.leases import (
     MAX_FAILURES,
@@ -111,6 +111,10 @@ class Core:
     failed_checkpoint: CheckpointFailed | None = None
     """The trainer's last attempt to write a checkpoint, if it failed. Not journaled, as the disk may be full; the trainer
     repeats it."""
+    uploads: Uploads | None = None
+    """Copies of the checkpoints, as the trainer last reported."""
+    steps_lost: bool = False
+    """The run has trained, and its volume was empty when this process began: only a checkpoint of the trainer continues it."""
     publish_problem: str = ""
     """Why the last publish reached no generator that computes correctly; empty after a success."""
     _mean_of: list[EvaluationPoint] = field(default_factory=list)

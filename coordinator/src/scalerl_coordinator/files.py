@@ -12,8 +12,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from scalerl_api.curve import curve_csv, labels_csv
-from scalerl_api.exports import Exports, read_exports
+from scalerl_api.exports import EXPORTS_FILE, Exports, read_exports
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
@@ -34,6 +36,11 @@ class RunFiles:
     def exports(self) -> Exports | None:
         """The trainer's exported models."""
         return read_exports(self._exports)
+
+    def keep_exports(self, exports: Exports) -> None:
+        """Keep the exported models of a trainer that has a directory of its own. Raises OSError."""
+        self._exports.mkdir(parents=True, exist_ok=True)
+        _write_whole(self._exports / EXPORTS_FILE, msgspec.json.encode(exports).decode())
 
     def write_rows(self, rows: Mapping[int, Row], version: int, *, whole: bool = False) -> None:
         """Write a line for each of ``rows`` (by step) to metrics.jsonl; all steps are below ``version``.

@@ -112,7 +112,12 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     )
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
-    _check_volume(environment.paths, state)
+    steps_lost = _steps_lost(environment.paths, state)
+    if steps_lost and run.spec.checkpoint.to is None:
+        raise StepsLost(
+            f"{environment.paths.root}: the run has trained steps, but its volume has neither journal nor checkpoint; suspend "
+            "the run, restore its volume, and resume it"
+        )
     if state == CoordinatorState():
         _check_trackers(run.spec.trackers)
     train = [task.train for task in tasks]
@@ -122,6 +127,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     held_out = [*(task.held_out for task in tasks), *(one.prompts for one in opened.sets)]
     labels = {at: fold_labels(prompts.labels) for at, prompts in enumerate(held_out)}
     core = Core.begin(settings, samplers, state, new_nonce(), 0.0, labels)
+    core.steps_lost = steps_lost
     await journal.start()
     trackers = Trackers(run.spec.trackers)
     files = RunFiles(environment.paths)
@@ -164,13 +170,10 @@ def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSou
     return ResponseStore(paths.history, identity, size, lines=paths.history_lines, difficulty=difficulty)
 
 
-def _check_volume(paths: RunPaths, state: CoordinatorState) -> None:
-    """Check that the volume of a run that has trained steps is not empty. Raises :class:`StepsLost`."""
-    if paths.has_steps and state == CoordinatorState() and not any(paths.checkpoints.glob("[!.]*")):
-        raise StepsLost(
-            f"{paths.root}: the run has trained steps, but its volume has neither journal nor checkpoint; suspend the run, "
-            "restore its volume, and resume it"
-        )
+def _steps_lost(paths: RunPaths, state: CoordinatorState) -> bool:
+    """Whether the run has trained steps, and its volume is empty."""
+    checkpoints = (path for path in paths.checkpoints.glob("[!.]*") if path != paths.exports)
+    return paths.has_steps and state == CoordinatorState() and not any(checkpoints)
 
 
 def _check_trackers(spec: TrackersSpec) -> None:

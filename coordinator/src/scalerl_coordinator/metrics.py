@@ -130,6 +130,16 @@ class _RunCollector(Collector):
                 float(status.unsaved_version >= 0),
                 "1 while training has ended and the trainer keeps its last weights in memory because they cannot be saved.",
             ),
+            (
+                "upload_failing",
+                None if status.uploads is None else float(bool(status.uploads.problem)),
+                "1 while the trainer's last attempt to copy a checkpoint to checkpoint.to failed.",
+            ),
+            (
+                "uploaded_version",
+                None if status.uploads is None else status.uploads.version,
+                "Newest checkpoint that is complete in checkpoint.to; -1 without one.",
+            ),
             ("members", len(status.members), "Registered generators."),
             ("step", status.step, "Steps trained."),
             ("published_version", status.published_version, "Latest published version."),

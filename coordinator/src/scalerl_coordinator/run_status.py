@@ -74,6 +74,7 @@ def build_status(core: Core) -> wire.Status:
         last_skip_reason=state.last_skip_reason,
         checkpoint_version=state.checkpoint,
         checkpoint_problem="" if core.failed_checkpoint is None else core.failed_checkpoint.reason,
+        uploads=core.uploads,
         unsaved_version=_unsaved_version(core),
         trainer_registered=not state.awaits_trainer,
         teacher_problem=_teacher_problem(core),

@@ -518,6 +518,18 @@ class Server:
         self._training.checkpoint_failed(request)
         return wire.Ack()
 
+    async def _keep_exports(self, report: wire.ExportsReport) -> wire.ExportsReported:
+        self._training.check(report.incarnation)
+        if report.exports is not None:
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(self._files_thread, self._files.keep_exports, report.exports)
+            except OSError as error:
+                message = f"exports.json: {error.strerror or error}"
+                raise ErrorResponse(500, "disk-failed", message) from error
+            self._exports = report.exports
+        return wire.ExportsReported(exports=self._exports)
+
     # --- operator, probes -----------------------------------------------------------------------
 
     async def _stop(self, request: wire.Stop) -> wire.Ack:
@@ -633,6 +645,7 @@ class Server:
             (endpoints.CHECKPOINT_BEGIN, wire.CheckpointBegin, SMALL_BODY_BYTES, self._checkpoint_begin),
             (endpoints.CHECKPOINT_COMMIT, wire.CheckpointCommit, SMALL_BODY_BYTES, self._checkpoint_commit),
             (endpoints.CHECKPOINT_FAILED, wire.CheckpointFailed, SMALL_BODY_BYTES, self._checkpoint_failed),
+            (endpoints.EXPORTS, wire.ExportsReport, SMALL_BODY_BYTES, self._keep_exports),
             (endpoints.STOP, wire.Stop, SMALL_BODY_BYTES, self._stop),
             (endpoints.DECISIONS, wire.DecisionLine, MAX_LINE_BYTES + 1024, self._record_decision),
         ):

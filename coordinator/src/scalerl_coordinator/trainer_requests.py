@@ -81,6 +81,12 @@ class TrainerRequests:
             )
         if state.awaits_trainer and request.snapshot is not None:
             self._restore(request.snapshot, request.version)
+        elif state.awaits_trainer and core.steps_lost:
+            raise Refusal(
+                "checkpoints-lost",
+                "the run has trained steps, but neither its volume nor checkpoint.to has a checkpoint: restore one of them, or "
+                "create another run",
+            )
         if not all(state.closed(step) for step in range(state.version, request.version)):
             raise Refusal(
                 "no-state",
@@ -177,6 +183,7 @@ class TrainerRequests:
         self.check(request.incarnation)
         self._check_version("the trainer holds version", request.version)
         core, state = self.core, self.core.state
+        core.uploads = request.uploads
         if core.end_reason:
             return self._next_at_end(now)
         if state.closed(state.version) and state.version >= state.published:

@@ -66,7 +66,7 @@ _ONLINE: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-_ENVIRONMENT: Final = _ONLINE | {"HF_HUB_OFFLINE": "1"}
+ENVIRONMENT: Final = _ONLINE | {"HF_HUB_OFFLINE": "1"}
 """Offline: after `prepare`, everything that a role reads is in the run's directory."""
 
 
@@ -78,7 +78,7 @@ def forecaster() -> Workload:
             *("python", "-m", "scalerl_curvefit.sidecar", "--host", f"$({BIND})"),
             *("--port", f"$({port_variable('http')})", "--token-file", f"$({TOKEN_FILE})"),
         ),
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         ports=("http",),
         resources=Resources(cpu_threads=1),
         **_probes(endpoints.HEALTH, endpoints.HEALTH, "http", stuck_seconds=60),
@@ -112,7 +112,7 @@ def _prepare(spec: RunSpec) -> Workload:
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),
-        env=_ENVIRONMENT if spec.model.hub is None else _ONLINE,
+        env=ENVIRONMENT if spec.model.hub is None else _ONLINE,
         volumes=_volumes(spec, sources=True),
     )
     return Workload(Role.PREPARE, Lifetime.ONCE, (container,))
@@ -122,7 +122,7 @@ def _coordinator(spec: RunSpec) -> Workload:
     container = Container(
         name="coordinator",
         argv=("python", "-m", "scalerl_coordinator.main", "--listen", _listen("http")),
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         ports=("http",),
         resources=Resources(cpu_threads=1),
         volumes=_volumes(spec, sources=False),
@@ -143,7 +143,7 @@ def _generator(spec: RunSpec) -> Workload:
             *("--host", "127.0.0.1", "--port", f"$({port_variable('vllm')})"),
             *_server_options(spec),
         ),
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         ports=("vllm",),
         loopback=("vllm",),
         resources=Resources(generator.devices, generator.cpu_threads, cache + drafts or None),
@@ -163,7 +163,7 @@ def _generator(spec: RunSpec) -> Workload:
             *("--listen", _listen("control")),
             *("--advertise", f"http://$({ADDRESS}):$({port_variable('control')})"),
         ),
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         ports=("control",),
         resources=Resources(cpu_threads=1, memory_bytes=_graders_memory_bytes(spec)),
         volumes=_volumes(spec, sources=False, writable=False),
@@ -197,7 +197,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
 
 def _trainer(spec: RunSpec) -> Workload:
     trainer = spec.trainer
-    environment = _ENVIRONMENT | {TRAINER_HOST: f"$({ADDRESS})"}
+    environment = ENVIRONMENT | {TRAINER_HOST: f"$({ADDRESS})"}
     if trainer.devices == 0:
         environment["DS_ACCELERATOR"] = "cpu"
     container = Container(

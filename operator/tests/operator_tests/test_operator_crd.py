@@ -216,7 +216,8 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
             f".spec.evaluation.sets[].task.{name}"
             for name in ("reasoningGym", "jsonl", "opGraph", "verifier.name", "prompt", "size", "seed")
         ),
-        *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode")),
+        *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode", "mountedBy")),
+        ".spec.checkpoint.to",  # with storage.mountedBy: Coordinator
     }
 
 

@@ -12,7 +12,7 @@ from scalerl_api import wire
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
-from scalerl_api.wire import Tracker
+from scalerl_api.wire import Tracker, Uploads
 from scalerl_operator.controller.conditions import QUIET_SECONDS, event_type
 from scalerl_operator.controller.status import report, waits_for_progress_only
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
@@ -198,6 +198,15 @@ def test_failed_export_degrades_until_one_succeeds(reconciles: Reconciles) -> No
     )
     assert reconciles.after.exports.problem == "s3://b: refused"
     assert reconciles.reconcile(5, exports=Exports(failures=1)) == Reason.HEALTHY
+
+
+def test_failed_upload_degrades_until_one_succeeds(reconciles: Reconciles) -> None:
+    failed = Uploads(version=50, problem="checkpoint 100: s3://b/a: 403 Forbidden")
+    assert reconciles.reconcile(0, uploads=failed) == Reason.UPLOAD_FAILED
+    said = reconciles.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert "checkpoint 100: s3://b/a: 403 Forbidden" in (said.message or "")
+    assert reconciles.reconcile(5, uploads=Uploads(version=100)) == Reason.HEALTHY
 
 
 def test_failed_tracker_degrades_until_it_works(reconciles: Reconciles) -> None:

@@ -1,4 +1,4 @@
-"""All objects of two runs, compared with stored files; without the run file, which every new field of a spec changes.
+"""All objects of three runs, compared with stored files; without the run file, which every new field of a spec changes.
 
 After an intended change: ``UPDATE_GOLDEN=1 pytest <this file>``.
 """
@@ -43,6 +43,29 @@ RUNS = {
             "nodeSelector": {"cloud.example/accelerator": "h200"},
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
             "imagePullSecrets": [{"name": "registry"}],
+        },
+    ),
+    "without-shared-claim": cluster_run(
+        storage={"mountedBy": "Coordinator", "accessMode": "ReadWriteOnce", "size": "1Gi"},
+        checkpoint={"to": "s3://checkpoints/run"},
+        generator={"speculation": {"history": {}}, "podTemplate": {"env": [{"name": "A", "value": "1"}]}},
+        trainer={
+            "podTemplate": {
+                "env": [
+                    {"name": "AWS_REGION", "value": "eu-north-1"},
+                    {
+                        "name": "AWS_SECRET_ACCESS_KEY",
+                        "valueFrom": {"secretKeyRef": {"name": "bucket", "key": "secret"}},
+                    },
+                ],
+                "imagePullSecrets": [{"name": "trainer-registry"}],
+                "volumes": [{"name": "scratch", "emptyDir": {}}],
+                "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+            },
+        },
+        podTemplate={
+            "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "volumeMounts": [{"name": "ca", "mountPath": "/etc/ca", "readOnly": True}],
         },
     ),
 }

@@ -27,8 +27,10 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``spec_settings`` derives settings from the spec
     ``batch``         converts a shard of a step from the wire to tensors
     ``publish``       sends weights to the generators
-    ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state
+    ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
+                      ``checkpoint_copies`` the copies in an object store
     ``exporter``      exports models of evaluated versions; ``export`` writes them, ``export_targets`` copies them elsewhere
+    ``object_store``  a prefix of a bucket, for both
 
 This package does not choose prompts, grade or decide staleness (the coordinator does), does not sample (the generator
 does), and does not depend on Kubernetes or vLLM.

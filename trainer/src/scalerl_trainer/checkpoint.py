@@ -213,6 +213,7 @@ class CheckpointStore:
         shape: dict[str, str],
         *,
         best: int = -1,
+        uploading: int | None = None,
     ) -> list[int]:
         """Commit ``staged``, remove superfluous checkpoints, and return the steps of the newest ``keep``.
 
@@ -223,6 +224,7 @@ class CheckpointStore:
             best: best version so far. The newest checkpoint up to it is kept as well, so that the run can be returned to it by
                 hand. It is not among the returned steps: the coordinator may discard its state of that time, which the
                 checkpoint's snapshot has.
+            uploading: step of a checkpoint that is being copied, which is kept as well.
 
         Raises:
             OSError: the checkpoint is not committed; earlier checkpoints are unchanged.
@@ -230,7 +232,7 @@ class CheckpointStore:
             AttemptSuperseded: a later attempt has begun; this one has changed nothing since.
         """
         try:
-            return self._commit(staged, snapshot, records, shape, best)
+            return self._commit(staged, snapshot, records, shape, best, uploading)
         except OSError:
             self.check()  # the later attempt has taken the staging folder
             raise
@@ -242,6 +244,7 @@ class CheckpointStore:
         records: list[FileRecord],
         shape: dict[str, str],
         best: int,
+        uploading: int | None,
     ) -> list[int]:
         path = staged.directory / SNAPSHOT
         self._disk.write(path, snapshot)
@@ -266,7 +269,7 @@ class CheckpointStore:
             self._disk.rename(target, self._staging / f"{STAGED}old-{target.name}-{os.getpid()}")
         self._disk.rename(staged.directory, target)
         self._disk.sync(self._paths.checkpoints)
-        return self._prune(best)
+        return self._prune(best, uploading)
 
     def discard(self, staged: StagedCheckpoint) -> None:
         """Remove a staging folder; best effort."""
@@ -279,12 +282,24 @@ class CheckpointStore:
             with contextlib.suppress(OSError):
                 self._disk.remove(path)
 
-    def _prune(self, best: int) -> list[int]:
+    def stage_copy(self, manifest: Manifest) -> StagedCheckpoint:
+        """Create the folders for a checkpoint that is read from elsewhere. Raises OSError."""
+        staged = self.stage(manifest.step)
+        for folder in {str(Path(record.path).parent) for record in manifest.files} - {"."}:
+            (staged.directory / folder).mkdir(parents=True, exist_ok=True)
+        return staged
+
+    def commit_copy(self, staged: StagedCheckpoint, manifest: Manifest) -> None:
+        """Give a checkpoint that was read from elsewhere its name; it is verified like any other. Raises OSError."""
+        self._disk.write(staged.directory / MANIFEST, manifest.encode())
+        self._disk.rename(staged.directory, self._paths.checkpoint(manifest.step))
+
+    def _prune(self, best: int, uploading: int | None) -> list[int]:
         steps = self.steps()
         kept, others = steps[: self._keep], steps[self._keep :]
         spared = next((step for step in steps if step <= best), None)
         for step in others:
-            if step == spared:
+            if step in (spared, uploading):
                 continue
             # Rename it first, because a partially removed folder must not have a checkpoint's name.
             path = self._paths.checkpoint(step)
@@ -302,6 +317,10 @@ class CheckpointStore:
     def root(self) -> Path:
         """The folder of the checkpoints."""
         return self._paths.checkpoints
+
+    @property
+    def warm_started_weights(self) -> Path:
+        return self._paths.warm_started_weights
 
     def volume(self) -> VolumeState:
         """The state of the volume; of one that cannot be read, full and read-only."""

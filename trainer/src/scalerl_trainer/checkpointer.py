@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +20,21 @@ from scalerl_trainer.checkpoint import (
     CheckpointError,
     CheckpointStore,
     FileRecord,
+    Manifest,
     StagedCheckpoint,
     VolumeState,
     files_in,
 )
+from scalerl_trainer.checkpoint_copies import (
+    PrefixTaken,
+    Uploader,
+    check_paths,
+    lower_priority,
+    read_with_retries,
+)
 from scalerl_trainer.engine import Engine
-from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.errors import Stopped, TrainerError
+from scalerl_trainer.object_store import StoreError
 from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
 
@@ -40,6 +50,8 @@ RETRY_SECONDS = 30.0
 BLIND_RETRY_SECONDS = 120.0
 """The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
 attempt fills it for all that write to it."""
+_EXCHANGE_SECONDS = 1.0
+"""Time between two exchanges of the ranks' states while they read from the object store."""
 LAST_RETRY_SECONDS = 3.0
 """Pause before the last attempt of a trainer that received SIGTERM."""
 
@@ -97,11 +109,40 @@ class SaveResult:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class _Remote:
+    """The checkpoints in the object store, or why they are not known."""
+
+    steps: list[int] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A checkpoint that is read from the object store."""
+
+    manifest: Manifest | None = None
+    directory: str = ""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank's part of a task came to."""
+
+    ended: bool = False
+    damaged: str = ""
+    taken: str = ""
+    """Message of a ``PrefixTaken``."""
+    error: str = ""
+
+
 class Checkpointer:
     """Checkpoints of one run. Every method is a collective, except where noted.
 
     Args:
         otherwise: what to do without a good copy of a damaged checkpoint, for the error message.
+        uploader: copies each checkpoint to an object store, and has those that the volume has not.
+        stopped: whether this rank is to stop, which ends the reading of a checkpoint from the store.
     """
 
     def __init__(
@@ -110,8 +151,10 @@ class Checkpointer:
         ranks: Ranks,
         engine: Engine,
         otherwise: str = "start a new run",
+        uploader: Uploader | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._otherwise = otherwise
+        self._otherwise, self.uploader, self._stopped = otherwise, uploader, stopped
         self._store, self._ranks, self._engine = store, ranks, engine
         settings = engine.settings
         self._shape = {
@@ -195,6 +238,8 @@ class Checkpointer:
             self.last_step = None
         else:
             self.committed_step = saved.step
+            if self.uploader is not None:
+                self.uploader.offer(saved.step, pending.best)
         return saved
 
     def _begin(self, step: int) -> _Begun:
@@ -218,7 +263,12 @@ class Checkpointer:
             try:
                 records = [record for records, _ in results for record in records]
                 kept = self._store.commit(
-                    pending.staged, pending.snapshot, records, self._shape, best=pending.best
+                    pending.staged,
+                    pending.snapshot,
+                    records,
+                    self._shape,
+                    best=pending.best,
+                    uploading=None if self.uploader is None else self.uploader.uploading,
                 )
                 return SaveResult(step, kept)
             except (OSError, CheckpointError) as problem:
@@ -238,34 +288,149 @@ class Checkpointer:
     # --- reading ------------------------------------------------------------------------------------------
 
     def load(self) -> int | None:
-        """Load the newest valid checkpoint; returns its step, or None if the run never had a checkpoint.
+        """Load the newest valid checkpoint, of the volume or the object store; returns its step, or None if the run never had a
+        checkpoint.
 
         Raises:
             NoUsableCheckpoint: all checkpoints are damaged, including those quarantined by an earlier start (a run that had
                 checkpoints never restarts from step 0 by itself), or the newest valid one does not fit this run.
+            PrefixTaken: the object store has another run's checkpoints under the prefix.
+            StoreError: the volume has no valid checkpoint, and the object store cannot be read.
+            Stopped: a rank is to stop.
         """
         if self._ranks.is_leader:
             self._store.remove_staged()
         steps = self._ranks.broadcast(self._store.steps() if self._ranks.is_leader else None, list[int])
-        for step in steps:
-            errors = [e for e in self._ranks.all_gather(self._verify(step), str) if e]
-            if not errors:
+        remote = self._remote_steps()
+        for step in sorted({*steps, *remote.steps}, reverse=True):
+            if (step in steps and self._is_valid(step)) or (
+                step in remote.steps and self._fetch(step) and self._is_valid(step)
+            ):
                 directory = self._store.directory(step)
                 self._engine.load(directory)
                 load_random_state(directory, self._ranks.rank)  # again: loading may have drawn numbers
                 self.last_step = self.committed_step = step
+                self._resumed(step, remote)
                 return step
-            if self._ranks.is_leader:
-                self._store.quarantine(step, errors[0])
         quarantined = self._ranks.broadcast(
             self._store.quarantined() if self._ranks.is_leader else None, list[str]
         )
-        if steps or quarantined:
+        if remote.error:
+            raise StoreError(f"{self._store.root} has no valid checkpoint, and {remote.error}")
+        if steps or quarantined or remote.steps:
             raise NoUsableCheckpoint(
                 f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (the log of the "
                 f"start that renamed them has the reasons). Restore a good copy as step-*, or {self._otherwise}"
             )
+        self._resumed(None, remote)
         return None
+
+    def _is_valid(self, step: int) -> bool:
+        """Whether a checkpoint on the volume is valid; one that is not is quarantined."""
+        errors = [e for e in self._ranks.all_gather(self._verify(step), str) if e]
+        if errors and self._ranks.is_leader:
+            self._store.quarantine(step, errors[0])
+        return not errors
+
+    # --- the object store -----------------------------------------------------------------------------------
+
+    def _resumed(self, step: int | None, remote: _Remote) -> None:
+        if self.uploader is not None:
+            self.uploader.resumed(step, remote.steps, opened=not remote.error)
+
+    def _remote_steps(self) -> _Remote:
+        """Claim the prefix, and list its checkpoints. Raises ``PrefixTaken``, ``Stopped``."""
+        if self.uploader is None:
+            return _Remote()
+        copies, found = self.uploader.copies, [_Remote()]
+
+        def list_steps() -> None:
+            if self._ranks.is_leader:
+                copies.claim()
+                found[0] = _Remote(copies.steps())
+
+        outcomes = self._together(lambda: read_with_retries(list_steps, self._stopped))
+        if taken := next((o.taken for o in outcomes if o.taken), ""):
+            raise PrefixTaken(taken)
+        remote = self._ranks.broadcast(found[0] if self._ranks.is_leader else None, _Remote)
+        if error := outcomes[0].error:
+            log.error("continuing without the copies of checkpoints, if the volume has some: %s", error)
+            return _Remote(error=error)
+        return remote
+
+    def _fetch(self, step: int) -> bool:
+        """Read a checkpoint from the store, each rank its part, and put it on the volume; False if it is damaged.
+
+        Raises:
+            StoreError: the store could not be read, or the volume not written.
+            Stopped
+        """
+        assert self.uploader is not None
+        copies, begun = self.uploader.copies, [_Fetch()]
+
+        def begin() -> None:
+            if self._ranks.is_leader:
+                manifest = Manifest.decode(copies.manifest(step))
+                check_paths(manifest)
+                copies.fetch_warm_started(self._store.warm_started_weights)
+                begun[0] = _Fetch(manifest, str(self._store.stage_copy(manifest).directory))
+
+        log.info("reading checkpoint %d from %s", step, copies.to)
+        damaged = self._read_together(begin)
+        fetched = self._ranks.broadcast(begun[0] if self._ranks.is_leader else None, _Fetch)
+        if fetched.manifest is not None:
+            manifest, staged = fetched.manifest, StagedCheckpoint(step, Path(fetched.directory))
+            records = manifest.files[self._ranks.rank :: self._ranks.world]
+            damaged = self._read_together(lambda: copies.fetch(step, staged.directory, records))
+            if not damaged:
+
+                def commit() -> None:
+                    if self._ranks.is_leader:
+                        self._store.commit_copy(staged, manifest)
+
+                self._read_together(commit)
+        if damaged:
+            log.error("checkpoint %d in %s is damaged and is not used: %s", step, copies.to, damaged)
+            return False
+        return True
+
+    def _read_together(self, read: Callable[[], None]) -> str:
+        """Call ``read`` with retries on all ranks; returns why the checkpoint is damaged. Raises ``StoreError``, ``Stopped``."""
+        outcomes = self._together(lambda: read_with_retries(read, self._stopped))
+        if error := next((o.error for o in outcomes if o.error), ""):
+            raise StoreError(error)
+        return next((o.damaged for o in outcomes if o.damaged), "")
+
+    def _together(self, task: Callable[[], None]) -> list[_Outcome]:
+        """Call ``task`` on all ranks; returns their outcomes. It may take longer than the timeout of a collective.
+
+        Raises:
+            Stopped: a rank is to stop; its task is abandoned.
+        """
+        outcome = [_Outcome()]
+
+        def guarded() -> None:
+            lower_priority()
+            try:
+                task()
+                outcome[0] = _Outcome(ended=True)
+            except CheckpointError as error:
+                outcome[0] = _Outcome(ended=True, damaged=str(error) or "damaged")
+            except PrefixTaken as error:
+                outcome[0] = _Outcome(ended=True, taken=str(error))
+            except Exception as error:
+                text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+                outcome[0] = _Outcome(ended=True, error=text)
+
+        thread = threading.Thread(target=guarded, name="read", daemon=True)
+        thread.start()
+        while True:
+            thread.join(_EXCHANGE_SECONDS)
+            states = self._ranks.all_gather((outcome[0], self._stopped()), tuple[_Outcome, bool])
+            if all(o.ended for o, _ in states):
+                return [o for o, _ in states]
+            if any(stopped for _, stopped in states):
+                raise Stopped("stopped while a checkpoint was read from the object store")
 
     def snapshot(self, step: int) -> bytes:
         """The coordinator's state of a loaded checkpoint. Not a collective."""

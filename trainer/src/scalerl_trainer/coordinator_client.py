@@ -19,6 +19,7 @@ import msgspec
 
 from scalerl_api import endpoints, wire
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
+from scalerl_api.exports import Exports
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +98,15 @@ class Coordinator:
         )
         return self._call(endpoints.TRAINER_HELLO, message, wire.TrainerWelcome)
 
-    def next(self, version: int, wait_seconds: float) -> wire.Next:
+    def next(self, version: int, wait_seconds: float, uploads: wire.Uploads | None = None) -> wire.Next:
         """Long-poll the next step, in one attempt: the caller synchronises the ranks between attempts.
 
         Raises:
             CoordinatorUnreachable: no response.
         """
-        message = wire.NextRequest(incarnation=self._incarnation, version=version, wait_seconds=wait_seconds)
+        message = wire.NextRequest(
+            incarnation=self._incarnation, version=version, wait_seconds=wait_seconds, uploads=uploads
+        )
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
 
     def shard(self, step: int, rank: int, world_size: int) -> wire.Shard:
@@ -194,6 +197,13 @@ class Coordinator:
             self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
         else:
             self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
+
+    def exports(self, exports: Exports | None = None, *, retry: bool = True) -> Exports | None:
+        """Report the exported models, or only ask for those that were reported last. ``retry``: retry; otherwise one attempt."""
+        message = wire.ExportsReport(incarnation=self._incarnation, exports=exports)
+        if retry:
+            return self._call(endpoints.EXPORTS, message, wire.ExportsReported, alone=False).exports
+        return self._once(endpoints.EXPORTS, message, wire.ExportsReported, 0.0).exports
 
     def points(self) -> list[wire.EvaluationPoint]:
         """Fetch the evaluation points so far, in one attempt.

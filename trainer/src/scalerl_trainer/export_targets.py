@@ -7,8 +7,7 @@
 ========================== =================================================================================
 
 On a path and in a bucket, versions that are no longer best or last are removed. The client libraries read the
-credentials: ``HF_TOKEN`` (and ``HF_ENDPOINT``); ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``,
-``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for an endpoint without TLS), or a web identity.
+credentials: ``HF_TOKEN`` (and ``HF_ENDPOINT``); those of a bucket as :mod:`.object_store` says.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from scalerl_api.exports import EXPORTS_FILE, ExportedModel
 from scalerl_trainer.errors import TrainerError, first_line
 from scalerl_trainer.export import STAGED, commit_model
+from scalerl_trainer.object_store import ObjectStore, StoreError
 
 Models = Mapping[str, tuple[ExportedModel, Path]]
 """The model and its folder by role, ``best`` and ``last``."""
 
 _NAME = re.compile(r"^step-\d{8,}$")
-_RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-"""Retries of one request to a bucket. The library's default, ten, takes minutes without a log; the whole copy is retried."""
 
 
 class TargetError(TrainerError):
@@ -110,6 +107,9 @@ class Hub:
                 if role not in models:
                     continue
                 model, folder = models[role]
+                if model.uri and not folder.is_dir():
+                    uris[model.version] = model.uri
+                    continue
                 if revision != "main":
                     self._api.create_branch(self._name, branch=revision, exist_ok=True)
                 self._api.upload_folder(
@@ -126,46 +126,31 @@ class Hub:
 
 
 class Bucket:
-    """A prefix of an S3 bucket; multipart upload keeps no whole file in memory."""
+    """A prefix of an S3 bucket."""
 
     def __init__(self, to: str) -> None:
         try:
-            import obstore
-            from obstore.exceptions import BaseError
-            from obstore.store import S3Store
-        except ImportError as error:
-            raise TargetError(
-                f"{to}: obstore is missing; install requirements/s3.txt beside the trainer"
-            ) from error
-        self._to = to.rstrip("/")
-        bucket, _, prefix = self._to.removeprefix("s3://").partition("/")
-        self._obstore: Any = obstore
-        self._errors = (BaseError, OSError, ValueError)
-        try:
-            self._store: Any = S3Store(bucket, prefix=prefix or None, retry_config=_RETRIES)
-        except self._errors as error:
-            raise TargetError(f"{self._to}: {type(error).__name__}: {first_line(error)}") from error
+            self._store = ObjectStore(to)
+        except StoreError as error:
+            raise TargetError(str(error)) from error
 
     def put(self, models: Models) -> dict[int, str]:
         uris = {}
         try:
             for model, folder in _distinct(models):
-                uris[model.version] = f"{self._to}/{folder.name}"
+                uris[model.version] = f"{self._store.to}/{folder.name}"
                 if not model.uri:
                     for file in sorted(folder.iterdir()):
-                        self._obstore.put(self._store, f"{folder.name}/{file.name}", file)
+                        self._store.put(f"{folder.name}/{file.name}", file)
             status = {
                 role: {"version": m.version, "reward": m.reward, "uri": uris[m.version]}
                 for role, (m, _) in models.items()
             }
-            self._obstore.put(self._store, EXPORTS_FILE, json.dumps(status, indent=1).encode())
+            self._store.put(EXPORTS_FILE, json.dumps(status, indent=1).encode())
             wanted = {folder.name for _, folder in models.values()}
-            for page in self._obstore.list(self._store):
-                others = [o["path"] for o in page if _is_unwanted(o["path"], wanted)]
-                if others:
-                    self._obstore.delete(self._store, others)
-        except self._errors as error:
-            raise TargetError(f"{self._to}: {type(error).__name__}: {first_line(error)}") from error
+            self._store.delete(path for path in self._store.sizes() if _is_unwanted(path, wanted))
+        except (StoreError, OSError) as error:
+            raise TargetError(str(error)) from error
         return uris
 
 

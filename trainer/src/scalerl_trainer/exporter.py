@@ -77,6 +77,7 @@ class Exporter:
 
     Args:
         fence: of this attempt; None: no other process writes.
+        to: target of the copies without ``spec.trainer.export.to``; None for no copies then.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class Exporter:
         metrics: Metrics,
         *,
         fence: Fence | None = None,
+        to: str | None = None,
         write_pauses: Sequence[float] = WRITE_PAUSES,
         copy_pauses: Sequence[float] = COPY_PAUSES,
     ) -> None:
         self._paths, self._spec, self._metrics = paths, spec, metrics
+        self._to = spec.trainer.export.to or to
         self._write_pauses, self._copy_pauses = write_pauses, copy_pauses
         self._staging = paths.exports if fence is None else fence.folder / "exports"
         self._closing = threading.Event()
@@ -112,6 +115,17 @@ class Exporter:
         self._remove_staged()
         self._attempted = -1
         self._unmeasured = set(self._versions())
+
+    @property
+    def status(self) -> Exports:
+        """The models of the last selection."""
+        return self._status
+
+    def restore(self, known: Exports) -> None:
+        """Begin with the copied models of an earlier trainer, in a directory without its files."""
+        with self._lock:
+            best, last = (m if m is not None and m.uri else None for m in (known.best, known.last))
+            self._status = Exports(best=best, last=last)
 
     @property
     def waiting(self) -> bool:
@@ -212,7 +226,7 @@ class Exporter:
             self._write_status()
         finally:  # on a full disk the status can be written only after a removal
             self._remove()
-        if self._spec.trainer.export.to is not None and not self._copy_queued:
+        if self._to is not None and not self._copy_queued:
             self._copy_queued = True
             self._submit(self._copier, "copy", self._copy)
 
@@ -246,7 +260,7 @@ class Exporter:
             problem = ""
             try:
                 if self._target is None:
-                    self._target = open_target(str(self._spec.trainer.export.to))
+                    self._target = open_target(str(self._to))
                 uris = self._target.put({role: (m, self._paths.root / m.path) for role, m in models.items()})
                 self._metrics.exports.labels("copy", "ok").inc()
             except TargetError as error:
@@ -268,15 +282,19 @@ class Exporter:
                 return
 
     def _select(self, uris: dict[int, str] | None = None) -> None:
-        """Select the best and the last of the models on disk, so that a failed write replaces no model.
+        """Select the best and the last of the models on disk, and of those of which only the copy is left, so that a failed write
+        replaces no model.
 
         ``uris``: URIs of copied versions.
         """
         known = {m.version: m for m in (self._status.best, self._status.last) if m is not None}
-        present = set(self._versions())
+        on_disk = set(self._versions())
+        present = on_disk | {version for version, m in known.items() if m.uri}
 
         def model(point: EvaluationPoint) -> ExportedModel:
             folder = self._folder(point.version)
+            if point.version not in on_disk:
+                return msgspec.structs.replace(known[point.version], reward=point.reward)
             written = datetime.fromtimestamp(folder.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             before = known.get(point.version)
             copied = before.uri if before is not None and before.time == written else ""

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from scalerl_api import wire
+from scalerl_api.exports import Exports
 from scalerl_api.load import SpecError
 from scalerl_api.mismatch import RATIO, SAMPLED
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
@@ -37,7 +38,12 @@ from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
-from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
+from scalerl_trainer.coordinator_client import (
+    CoordinatorError,
+    CoordinatorUnreachable,
+    Unresumable,
+    VolumeFull,
+)
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.exporter import Exporter
@@ -51,6 +57,10 @@ from scalerl_trainer.worker import Command, Trained, Worker
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+UPLOAD_SECONDS = 1800.0
+"""Time to finish the upload of the last checkpoint at the end of the run."""
+STOPPED_UPLOAD_SECONDS = 150.0
+"""The same once the trainer is asked to stop, within the 300 s of grace of its pod."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
@@ -78,6 +88,8 @@ class Leader:
 
     Args:
         load_run: reads the present run file.
+        own_directory: the directory ends with this pod, and the coordinator cannot read it: a checkpoint counts once it is copied,
+            and the exported models are reported.
     """
 
     def __init__(
@@ -87,11 +99,15 @@ class Leader:
         control: ActorControl,
         exporter: Exporter,
         load_run: Callable[[], ScaleRLRun],
+        *,
+        own_directory: bool = False,
     ) -> None:
         self._worker = worker
         self._load_run = load_run
         self._scaling_mode = worker.spec.autoscaling.mode
         self._exporter = exporter
+        self._own_directory = own_directory
+        self._reported_exports: Exports | None = None
         self._publisher = publisher
         self._control = control
         self._coordinator = worker.coordinator
@@ -119,6 +135,8 @@ class Leader:
         """Called once the first checkpoint is on disk."""
         self._uncommitted: tuple[int, list[int]] | None = None
         """Step and kept steps of a checkpoint that is on disk and not acknowledged by the coordinator."""
+        self._copied = -1
+        """With ``own_directory``, the newest copy that the coordinator was told of, or may be."""
         self._answered = time.monotonic()
         """When the coordinator last answered."""
         self._points = -1
@@ -147,6 +165,8 @@ class Leader:
             raise
         if welcome.next_step != worker.version:
             raise RuntimeError(f"the coordinator resumes at step {welcome.next_step}, not {worker.version}")
+        if self._own_directory and (known := self._coordinator.exports()) is not None:
+            self._exporter.restore(known)
         self._published = welcome.published_version
         self._consecutive_skipped_steps = welcome.consecutive_skipped_steps
         log.info("registered: version %d, published %d", worker.version, self._published)
@@ -155,6 +175,7 @@ class Leader:
             self._save()
             self._finish_checkpoint()
         while not self._sync_and_check_stop():
+            self._exported()
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
                 self._evaluated()
@@ -177,9 +198,11 @@ class Leader:
                     log.info("finish: %s", reply.reason)
                     break
         unsaved = self._save_last()
+        unsaved = self._finish_upload() or unsaved
         self._command(Command.EXIT)
         self._evaluated()
         self._exporter.close(worker.stop.is_set)
+        self._exported(retry=True)
         if unsaved:
             raise CheckpointError(unsaved)
 
@@ -212,7 +235,7 @@ class Leader:
         """
         begin = time.perf_counter()
         try:
-            reply = self._coordinator.next(self._worker.version, wait_seconds)
+            reply = self._coordinator.next(self._worker.version, wait_seconds, self._uploads())
             self._answered = time.monotonic()
             return reply
         except CoordinatorUnreachable as error:
@@ -220,6 +243,10 @@ class Leader:
             return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
         finally:
             self._wait_seconds += time.perf_counter() - begin
+
+    def _uploads(self) -> wire.Uploads | None:
+        uploader = self._worker.checkpointer.uploader
+        return None if uploader is None else wire.Uploads(version=uploader.uploaded, problem=uploader.problem)
 
     def _no_answer(self, error: CoordinatorUnreachable) -> None:
         if isinstance(error, VolumeFull):  # it answers, and nothing is lost meanwhile
@@ -254,6 +281,8 @@ class Leader:
         self._wait_seconds = self._checkpoint_seconds = self._export_seconds = 0.0
         stats = trained.stats | _stats(step_stats, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoint_failures)
+        if (uploads := self._uploads()) is not None:
+            stats["checkpoint_uploaded"] = float(uploads.version)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
         if step_stats.skipped:
             return self._skip(trained, step, stats, busy_seconds)
@@ -440,8 +469,9 @@ class Leader:
                 )
         if not message:
             return
-        if worker.version > 0 and (unsaved := self._save_last()):
-            message += f"; {unsaved}"
+        if worker.version > 0:
+            unsaved = self._save_last() or (self._finish_upload() if self._own_directory else "")
+            message += f"; {unsaved}" if unsaved else ""
         self._command(Command.PUBLISH_REFUSED)
         raise PublishRefusedError(message)
 
@@ -517,6 +547,17 @@ class Leader:
             self._points = len(points)
         except CoordinatorUnreachable as error:
             log.warning("cannot fetch the evaluation points: %s", error)
+
+    def _exported(self, *, retry: bool = False) -> None:
+        """Report the exported models if they have changed and the coordinator cannot read them; best effort."""
+        status = self._exporter.status
+        if not self._own_directory or status == self._reported_exports:
+            return
+        try:
+            self._coordinator.exports(status, retry=retry)
+            self._reported_exports = status
+        except CoordinatorUnreachable as error:
+            log.warning("cannot report the exported models: %s", error)
 
     # --- checkpoints --------------------------------------------------------------------------------------
 
@@ -605,6 +646,41 @@ class Leader:
             )
         return self._scaling_mode
 
+    def _finish_upload(self) -> str:
+        """Wait until the newest checkpoint is in the object store, for :data:`UPLOAD_SECONDS`, or :data:`STOPPED_UPLOAD_SECONDS`
+        after a signal; with ``own_directory`` until the signal. The exporter has its own time after that.
+
+        Returns what is lost with this pod, empty if nothing is.
+        """
+        worker, uploader = self._worker, self._worker.checkpointer.uploader
+        if uploader is None:
+            return ""
+        deadline = math.inf if self._own_directory else time.monotonic() + UPLOAD_SECONDS
+        reported = time.monotonic()
+        while uploader.busy and time.monotonic() < deadline:
+            if self._sync_and_check_stop():
+                deadline = min(deadline, time.monotonic() + STOPPED_UPLOAD_SECONDS)
+            if self._own_directory and uploader.problem and time.monotonic() - reported >= RETRY_SECONDS:
+                reported, self._holding = time.monotonic(), True
+                self._failed = FailedSave(worker.version, uploader.problem, worker.checkpointer.volume())
+                self._report_failure()
+            time.sleep(0.2)
+        self._holding = False
+        self._commit(retry=True)
+        saved = worker.checkpointer.committed_step
+        if saved is not None and saved != uploader.uploaded:
+            log.error(
+                "checkpoint %d is on the volume only, the newest complete copy is %d: %s",
+                *(saved, uploader.uploaded, uploader.problem or "its copy did not finish in time"),
+            )
+        try:  # what the coordinator's status says of the copies stays after this process
+            self._coordinator.next(worker.version, 0.0, self._uploads())
+        except CoordinatorError as error:
+            log.warning("cannot report the last copy of a checkpoint: %s", error)
+        if not self._own_directory or saved is None or saved == uploader.uploaded:
+            return ""
+        return f"checkpoint {saved} could not be copied, all updates since version {max(uploader.uploaded, 0)} are lost: {uploader.problem}"
+
     def _finish_checkpoint(self) -> None:
         """Finish the pending checkpoint, if there is one."""
         worker = self._worker
@@ -624,7 +700,8 @@ class Leader:
             self._saved_first()
             self._saved_first = None
         log.info("checkpoint %d is on disk (kept: %s)", saved.step, saved.kept_steps)
-        self._uncommitted = (saved.step, saved.kept_steps)
+        if not self._own_directory:
+            self._uncommitted = (saved.step, saved.kept_steps)
         self._commit()
 
     def _commit(self, *, retry: bool = False) -> None:
@@ -635,6 +712,10 @@ class Leader:
         Args:
             retry: retry before this returns, and raise ``CoordinatorUnreachable`` after that; for the process's last call.
         """
+        uploader = self._worker.checkpointer.uploader
+        if self._own_directory and uploader is not None and uploader.uploaded > self._copied:
+            self._copied = uploader.uploaded
+            self._uncommitted = (uploader.uploaded, uploader.kept)
         if self._uncommitted is None:
             return
         step, kept_steps = self._uncommitted

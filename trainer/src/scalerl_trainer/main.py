@@ -9,7 +9,8 @@ Exit codes:
     Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
-    another model, all checkpoints damaged, or all lost although the coordinator has a record of one.
+    another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
+    that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -56,6 +57,7 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, Uploader, identity
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -76,6 +78,7 @@ from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.checkpoint_names import stored_names
+from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
@@ -87,6 +90,7 @@ from scalerl_trainer.spec_settings import (
     make_loss,
     publish_settings,
 )
+from scalerl_trainer.stored_files import EXPORTS
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -99,6 +103,7 @@ _BAD_INPUT = (
     Unresumable,
     NoUsableCheckpoint,
     MidTrainingError,
+    PrefixTaken,
 )
 
 
@@ -114,7 +119,8 @@ def set_on_signals(stop: threading.Event) -> None:
 
 def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
     """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors."""
-    spec = environment.load_run().spec
+    given = environment.load_run()
+    spec = given.spec
     if spec.trainer.cpu_threads is not None:
         torch.set_num_threads(spec.trainer.cpu_threads)
     metrics = Metrics()
@@ -143,8 +149,14 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                 str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
             )
         )
-    store = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
-    checkpointer = Checkpointer(store, ranks, engine)
+    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
+    uploader = None
+    if spec.checkpoint.to is not None:
+        copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
+        uploader = Uploader(
+            copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
+        )
+    checkpointer = Checkpointer(volume, ranks, engine, uploader=uploader, stopped=stop.is_set)
     version = checkpointer.load()
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
@@ -190,8 +202,18 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
-    exporter = Exporter(paths, spec, metrics, fence=fence)
-    leader = Leader(worker, Publisher(settings, control), control, exporter, environment.load_run)
+    own_directory, to = environment.own_directory, spec.checkpoint.to
+    exporter = Exporter(
+        paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None
+    )
+    leader = Leader(
+        worker,
+        Publisher(settings, control),
+        control,
+        exporter,
+        environment.load_run,
+        own_directory=own_directory,
+    )
     remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:
         remove_mid_training()
@@ -241,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Superseded, AttemptSuperseded) as problem:
         log.error("SUPERSEDED: %s", problem)
         return SUPERSEDED_EXIT_CODE
-    except CheckpointError as problem:
+    except (CheckpointError, StoreError) as problem:
         log.error("%s", problem)
         return 1
     except Exception:

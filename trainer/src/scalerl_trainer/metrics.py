@@ -75,6 +75,22 @@ class Metrics:
         self.checkpoint_step = Gauge(
             "scalerl_trainer_checkpoint_step", "Step of the newest checkpoint.", registry=self.registry
         )
+        self.uploads = Counter(
+            "scalerl_trainer_checkpoint_uploads",
+            "Checkpoints copied to checkpoint.to, and failed attempts (of each rank), by outcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.uploaded_bytes = Counter(
+            "scalerl_trainer_checkpoint_uploaded_bytes",
+            "Bytes copied to checkpoint.to by this rank.",
+            registry=self.registry,
+        )
+        self.uploaded_step = Gauge(
+            "scalerl_trainer_checkpoint_uploaded_step",
+            "Step of the newest checkpoint that is complete in checkpoint.to; -1 without one.",
+            registry=self.registry,
+        )
         self.exports = Counter(
             "scalerl_trainer_exports",
             "Models written to the volume (write) and copied to trainer.export.to (copy), by outcome.",

@@ -1,8 +1,11 @@
 """``python -m scalerl_trainer.prepare``: writes the run's model to ``DIR/model`` and checks the run before it starts.
 
 The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. For a fork, the model is the source's
-(:mod:`.fork`). Exit code: 0 on success; 2 for bad input,
-with a line for each problem that names the field; 1 if no grader could be started, or a download failed its verification.
+(:mod:`.fork`). Exit code: 0 on success; 2 for bad input, with a line for each problem that names the field; 1 if no grader could
+be started, a download failed its verification, or the object store failed.
+
+If the directory is this pod's alone (``storage.mountedBy: Coordinator``), the model is uploaded to ``checkpoint.to``; a repeated
+preparation fetches it from there.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
+from scalerl_trainer.object_store import ObjectStore, StoreError
+from scalerl_trainer.stored_files import MODEL, fetch, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -66,9 +71,15 @@ def main() -> int:
         spec = environment.load_run().spec
         source = os.environ.get(SOURCE_DIR)
         take_over(environment.paths, spec, Path(source) if source else None)
-        prepare(environment.paths, spec, one_machine="KUBERNETES_SERVICE_HOST" not in os.environ)
+        one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
+        store = ObjectStore(to) if environment.own_directory and to is not None else None
+        if store is not None and fetch(store, MODEL, environment.paths.base_model):
+            log.info("%s/%s is the model of an earlier preparation", to, MODEL)
+        prepare(environment.paths, spec, one_machine=one_machine)
+        if store is not None:
+            upload(store, MODEL, environment.paths.base_model.iterdir())
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
-    except (GradingError, CacheError) as problem:
+    except (GradingError, CacheError, StoreError) as problem:
         log.error("%s", problem)
         return 1
     except PrepareError as problem:

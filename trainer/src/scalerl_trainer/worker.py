@@ -27,6 +27,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
+from scalerl_trainer.checkpoint_copies import UploadState
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -120,9 +121,18 @@ class Worker:
                     )
 
     def sync(self) -> tuple[bool, bool]:
-        """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective."""
-        states = self.ranks.all_gather((self.stop.is_set(), self.checkpointer.flushed), tuple[bool, bool])
-        return any(stop for stop, _ in states), all(flushed for _, flushed in states)
+        """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective.
+
+        The ranks' uploads continue with each other's states.
+        """
+        uploader = self.checkpointer.uploader
+        upload = UploadState() if uploader is None else uploader.state
+        states = self.ranks.all_gather(
+            (self.stop.is_set(), self.checkpointer.flushed, upload), tuple[bool, bool, UploadState]
+        )
+        if uploader is not None:
+            uploader.advance([state for _, _, state in states])
+        return any(stop for stop, _, _ in states), all(flushed for _, flushed, _ in states)
 
     def train(self) -> Trained:
         """Train the next step. A collective."""

@@ -48,6 +48,7 @@ from scalerl_api.wire.base import (
     Member,
     Problem,
     Struct,
+    Uploads,
 )
 from scalerl_api.wire.control import (
     GroupJoin,
@@ -70,6 +71,8 @@ from scalerl_api.wire.trainer import (
     CheckpointCommit,
     CheckpointFailed,
     CheckpointSnapshot,
+    ExportsReport,
+    ExportsReported,
     GroupMeta,
     Next,
     NextAction,
@@ -128,6 +131,8 @@ __all__ = [
     "DecisionLine",
     "DecisionLines",
     "EvaluationPoint",
+    "ExportsReport",
+    "ExportsReported",
     "Group",
     "GroupJoin",
     "GroupMeta",
@@ -180,6 +185,7 @@ __all__ = [
     "Tracker",
     "TrainerHello",
     "TrainerWelcome",
+    "Uploads",
     "Verdicts",
     "VersionSpan",
     "WeightReceive",

@@ -39,3 +39,12 @@ class Member(Struct, frozen=True, kw_only=True):
     """URL of its weight-update endpoints."""
     weight_version: int
     """Version that its server holds; -1 before the first weights."""
+
+
+class Uploads(Struct, frozen=True, kw_only=True):
+    """Copies of the checkpoints in ``checkpoint.to``."""
+
+    version: int
+    """Newest complete one; -1: none."""
+    problem: str = ""
+    """Why the newest checkpoint on the volume could not be copied; empty after a success."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
+from scalerl_api.exports import Exports
 from scalerl_api.wire.actor import VersionSpan
-from scalerl_api.wire.base import Member, Struct
+from scalerl_api.wire.base import Member, Struct, Uploads
 
 
 class TrainerHello(Struct, frozen=True, kw_only=True):
@@ -49,6 +50,8 @@ class NextRequest(Struct, frozen=True, kw_only=True):
     incarnation: str
     version: int
     wait_seconds: float
+    uploads: Uploads | None = None
+    """Copies of the checkpoints; None without ``checkpoint.to``."""
 
 
 class Next(Struct, frozen=True, kw_only=True):
@@ -264,3 +267,18 @@ class CheckpointFailed(Struct, frozen=True, kw_only=True):
     """Empty once the same could be written, where no checkpoint is committed (in mid-training)."""
     holding: bool
     """Training or mid-training has ended, and the trainer keeps the weights in memory until they are saved."""
+
+
+class ExportsReport(Struct, frozen=True, kw_only=True):
+    """``POST /v1/trainer/exports``: the exported models, from a trainer whose directory the coordinator cannot read. Idempotent."""
+
+    incarnation: str
+    exports: Exports | None
+    """None: only asks."""
+
+
+class ExportsReported(Struct, frozen=True, kw_only=True):
+    """Response to an :class:`ExportsReport`."""
+
+    exports: Exports | None
+    """The exported models as last reported."""

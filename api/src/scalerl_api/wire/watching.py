@@ -6,7 +6,7 @@ import enum
 
 from scalerl_api.exports import Exports
 from scalerl_api.mismatch import ALL
-from scalerl_api.wire.base import Member, Struct
+from scalerl_api.wire.base import Member, Struct, Uploads
 from scalerl_api.wire.prompts import HELD_OUT_SET, Split
 
 INTERRUPTED = "interrupted"
@@ -238,6 +238,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """Time before the first lease, over all incarnations of the coordinator, without that of mid-training, in seconds."""
     checkpoint_problem: str = ""
     """Why the last attempt to write a checkpoint failed; empty after a success."""
+    uploads: Uploads | None = None
+    """Copies of the checkpoints; None without ``checkpoint.to``, and until the trainer has reported."""
     unsaved_version: int = -1
     """Last version of a run that has ended training and could not write its last checkpoint: the trainer keeps the weights in
     memory and retries. -1 otherwise."""

@@ -3,6 +3,10 @@
 Every pod meets the restricted Pod Security Standard: no root, privileges or capabilities, a read-only root file system, no token
 of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory) and ``/dev/shm``.
 
+With ``storage.mountedBy: Coordinator``, an emptyDir is in the place of the run's volume in all other pods, and an init container
+fetches the prepared model into it. That container has the trainer's image and environment, with the bucket's credentials; the
+others have their own role's environment only.
+
 ``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles: the
 coordinator, the actor and the preparation read the task, the preparation also the model, and reports a missing path. A hub's
 access token comes from a Secret by ``podTemplate.env``.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
@@ -22,7 +26,7 @@ from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize
-from scalerl_api.pod_memory import container_bytes, has_estimate
+from scalerl_api.pod_memory import container_bytes, directory_bytes, has_estimate
 from scalerl_api.pods import RANK_VARIABLES, EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.build import gang
@@ -40,7 +44,18 @@ from scalerl_operator.names import (
     TOKEN_DIR,
     TOKEN_KEY,
 )
-from scalerl_operator.workloads import ADDRESS, BIND, Container, Probe, Role, Workload, expand, port_variable
+from scalerl_operator.role_containers import ENVIRONMENT
+from scalerl_operator.workloads import (
+    ADDRESS,
+    BIND,
+    Container,
+    Probe,
+    Role,
+    Volume,
+    Workload,
+    expand,
+    port_variable,
+)
 
 USER_ID: Final = 10001
 SHM_GIB_PER_PROCESS: Final = 1
@@ -108,10 +123,14 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
             "prometheus.io/path": endpoints.METRICS,
         }
     annotations = settings.annotations | scraping | given.annotations | _without_identity(role, given)
-    first = [_init_container(scope, container) for container in given.init_containers]
+    main = containers[0]
+    first = [
+        *_fetch_container(scope, settings, given),
+        *(_init_container(scope, container) for container in given.init_containers),
+    ]
     spec: Object = {
         **({"initContainers": first} if first else {}),
-        "containers": [_container(scope, settings, given, container) for container in containers],
+        "containers": [_container(scope, settings, given, one, main=one is main) for one in containers],
         "volumes": [*_volumes(scope, given, scope.workload(role)), *given.volumes],
         "securityContext": {
             "runAsNonRoot": True,
@@ -126,7 +145,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.grace_seconds,
         **settings.pod,
-        **_placement(scope, role, given),
+        **_placement(scope, role, _with_fetch_secrets(scope, role, given)),
     }
     template = {
         "metadata": {
@@ -173,15 +192,54 @@ def _without_identity(role: Role, given: PodTemplate) -> Object:
 # --- containers ----------------------------------------------------------------------------------------------
 
 
-def _container(scope: Scope, settings: PodSettings, given: PodTemplate, container: Container) -> Object:
+def _fetches_model(scope: Scope, role: Role) -> bool:
+    """Whether a role's pods fetch the prepared model. The coordinator needs its tokenizer only, to identify past responses."""
+    if role is Role.COORDINATOR:
+        speculation = scope.spec.generator.speculation
+        return has_own_directory(scope) and speculation is not None and speculation.history is not None
+    return has_own_directory(scope) and role is not Role.PREPARE
+
+
+def _fetch_container(scope: Scope, settings: PodSettings, given: PodTemplate) -> list[Object]:
+    """The init container that fetches the prepared model, where that is needed."""
+    if not _fetches_model(scope, settings.role):
+        return []
+    of_trainer = pod_template_of(scope.spec, Role.TRAINER)
+    sources = {volume["name"]: volume for volume in of_trainer.volumes}
+    mounts = [m for m in of_trainer.volume_mounts if sources.get(m["name"]) in given.volumes]
+    template = PodTemplate.model_construct(
+        env=of_trainer.env, env_from=of_trainer.env_from, volumes=given.volumes, volume_mounts=mounts
+    )
+    container = _FETCH if settings.role is not Role.COORDINATOR else _FETCH_TOKENIZER
+    return [_container(scope, settings, template, container, image=scope.image(Role.TRAINER))]
+
+
+def _with_fetch_secrets(scope: Scope, role: Role, given: PodTemplate) -> PodTemplate:
+    """The template with the secrets for pulling the trainer's image, which the init container has."""
+    if not _fetches_model(scope, role):
+        return given
+    secrets = pod_template_of(scope.spec, Role.TRAINER).image_pull_secrets
+    added = [secret for secret in secrets if secret not in given.image_pull_secrets]
+    return given.model_copy(update={"image_pull_secrets": [*given.image_pull_secrets, *added]})
+
+
+def _container(
+    scope: Scope,
+    settings: PodSettings,
+    given: PodTemplate,
+    container: Container,
+    *,
+    main: bool = False,
+    image: str | None = None,
+) -> Object:
+    """main: the first container of the role. image: None is the role's."""
     workload = scope.workload(settings.role)
-    main = container is workload.containers[0]
-    shared = workload.per_node > 1
+    shared = main and workload.per_node > 1
     given_resources = given.resources if main else PodResources()
     claimed = [{"name": claim.name} for claim in given.resource_claims] if main else []
     rendered: Object = {
         "name": container.name,
-        "image": scope.image(settings.role),
+        "image": image or scope.image(settings.role),
         "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
         "command": [*(LAUNCHER if shared else ()), *container.argv],
         "env": _environment(scope, settings, given, container),
@@ -189,13 +247,19 @@ def _container(scope: Scope, settings: PodSettings, given: PodTemplate, containe
             container,
             native(given_resources) if settings.role is Role.PREPARE else given_resources,
             None if claimed else scope.spec.device_resource,
-            processes=workload.per_node,
-            shm=shared_memory_bytes(given, workload),
+            processes=workload.per_node if main else 1,
+            shm=shared_memory_bytes(given, workload) if main else 0,
             estimate=estimate(scope, container.name),
+            disk=directory_bytes(container.name, scope.size, scope.spec)
+            if main and scope.size is not None and _is_own(scope, settings.role)
+            else 0,
         )
         | ({"claims": claimed} if claimed else {}),
         **probes(container),
-        "volumeMounts": [*_mounts(scope, container, main), *_given_mounts(given, container)],
+        "volumeMounts": [
+            *_mounts(scope, settings.role, container, main),
+            *_given_mounts(given, container),
+        ],
         "securityContext": _RESTRICTED,
         # Conditions show the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -301,6 +365,7 @@ def _environment(
         variable(api.COORDINATOR_URL, scope.names.coordinator_url(scope.namespace)),
         variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network, restricted by the NetworkPolicy
         from_field(ADDRESS, "status.podIP"),
+        *([variable(api.OWN_DIRECTORY, "true")] if _is_own(scope, settings.role) else []),
         *settings.variables,
         from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
         *(variable(port_variable(port), str(PORTS[port])) for port in ports),
@@ -398,6 +463,24 @@ _READ_MODELS: Final = ("prepare", "server", "trainer")
 """Containers that read weights. Of these only the preparation may write; the actor, which grades untrusted text, sees none."""
 
 
+_FETCH: Final = Container(
+    name="fetch",
+    argv=("python", "-m", "scalerl_trainer.fetch_model"),
+    env=ENVIRONMENT,
+    volumes=(Volume(f"$({api.DIR})", writable=True),),
+)
+_FETCH_TOKENIZER: Final = replace(_FETCH, argv=(*_FETCH.argv, "--without-weights"))
+
+
+def has_own_directory(scope: Scope) -> bool:
+    """Whether all pods but the coordinator's have a directory of their own in the place of the run's volume."""
+    return scope.spec.storage.mounted_by == "Coordinator"
+
+
+def _is_own(scope: Scope, role: Role) -> bool:
+    return has_own_directory(scope) and role is not Role.COORDINATOR
+
+
 def _tmp(container: str) -> str:
     return f"scalerl-tmp-{container}"
 
@@ -413,17 +496,19 @@ def shared_memory_bytes(given: PodTemplate, workload: Workload) -> int:
 
 def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:
     claim = scope.spec.storage.claim_name or scope.names.claim
+    own = _is_own(scope, workload.role)
+    fetch = (_FETCH,) if _fetches_model(scope, workload.role) else ()
     return [
         *_models(scope, workload),
         *_compiled(scope, workload),
         *_source(scope, workload),
-        {"name": _RUN, "persistentVolumeClaim": {"claimName": claim}},
+        {"name": _RUN, **({"emptyDir": {}} if own else {"persistentVolumeClaim": {"claimName": claim}})},
         {"name": _SPEC, "configMap": {"name": scope.names.spec}},
         {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
         *(
-            {"name": _tmp(name), "emptyDir": TMP_LIMITS.get(name, {})}
-            for name in [c.name for c in workload.containers] + [c.name for c in given.init_containers]
+            {"name": _tmp(one.name), "emptyDir": TMP_LIMITS.get(one.name, {})}
+            for one in (*fetch, *workload.containers, *given.init_containers)
         ),
     ]
 
@@ -473,10 +558,12 @@ def _compiled_mount(scope: Scope, container: Container) -> list[Object]:
     return [{"name": _RUN, "mountPath": COMPILE_CACHE_DIR, "subPath": folder}]
 
 
-def _mounts(scope: Scope, container: Container, main: bool) -> list[Object]:
+def _mounts(scope: Scope, role: Role, container: Container, main: bool) -> list[Object]:
     shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
-    # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
-    run: Object = {"name": _RUN, "mountPath": RUN_DIR, "subPath": scope.run.metadata.name}
+    run: Object = {"name": _RUN, "mountPath": RUN_DIR}
+    if not _is_own(scope, role):
+        # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
+        run["subPath"] = scope.run.metadata.name
     if not any(volume.writable for volume in shared):
         run["readOnly"] = True
     models: list[Object] = []

@@ -14,6 +14,7 @@ _MI: Final = 2**20
 # podTemplate. Coordinator and actor mostly wait; a core for each would not fit on small clusters.
 _FLOORS: Final = {
     "prepare": ("1", 1024 * _MI),
+    "fetch": ("250m", 512 * _MI),
     "coordinator": ("250m", 256 * _MI),
     "server": ("1", 1024 * _MI),
     "actor": ("250m", 256 * _MI),
@@ -31,12 +32,14 @@ def resources(
     processes: int = 1,
     shm: int = 0,
     estimate: int = 0,
+    disk: int = 0,
 ) -> Object:
     """Requests and limits for ``processes`` processes of the container that share ``shm`` bytes of ``/dev/shm``.
 
     device_resource: None: the devices are not requested here, but by a claim.
     given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
     estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
+    disk: ephemeral storage; 0 for no request.
     """
     cpu, memory = _FLOORS[container.name]
     needs = container.resources
@@ -45,7 +48,10 @@ def resources(
     if processes > 1:
         cpu = str(processes * int(cpu))
     memory = processes * max(memory + (needs.memory_bytes or 0), estimate) + shm
-    requests = {"cpu": cpu, "memory": f"{math.ceil(memory / _MI)}Mi"} | given.limits | given.requests
+    requests = {"cpu": cpu, "memory": f"{math.ceil(memory / _MI)}Mi"}
+    if disk:
+        requests["ephemeral-storage"] = f"{math.ceil(disk / _MI)}Mi"
+    requests |= given.limits | given.requests
     limits = dict(given.limits)
     if needs.devices and device_resource is not None:
         requests[device_resource] = limits[device_resource] = str(processes * needs.devices)

@@ -219,7 +219,7 @@ def _degraded(context: RunContext) -> Value:
             or _checkpoint_problem(context.coordinator)
             or _fault(context.before.trouble, context.unix_seconds)
             or _learning_problem(context.coordinator)
-            or _export_or_tracker_problem(context.coordinator)
+            or _copy_or_tracker_problem(context.coordinator)
         )
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
@@ -415,9 +415,11 @@ def _learning_problem(coordinator: Status | None) -> Problem | None:
     return None
 
 
-def _export_or_tracker_problem(coordinator: Status | None) -> Problem | None:
+def _copy_or_tracker_problem(coordinator: Status | None) -> Problem | None:
     if coordinator is None:
         return None
+    if coordinator.uploads is not None and coordinator.uploads.problem:
+        return Problem(Reason.UPLOAD_FAILED, coordinator.uploads.problem)
     if coordinator.exports is not None and coordinator.exports.problem:
         return Problem(Reason.EXPORT_FAILED, "")
     failing = [f"{tracker.name}: {tracker.problem}" for tracker in coordinator.trackers if tracker.problem]

@@ -312,8 +312,10 @@ def _is_lost(pod: Object, conditions: Mapping[str, Object], now: float) -> bool:
 def _memory_bound(pod: Object, name: str) -> str:
     """What a container that was killed for its memory has exceeded, and what to do."""
     spec = pod.get("spec") or {}
-    all_containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
-    given: Object = next((c for c in all_containers if c["name"] == name), {})
+    given: Object = next(
+        (c for kind in ("initContainers", "containers") for c in spec.get(kind) or () if c["name"] == name),
+        {},
+    )
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
     if limit:

@@ -1,7 +1,8 @@
 """The run's claim: its size, and whether it still holds the steps that the run has trained.
 
 A deletion of a claim cannot be undone, and a new claim is empty. So the operator only creates the claim of a run without steps;
-a run with steps that has lost its claim waits until the claim is restored, or its steps are abandoned.
+a run with steps that has lost its claim waits until the claim is restored, or its steps are abandoned. With ``checkpoint.to`` it
+gets a new claim once no pod has the old one mounted, and continues from the newest copy of its checkpoints.
 
 The size grows with ``spec.storage.size`` or by an edit of the claim, if the StorageClass permits it, and never shrinks. A
 refusal does not keep the run's other objects from being applied.
@@ -84,11 +85,19 @@ async def _claim_problem(
 ) -> tuple[Problem | None, bool]:
     """The claim's problem, and whether no pod may start on it."""
     named, steps = context.run.spec.storage.claim_name, context.steps
+    # With copies of the checkpoints, a new claim is as good, but not for pods that have the old one mounted.
+    replaced = named is None and context.run.spec.checkpoint.to is not None
     name = named or Names(context.name).claim
     labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
 
     def lost(how: str, labels: str = "") -> tuple[Problem, bool]:
         text = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
+        if replaced and mounted:
+            text = (
+                f"PersistentVolumeClaim {name} {how}: suspend and resume the run, which then continues on a new one from the newest "
+                "complete copy in checkpoint.to"
+            )
+            return Problem(Reason.CLAIM_LOST, text), True
         if labels:
             text += f"; the claim restored in its place needs the labels {labels}"
         return Problem(Reason.CLAIM_LOST, text), True
@@ -97,7 +106,7 @@ async def _claim_problem(
     if live is None and steps:
         live = await _get_claim(api, context, name, cached=mounted and named is not None)
     if live is None:
-        return lost("does not exist", labels) if steps else (None, False)
+        return (None, False) if not steps or (replaced and not mounted) else lost("does not exist", labels)
     if named is None and not context.owns(live):
         if not steps:
             return None, False  # reported as a name that is taken

@@ -118,8 +118,16 @@ OF_THE_OBJECT: Final = (
         "string(self.spec.storage.size) + ': Kubernetes does not shrink claims. Create another run with another claim'",
         changes=True,
     ),
+    Rule(
+        "self.spec.storage.mountedBy != 'Coordinator' || !has(self.spec.checkpoint.to) || !has(oldSelf.spec.checkpoint.to) || "
+        "self.spec.checkpoint.to == oldSelf.spec.checkpoint.to",
+        "checkpoint.to cannot change with storage.mountedBy Coordinator: the model and the checkpoints are there alone. Create "
+        "another run",
+        field="spec.checkpoint.to",
+        changes=True,
+    ),
 )
-"""Rules for the spec that depend on the status."""
+"""Rules for the spec that depend on the status, or on the earlier spec."""
 
 OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),

@@ -1,0 +1,120 @@
+"""Files of a run in its object store (``checkpoint.to``), for pods whose directory is their own (``storage.mountedBy``).
+
+======================= ========================================================================================
+``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
+``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
+======================= ========================================================================================
+
+Beside the checkpoints of :mod:`.checkpoint_copies`. ``model/`` has a ``files.json``, written last, with the size and SHA-256 of
+every file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from scalerl_trainer.checkpoint import Disk, FileRecord
+from scalerl_trainer.object_store import ObjectStore, StoreError
+
+MODEL = "model"
+EXPORTS = "hf"
+_INDEX = "files.json"
+_FILES_AT_A_TIME = 4
+
+
+class StoredFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of a folder in the store."""
+
+    files: list[FileRecord]
+    links: dict[str, str]
+    """Target by name of each link: to the volume of ``model.cache``, which has the file."""
+
+
+def upload(store: ObjectStore, folder: str, files: Iterable[Path]) -> None:
+    """Upload files as ``folder``; files that are there already with the same content are not sent again.
+
+    Raises:
+        OSError: a file cannot be read.
+        StoreError: an upload failed; :func:`fetch` finds the earlier content, or none.
+    """
+    ordered = sorted(files)
+    links = {file.name: os.readlink(file) for file in ordered if file.is_symlink()}
+    plain = [file for file in ordered if file.name not in links]
+    records = [FileRecord(file.name, file.stat().st_size, Disk().sha256(file)) for file in plain]
+    content = StoredFolder(records, links)
+    before = index_of(store, folder)
+    if before == content:
+        return
+    if before is not None:  # an index must not name files that are replaced below
+        store.delete([f"{folder}/{_INDEX}"])
+    for file in plain:
+        store.put(f"{folder}/{file.name}", file)
+    store.put(f"{folder}/{_INDEX}", msgspec.json.format(msgspec.json.encode(content), indent=1))
+
+
+def index_of(store: ObjectStore, folder: str) -> StoredFolder | None:
+    """The content of a folder; None if it was never uploaded as a whole. Raises ``StoreError``."""
+    found = store.read(f"{folder}/{_INDEX}")
+    try:
+        return None if found is None else msgspec.json.decode(found, type=StoredFolder)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"{store.to}/{folder}/{_INDEX} cannot be read: {error}") from error
+
+
+def fetch(store: ObjectStore, folder: str, target: Path, *, leave_out: str = "") -> bool:
+    """Fetch a folder as ``target``, atomically; False if it was never uploaded as a whole.
+
+    An existing ``target`` is kept if it has these files, and replaced otherwise.
+
+    Args:
+        leave_out: suffix of files that are not fetched; empty for none.
+
+    Raises:
+        OSError: the files cannot be written.
+        StoreError: a file is missing or does not match its SHA-256, or the store cannot be read.
+    """
+    content = index_of(store, folder)
+    if content is None:
+        return False
+
+    def wanted(name: str) -> bool:
+        return not (leave_out and name.endswith(leave_out))
+
+    records = [record for record in content.files if wanted(record.path)]
+    links = {name: link for name, link in content.links.items() if wanted(name)}
+    for name in (*(record.path for record in records), *links):
+        if Path(name).name != name:
+            raise StoreError(f"{store.to}/{folder}/{_INDEX} has {name!r}, which is not the name of a file")
+    if all(_is_there(target / record.path, record) for record in records):
+        return True
+    staged = target.with_name(f".{target.name}-{os.getpid()}")
+    for path in (staged, target):
+        shutil.rmtree(path, ignore_errors=True)
+    staged.mkdir(parents=True)
+
+    def download(record: FileRecord) -> None:
+        file = staged / record.path
+        if not store.download(f"{folder}/{record.path}", record.bytes, file):
+            raise StoreError(f"{store.to}/{folder}/{record.path} is missing")
+        if Disk().sha256(file) != record.sha256:
+            raise StoreError(f"{store.to}/{folder}/{record.path} does not match its SHA-256")
+
+    try:
+        with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
+            list(threads.map(download, records))
+        for name, link in links.items():
+            (staged / name).symlink_to(link)
+        staged.rename(target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return True
+
+
+def _is_there(file: Path, record: FileRecord) -> bool:
+    return file.is_file() and file.stat().st_size == record.bytes and Disk().sha256(file) == record.sha256

@@ -1,0 +1,445 @@
+"""Copies of checkpoints in a bucket of a real S3 server on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_server import BUCKET, S3Server
+from test_trainer_checkpointer import OnlyRank, Weights
+from trainer_run import until
+
+from scalerl_api import wire
+from scalerl_api.paths import RunPaths
+from scalerl_trainer import checkpointer as checkpointer_module
+from scalerl_trainer.checkpoint import MANIFEST, CheckpointStore, FileRecord, Manifest
+from scalerl_trainer.checkpoint_copies import (
+    RUN_FILE,
+    CheckpointCopies,
+    PrefixTaken,
+    Uploader,
+    UploadState,
+)
+from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
+from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.object_store import ObjectStore, StoreError
+
+pytestmark = pytest.mark.slow
+
+RUN = {"namespace": "", "name": "run", "seed": 0, "model": {}}
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    for variable, value in s3_server.environ.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(checkpointer_module, "_EXCHANGE_SECONDS", 0.02)
+    return s3_server
+
+
+@pytest.fixture
+def to(request: pytest.FixtureRequest) -> str:
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+class Relay:
+    """A slow connection to the server: ``bytes_per_second`` upwards in all."""
+
+    def __init__(self, port: int, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._target))
+            threading.Thread(target=self._copy, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._copy, args=(server, client, False), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
+        try:
+            while data := source.recv(1 << 14):
+                if slow:
+                    with self._lock:
+                        time.sleep(len(data) / self.bytes_per_second)
+                target.sendall(data)
+        except OSError:
+            pass
+        finally:
+            source.close()
+            target.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def slow(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    relay = Relay(int(s3.url.rpartition(":")[2]), 2e6)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+    yield relay
+    relay.close()
+
+
+class Trainer:
+    """One rank's checkpoints on a volume, with copies."""
+
+    def __init__(
+        self, root: Path, to: str, *, keep: int = 2, run: dict[str, Any] = RUN, writer: str = "a"
+    ) -> None:
+        volume = CheckpointStore(RunPaths(root), keep)
+        copies = CheckpointCopies(ObjectStore(to), run, writer)
+        self.metrics = Metrics()
+        self.uploader = Uploader(
+            copies, volume, rank=0, world=1, keep=keep, metrics=self.metrics, pauses=(0.05,)
+        )
+        self.engine = Weights()
+        ranks: Any = OnlyRank(60.0)
+        engine: Any = self.engine
+        self.checkpointer = Checkpointer(volume, ranks, engine, uploader=self.uploader)
+        self.version = self.checkpointer.load()
+
+    def save(self, step: int, size: int = 0, best: int = -1) -> None:
+        self.engine.save = lambda directory: (directory / "weights").write_bytes(
+            f"weights {step}".encode().ljust(size, b".")
+        )
+        assert self.checkpointer.start(step, f"snapshot {step}".encode(), best) is None
+        assert self.checkpointer.finish().error is None
+
+    def sync(self) -> None:
+        self.uploader.advance([self.uploader.state])
+
+    def until(self, true: Callable[[], Any], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, self.uploader.problem
+            self.sync()
+            time.sleep(0.01)
+
+    def upload(self) -> None:
+        self.until(lambda: not self.uploader.busy)
+
+
+def complete(s3: S3Server, to: str) -> list[int]:
+    prefix = to.removeprefix(f"s3://{BUCKET}/") + "/step-"
+    names = [p.removeprefix(prefix) for p in s3.objects() if p.startswith(prefix)]
+    return sorted(int(n.split("/")[0]) for n in names if n.endswith(f"/{MANIFEST}"))
+
+
+def empty(root: Path) -> None:
+    shutil.rmtree(root)
+    root.mkdir()
+
+
+def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path, to)
+    assert one.version is None
+    weights = RunPaths(tmp_path).warm_started_weights
+    weights.write_bytes(b"warm")
+    for step in (2, 4, 6, 8):
+        one.save(step, best=3)
+        one.upload()
+        assert one.uploader.uploaded == step
+    assert complete(s3, to) == [2, 6, 8], "the newest two, and the best"
+    prefix = to.removeprefix(f"s3://{BUCKET}/")
+    folders = {p.split("/")[1] for p in s3.objects() if p.startswith(f"{prefix}/step-")}
+    assert folders == {"step-00000002", "step-00000006", "step-00000008"}
+    before = {
+        p.relative_to(tmp_path): p.read_bytes()
+        for p in RunPaths(tmp_path).checkpoint(8).rglob("*")
+        if p.is_file()
+    }
+
+    empty(tmp_path)
+    again = Trainer(tmp_path, to, writer="b")
+    assert again.version == 8
+    assert again.engine.loaded == b"weights 8"
+    assert again.checkpointer.snapshot(8) == b"snapshot 8"
+    after = {
+        p.relative_to(tmp_path): p.read_bytes()
+        for p in RunPaths(tmp_path).checkpoint(8).rglob("*")
+        if p.is_file()
+    }
+    assert after == before
+    assert weights.read_bytes() == b"warm"
+    assert not again.uploader.busy, "what is there is not sent again"
+
+    one.save(10)
+    one.until(lambda: one.uploader.problem)
+    assert "another trainer writes" in one.uploader.problem, "the earlier trainer stops"
+    assert complete(s3, to) == [2, 6, 8]
+    again.save(10)
+    again.upload()
+    assert complete(s3, to)[-1] == 10
+
+
+def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path, to)
+    one.save(2)
+    one.upload()
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
+    assert plain.start(4, b"s") is None
+    assert plain.finish().error is None
+    again = Trainer(tmp_path, to, writer="b")
+    assert (again.version, again.uploader.uploaded) == (4, 2)
+    again.upload()
+    assert complete(s3, to) == [2, 4]
+
+
+@pytest.mark.parametrize("how", ["changed", "missing", "manifest", "outside"])
+def test_damaged_copy_falls_back(
+    tmp_path: Path, s3: S3Server, to: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Trainer(tmp_path, to)
+    for step in (2, 4):
+        one.save(step)
+        one.upload()
+    store = ObjectStore(to)
+    folder = "step-00000004"
+    if how == "changed":
+        store.put(f"{folder}/weights", b"weights X")
+    elif how == "missing":
+        store.delete([f"{folder}/weights"])
+    elif how == "manifest":
+        store.put(f"{folder}/{MANIFEST}", b"{}")
+    else:
+        record = FileRecord("../../../weights", 9, "0" * 64)
+        store.put(f"{folder}/{MANIFEST}", Manifest(2, 4, {}, [record]).encode())
+    empty(tmp_path)
+    again = Trainer(tmp_path, to, writer="b")
+    assert again.version == 2
+    assert "checkpoint 4" in caplog.text
+    assert "damaged" in caplog.text
+    again.save(4)
+    again.upload()
+    assert complete(s3, to) == [2, 4]
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="c").version == 4, "the damaged one is replaced"
+
+    store.put("step-00000002/weights", b"weights X")
+    store.put("step-00000004/weights", b"weights X")
+    empty(tmp_path)
+    with pytest.raises(NoUsableCheckpoint, match="all checkpoints are damaged"):
+        Trainer(tmp_path, to, writer="d")
+
+
+def test_prefix_of_another_run_is_refused(tmp_path: Path, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path / "a", to)
+    one.save(2)
+    one.upload()
+    with pytest.raises(
+        PrefixTaken, match=rf"{to} belongs to the run -/run; this run differs in name, seed\. Give"
+    ):
+        Trainer(tmp_path / "b", to, run={**RUN, "name": "other", "seed": 1}, writer="b")
+    assert complete(s3, to) == [2]
+    store = ObjectStore(to)
+    assert not store.create(RUN_FILE, b"{}"), "the server refuses a second creation"
+    assert json.loads(store.read(RUN_FILE) or b"") == RUN
+
+
+def test_failing_store_does_not_stop_checkpoints(tmp_path: Path, s3: S3Server, to: str) -> None:
+    """Credentials that expire within an upload, and are renewed two checkpoints later."""
+    one = Trainer(tmp_path, to)
+    one.save(2)
+    one.upload()
+    s3.refuse(3)
+    try:
+        one.save(4, size=20 << 20)  # in parts
+        one.until(lambda: one.uploader.problem)
+        assert "403" in one.uploader.problem
+        one.save(6)
+        one.save(8)
+        assert one.checkpointer.committed_step == 8
+        one.sync()
+        assert one.uploader.uploading == 8, "the failed one is given up"
+        assert one.uploader.uploaded == 2
+        assert one.metrics.uploads.labels("failed")._value.get() >= 1
+    finally:
+        s3.refuse(float("inf"))
+    one.upload()
+    assert (one.uploader.uploaded, one.uploader.problem) == (8, "")
+    assert complete(s3, to) == [2, 8]
+    assert not [p for p in s3.objects() if "step-00000004" in p], "remains are removed"
+
+
+def test_store_unreachable_at_start(
+    tmp_path: Path, s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Trainer(tmp_path, to)
+    one.save(2)
+    one.upload()
+    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
+    with monkeypatch.context() as gone:
+        gone.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        gone.setattr("scalerl_trainer.object_store._RETRIES", {"max_retries": 0})
+        again = Trainer(tmp_path, to, writer="b")
+        assert again.version == 2, "the volume has it"
+        with pytest.raises(StoreError, match=f"no valid checkpoint, and {to}: GenericError"):
+            Trainer(tmp_path / "empty", to, writer="c")
+    back = Trainer(tmp_path, to, writer="d")
+    back.uploader._opened = False
+    back.uploader.offer(2, -1)  # as after a start without the store
+    back.upload()
+    assert complete(s3, to) == [2], "its copies are kept"
+
+
+def test_slow_store_skips_to_newest(tmp_path: Path, slow: Relay, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path, to, keep=1)
+    size = 3 << 20
+    begun = time.monotonic()
+    for step in (2, 4, 6):
+        one.save(step, size)
+        one.sync()
+    assert time.monotonic() - begun < 1.4, "no save waits for the upload of 1.6 s"
+    assert one.uploader.uploading == 2
+    assert CheckpointStore(RunPaths(tmp_path), 1).steps() == [6, 2], "what is being sent stays on the volume"
+    slow.bytes_per_second = 1e9
+    one.upload()
+    assert one.uploader.uploaded == 6
+    assert s3.sent(f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004/weights") == 0
+    assert complete(s3, to) == [6]
+    one.save(8)
+    assert CheckpointStore(RunPaths(tmp_path), 1).steps() == [8]
+    one.upload()
+
+
+KILLED = """
+    import sys
+    from pathlib import Path
+    import test_trainer_checkpoint_copies as tests
+
+    one = tests.Trainer(Path(sys.argv[1]), sys.argv[2], writer="killed")
+    one.save(4, 40 << 20)
+    print("sending", flush=True)
+    one.upload()
+"""
+
+
+def test_killed_upload_is_no_checkpoint(tmp_path: Path, slow: Relay, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path, to)
+    one.save(2)
+    one.upload()
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    argv = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), to]
+    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sending\n"
+        deadline = time.monotonic() + 60
+        while not s3.uploading():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    slow.bytes_per_second = 1e9
+    assert complete(s3, to) == [2]
+    empty(tmp_path)
+    again = Trainer(tmp_path, to, writer="again")
+    assert again.version == 2
+    again.save(4, 1 << 10)
+    again.upload()
+    assert complete(s3, to) == [2, 4]
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="last").version == 4
+
+
+class Rank:
+    """A rank of two, whose thread is driven by hand."""
+
+    def __init__(self, root: Path, to: str, rank: int) -> None:
+        copies = CheckpointCopies(ObjectStore(to), RUN, "a")
+        volume = CheckpointStore(RunPaths(root), 2)
+        self.uploader = Uploader(
+            copies, volume, rank=rank, world=2, keep=2, metrics=Metrics(), pauses=(0.05,)
+        )
+
+
+def test_ranks_send_their_parts(tmp_path: Path, s3: S3Server, to: str) -> None:
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
+    assert plain.start(2, b"s") is None
+    assert plain.finish().error is None
+    ranks = [Rank(tmp_path, to, rank).uploader for rank in (0, 1)]
+    for uploader in ranks:
+        uploader.resumed(2, [], opened=False)  # a start without the store
+
+    def exchange() -> list[UploadState]:
+        states = [uploader.state for uploader in ranks]
+        for uploader in ranks:
+            uploader.advance(states)
+        return states
+
+    time.sleep(0.3)
+    assert not ranks[1].state.sent, "no rank writes before rank 0 has claimed the prefix"
+    deadline = time.monotonic() + 60
+    while ranks[0].busy:
+        states = exchange()
+        assert not states[0].committed or states[1].sent
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not ranks[1].busy
+    assert [u.uploaded for u in ranks] == [2, 2]
+    assert complete(s3, to) == [2]
+    parts = [u._metrics.uploaded_bytes._value.get() for u in ranks]
+    assert min(parts) > 0
+    assert sum(parts) == sum(r.bytes for r in CheckpointStore(RunPaths(tmp_path), 2).manifest(2).files)
+
+
+def test_killed_run_continues_on_empty_volume(new_run: Any, slow: Relay, s3: S3Server, to: str) -> None:
+    """All processes are killed in the middle of an upload, and the volume is lost: two real ranks, a real coordinator."""
+    slow.bytes_per_second = 1e9
+    run = new_run(budget__maxSteps=10, checkpoint__to=to)
+    run.environ = {**s3.environ, "AWS_ENDPOINT_URL": slow.url}
+    run.start(seconds_per_group=0.1)
+    until(lambda: complete(s3, to), what="the first copy")
+    slow.bytes_per_second = 50e3
+    copied = complete(s3, to)[-1]
+    until(
+        lambda: run.checkpoints()[-1] >= copied + 2 and run.step() > copied + 2, what="two more checkpoints"
+    )
+    for process in [*run.ranks, run.coordinator]:
+        process.kill()
+    for process in [*run.ranks, run.coordinator]:
+        process.join()
+    slow.bytes_per_second = 1e9
+    copied = complete(s3, to)[-1]
+    assert copied < run.checkpoints()[-1], "a newer one was being copied"
+    for path in (run.paths.checkpoints, run.paths.journal):
+        shutil.rmtree(path)
+    run.paths.metrics.unlink()
+    run.paths.curve.unlink()
+    run.start_coordinator()
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    assert f"registered: version {copied}," in run.log("trainer-0")
+    status = run.status()
+    assert status is not None
+    assert status.step == 10
+    assert status.uploads == wire.Uploads(version=10)
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert [row["step"] for row in run.rows()] == list(range(10)), "rows before the copy come back with it"
+    assert complete(s3, to)[-1] == 10

@@ -1,0 +1,177 @@
+"""Pods with directories of their own: the prepared model and the trainer's files go through an object store, a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import BUCKET, S3Server
+from test_trainer_prepare import make
+
+from scalerl_api.paths import RunPaths
+from scalerl_trainer import fetch_model, prepare
+from scalerl_trainer.object_store import ObjectStore, StoreError
+from scalerl_trainer.stored_files import fetch, upload
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    for variable, value in s3_server.environ.items():
+        monkeypatch.setenv(variable, value)
+    return s3_server
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def folder_of(root: Path, name: str = "folder") -> Path:
+    folder = root / name
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "a.safetensors").write_bytes(bytes(range(256)) * 8)
+    return folder
+
+
+# --- folders -------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_fetched_as_uploaded(tmp_path: Path, s3: S3Server) -> None:
+    store, folder = ObjectStore(f"s3://{BUCKET}/whole"), folder_of(tmp_path)
+    (folder / "b.safetensors").symlink_to("/models/snapshot/b.safetensors")
+    assert not fetch(store, "model", tmp_path / "early")
+    upload(store, "model", folder.iterdir())
+    assert fetch(store, "model", tmp_path / "there")
+    assert os.readlink(tmp_path / "there/b.safetensors") == "/models/snapshot/b.safetensors"
+    for each in (folder, tmp_path / "there"):
+        (each / "b.safetensors").unlink()
+    assert files_of(tmp_path / "there") == files_of(folder)
+    assert fetch(store, "model", tmp_path / "tokenizer", leave_out=".safetensors")
+    assert "a.safetensors" not in files_of(tmp_path / "tokenizer")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_folder_is_sent_once_and_fetched_again_if_changed(tmp_path: Path, s3: S3Server) -> None:
+    store, folder, there = ObjectStore(f"s3://{BUCKET}/once"), folder_of(tmp_path), tmp_path / "there"
+    for _ in range(2):
+        upload(store, "model", folder.iterdir())
+    assert s3.sent("once/model/a.safetensors") == 1
+    assert fetch(store, "model", there)
+    (there / "a.safetensors").write_bytes(bytes(2048))  # of the same size
+    (there / "left-over").touch()
+    assert fetch(store, "model", there)
+    assert files_of(there) == files_of(folder)
+
+
+@pytest.mark.parametrize("fault", ["changed", "shorter", "gone", "index", "elsewhere"])
+def test_fetch_refuses_a_damaged_folder(tmp_path: Path, s3: S3Server, fault: str) -> None:
+    store = ObjectStore(f"s3://{BUCKET}/{fault}")
+    upload(store, "model", folder_of(tmp_path).iterdir())
+    if fault == "changed":
+        store.put("model/a.safetensors", bytes(2048))
+    elif fault == "shorter":
+        store.put("model/a.safetensors", bytes(1024))
+    elif fault == "gone":
+        store.delete(["model/a.safetensors"])
+    elif fault == "index":
+        store.put("model/files.json", b'{"files": [')
+    else:
+        record = b'{"path": "../a", "bytes": 1, "sha256": ""}'
+        store.put("model/files.json", b'{"files": [' + record + b'], "links": {}}')
+    with pytest.raises(StoreError, match=rf"^s3://{BUCKET}/{fault}"):
+        fetch(store, "model", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+    assert not list(tmp_path.glob("*.there*"))
+
+
+def test_upload_that_fails_leaves_no_index(tmp_path: Path, s3: S3Server) -> None:
+    """The index of the earlier content must not name files that are half replaced."""
+    store, folder = ObjectStore(f"s3://{BUCKET}/half"), folder_of(tmp_path)
+    upload(store, "model", folder.iterdir())
+    (folder / "config.json").write_text('{"a": 1}')
+    s3.refuse(3)
+    try:
+        with pytest.raises(StoreError, match="403 Forbidden"):
+            upload(store, "model", folder.iterdir())
+    finally:
+        s3.refuse(float("inf"))
+    assert not fetch(store, "model", tmp_path / "there")
+    upload(store, "model", folder.iterdir())
+    assert fetch(store, "model", tmp_path / "there")
+
+
+# --- preparation and init container --------------------------------------------------------------------------
+
+
+def environment_of(paths: RunPaths, directory: Path) -> dict[str, str]:
+    return {
+        "SCALERL_DIR": str(directory),
+        "SCALERL_RUN_FILE": str(paths.root / "run.yaml"),
+        "SCALERL_NAME": "x",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:9",
+        "SCALERL_TOKEN_FILE": str(paths.root / "token"),
+        "SCALERL_OWN_DIRECTORY": "true",
+    }
+
+
+def test_model_reaches_a_pod_with_its_own_directory(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real preparation, a repeated one on another node, the init container as a process, and one without weights."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("scalerl_trainer.model_checks._structure", lambda *_: ())
+    to = f"s3://{BUCKET}/run"
+    paths, _ = make(tmp_path / "spec", checkpoint={"to": to}, storage={"mountedBy": "Coordinator"})
+    for name in ("first", "second"):
+        for variable, value in environment_of(paths, tmp_path / name).items():
+            monkeypatch.setenv(variable, value)
+        (tmp_path / name).mkdir()
+        assert prepare.main() == 0, caplog.text
+    model = files_of(tmp_path / "first/model")
+    assert files_of(tmp_path / "second/model") == model
+    weights = [name for name in model if name.endswith(".safetensors")]
+    assert [s3.sent(f"run/model/{name}") for name in weights] == [1]
+    assert f"{to}/model is the model of an earlier preparation" in caplog.text
+
+    container = subprocess.run(
+        [sys.executable, "-m", "scalerl_trainer.fetch_model"],
+        env=os.environ | environment_of(paths, tmp_path / "generator"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert container.returncode == 0, container.stderr
+    assert files_of(tmp_path / "generator/model") == model
+    monkeypatch.setenv("SCALERL_DIR", str(tmp_path / "coordinator"))
+    assert fetch_model.main(["--without-weights"]) == 0
+    assert files_of(tmp_path / "coordinator/model").keys() == model.keys() - {*weights}
+
+
+def test_fetch_model_says_what_is_missing(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fetch_model, "PAUSES", (0.0,))
+    paths, _ = make(tmp_path / "spec", checkpoint={"to": f"s3://{BUCKET}/never"})
+    for variable, value in environment_of(paths, tmp_path / "pod").items():
+        monkeypatch.setenv(variable, value)
+    assert fetch_model.main([]) == 1
+    assert caplog.messages[-1] == f"s3://{BUCKET}/never/model: the preparation has not uploaded a model there"
+    make(tmp_path / "spec")
+    assert fetch_model.main([]) == 2
+    assert caplog.messages[-1].startswith("checkpoint.to: it is not set")
