@@ -74,8 +74,13 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
         # The same, of a run's queue label. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
+        # Nothing is stored: the API server answers who has a token, and what that user may do.
+        Kind("TokenReview", "authentication.k8s.io/v1", "tokenreviews", namespaced=False),
+        Kind("SubjectAccessReview", "authorization.k8s.io/v1", "subjectaccessreviews", namespaced=False),
     )
 }
+UNFENCED: Final = ("Lease", "TokenReview", "SubjectAccessReview")
+"""Kinds that a standby writes, too."""
 
 
 def kind_of(name: str) -> Kind:
