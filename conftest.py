@@ -16,6 +16,7 @@ settings.load_profile("untimed")
 
 # These share the cluster with a node: there is one of it on a machine.
 NODE = (
+    "test_cluster_edits.py",
     "test_cluster_fetch.py",
     "test_cluster_node.py",
     "test_cluster_images.py",

@@ -28,8 +28,12 @@ NEEDED: dict[str, set[str]] = {
     "ResourceFlavor": {"get"},
     "StorageClass": {"get"},
     "LocalQueue": {"get"},
+    "TokenReview": {"create"},
+    "SubjectAccessReview": {"create"},
 }
 """Verbs by kind; anything more would be somebody else's to do."""
+REVIEWS = ("TokenReview", "SubjectAccessReview")
+"""Only with ``metrics.authentication``."""
 ELSEWHERE = {
     ("watch", RUN),  # kopf's own, which no metric of ours counts
     ("get", RUN),  # one of which a watch has kept silent
@@ -40,6 +44,7 @@ ELSEWHERE = {
     ("get", "LocalQueue"),  # of a run with a queue label
     *((verb, "Workload") for verb in ("get", "watch", "create", "patch", "delete")),  # the same
     ("get", "ResourceFlavor"),  # the same
+    *(("create", kind) for kind in REVIEWS),
 }
 """Of these, (verb, kind) that one run from its first object to its last may not need."""
 
@@ -49,7 +54,7 @@ def granted(roles: list[Object]) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
     for role in roles:
         for rule in role["rules"]:
-            for group in rule["apiGroups"]:
+            for group in rule.get("apiGroups", ()):
                 for resource in rule["resources"]:
                     found.setdefault((group, resource), set()).update(rule["verbs"])
     return found

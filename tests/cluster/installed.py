@@ -85,6 +85,18 @@ class Run:
     def step(self) -> int:
         return int(self.status().get("step", 0))
 
+    def saved(self) -> int:
+        """Steps that are in a checkpoint, as the coordinator last said; -1 for none."""
+        return int(self.status()["trouble"]["checkpointVersion"])
+
+    def resumed_at(self) -> int:
+        """The step that the trainer continued at, in its own words."""
+        for pod in self.pods("trainer"):
+            log = self.cluster.kubectl("logs", pod["metadata"]["name"], "-n", self.namespace)
+            if (said := re.search(r"registered: version (\d+)", log)) is not None:
+                return int(said[1])
+        raise AssertionError("no trainer says with what it began")
+
     def phase(self) -> str:
         return str(self.status().get("phase", ""))
 

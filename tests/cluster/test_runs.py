@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -182,7 +181,7 @@ def test_node_drain_respects_the_disruption_budget(run: Run) -> None:
         pytest.skip("what is evicted finds room on another node")
     node = nodes[0]["metadata"]["name"]
     before, attempt = names(run.pods("generator")), run.status()["trainer"]["attempt"]
-    until(lambda: run.step() > saved(run), 600, "a step that is in no checkpoint")
+    until(lambda: run.step() > run.saved(), 600, "a step that is in no checkpoint")
     trained = run.step()
     selector = f"scalerl.dev/run={run.name},app.kubernetes.io/component in (generator,trainer)"
     began = time.monotonic()
@@ -195,29 +194,15 @@ def test_node_drain_respects_the_disruption_budget(run: Run) -> None:
         say("drain is held by the budget", time.monotonic() - began, 60)
         assert len(before & names(run.pods("generator", ready=True))) == 2, "one of three went, two work"
         until(lambda: not names(run.pods("trainer", ready=True)), 600, "the trainer has left")
-        until(lambda: saved(run) == run.step() >= trained, 600, "its last step is in a checkpoint")
-        kept = saved(run)
+        until(lambda: run.saved() == run.step() >= trained, 600, "its last step is in a checkpoint")
+        kept = run.saved()
     finally:
         run.cluster.kubectl("uncordon", node)
     took = until(lambda: len(run.pods("generator", ready=True)) == 3, 600, "the third generator")
     say("uncordoned, all generators ready", took, 180)
     say("and it trains from its checkpoint", run.continues(600, steps=2), 240)
     assert run.status()["trainer"]["attempt"] == attempt + 1
-    assert resumed_at(run) == kept
-
-
-def saved(run: Run) -> int:
-    """Steps that are in a checkpoint, as the coordinator last said; -1 for none."""
-    return int(run.status()["trouble"]["checkpointVersion"])
-
-
-def resumed_at(run: Run) -> int:
-    """The step that the trainer continued at, in its own words."""
-    for pod in run.pods("trainer"):
-        log = run.cluster.kubectl("logs", pod["metadata"]["name"], "-n", NAMESPACE)
-        if (said := re.search(r"registered: version (\d+)", log)) is not None:
-            return int(said[1])
-    raise AssertionError("no trainer says with what it began")
+    assert run.resumed_at() == kept
 
 
 def names(pods: list[dict[str, Any]]) -> set[str]:
@@ -263,13 +248,26 @@ def test_api_server_is_away(run: Run) -> None:
     )
 
 
-def test_suspend_and_resume(run: Run) -> None:
+def test_suspend_and_resume_with_an_edit_that_fails(run: Run) -> None:
     run.patch({"suspend": True})
     say("suspend: drained and gone", until(lambda: run.phase() == "Suspended", 600, "Suspended"), 180)
     until(lambda: not any(run.pods(r) for r in ("coordinator", "generator", "trainer")), 600, "no pods")
     step = run.step()
-    run.patch({"suspend": False, "budget": {"maxSteps": max(LEARNS_WITHIN, (step // 10 + 2) * 10)}})
-    say("resume: trains on", until(lambda: run.step() > step, 600, "a step more"), 300)
+    mounts = run.object()["spec"]["podTemplate"]["volumeMounts"]
+    run.patch({"suspend": False, "podTemplate": {"volumeMounts": [mounts[0] | {"mountPath": "/dat"}]}})
+    held = until(lambda: run.condition("Suspended")[1] == "EditFailed", 600, "EditFailed")
+    say("resumed with a wrong mount path: held", held, 60)
+    assert (
+        "revert or mend the edit of spec.podTemplate.volumeMounts.0.mountPath"
+        in run.condition("Suspended")[2]
+    )
+    run.patch(
+        {
+            "podTemplate": {"volumeMounts": mounts},
+            "budget": {"maxSteps": max(LEARNS_WITHIN, (step // 10 + 2) * 10)},
+        }
+    )
+    say("reverted: trains on", until(lambda: run.step() > step, 600, "a step more"), 300)
 
 
 def test_run_ends_as_its_spec_says(run: Run) -> None:

@@ -47,6 +47,7 @@ from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.leader_election import Leader
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
 from scalerl_operator.kube.run_stream import Resync, Watches
+from scalerl_operator.kube.scrape_access import ScrapeAccess
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
@@ -58,6 +59,12 @@ LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
 WAIT_LOG_SECONDS: Final = 10.0
 """Between two log lines of a replica that is not ready yet."""
+_REFUSED: Final = {
+    401: "no valid bearer token",
+    403: "the token's user may not get the path /metrics: bind it to the chart's ClusterRole for metrics",
+    503: "the API server does not say whose token this is; try again",
+}
+"""Answers to scrapes that are refused, by HTTP status."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
 MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
@@ -125,6 +132,7 @@ class Operator:
             every=settings.resync_seconds,
             on_repair=self.metrics.repairs.inc,
         )
+        self._scrape_access = ScrapeAccess(self.api) if settings.metrics_authentication else None
         self.metrics.watch(self.queue, self.cache, self.leader)
         self._stopping = asyncio.Event()
         self._cache_complete = False
@@ -294,7 +302,11 @@ class Operator:
             return web.Response(text="does not lead; the leader is not known\n")
         return web.Response(text=f"{holder} leads\n")
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self._scrape_access is not None:
+            status = await self._scrape_access.status(request.headers.get("Authorization", ""))
+            if status != 200:
+                return web.Response(status=status, text=f"{_REFUSED[status]}\n")
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

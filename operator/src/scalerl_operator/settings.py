@@ -10,6 +10,7 @@
 ``SCALERL_GANGS``              true (default): where Kueue serves Workloads, it admits a queued run as a whole; false: in parts
 ``SCALERL_WORKERS``            runs reconciled at a time (16)
 ``SCALERL_LISTEN``             address and port of health and metrics (0.0.0.0:8080)
+``SCALERL_METRICS_ACCESS``     open (default), or authenticated: for those whom Kubernetes lets get /metrics
 ``SCALERL_LEASE``              name of the Lease that the leader holds (scalerl-operator)
 ``SCALERL_LOG_LEVEL``          DEBUG, INFO (default), WARNING or ERROR
 ``POD_NAMESPACE``              the operator's namespace, which has its Lease (default)
@@ -30,6 +31,7 @@ from scalerl_operator.build.scope import Images
 from scalerl_operator.kube.leader_election import LEASE_NAME
 
 _POLICIES = ("Always", "IfNotPresent", "Never")
+_ACCESS = ("open", "authenticated")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -47,6 +49,7 @@ class Settings:
     workers: int = 16
     host: str = "0.0.0.0"  # noqa: S104 the kubelet and Prometheus connect from outside the pod
     port: int = 8080
+    metrics_authentication: bool = False
     lease: str = LEASE_NAME
     log_level: str = "INFO"
     operator_namespace: str = "default"
@@ -92,6 +95,7 @@ class Settings:
             workers=_workers(of("SCALERL_WORKERS", "16")),
             host=host,
             port=port,
+            metrics_authentication=one_of("SCALERL_METRICS_ACCESS", _ACCESS, "open") == "authenticated",
             lease=of("SCALERL_LEASE", LEASE_NAME),
             log_level=one_of("SCALERL_LOG_LEVEL", _LEVELS, "INFO"),
             operator_namespace=of("POD_NAMESPACE", "default"),

@@ -85,6 +85,9 @@ memories = st.builds(
     ),
     has_trained=st.booleans(),
     unproven_since=st.none() | st.integers(0, 9),
+    holding=st.none()
+    | st.builds(Outcome, st.just(End.HELD), st.sampled_from(Reason), st.text("why", min_size=1)),
+    awaited_since=times,
 ).filter(lambda memory: memory.outcome is None or memory.rest is Suspension.NO)
 
 

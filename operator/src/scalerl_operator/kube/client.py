@@ -63,7 +63,7 @@ class KubeApi:
     """A client of one API server; an async context manager. All calls raise :class:`~.errors.ApiError` only.
 
     timeout: of a call with its retries, in seconds.
-    fence: called before each write, except of a Lease; if it returns False, the call raises :class:`~.errors.Fenced`.
+    fence: called before each write, except of kinds in :data:`.kinds.UNFENCED`; if it returns False, the call raises :class:`~.errors.Fenced`.
     instance: the reporter of Events.
     """
 

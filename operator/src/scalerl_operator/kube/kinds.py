@@ -80,8 +80,13 @@ KINDS: Final[dict[str, Kind]] = {
         # The nodes of a queue's quota.
         Kind("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False),
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
+        # Nothing is stored: the API server answers who has a token, and what that user may do.
+        Kind("TokenReview", "authentication.k8s.io/v1", "tokenreviews", namespaced=False),
+        Kind("SubjectAccessReview", "authorization.k8s.io/v1", "subjectaccessreviews", namespaced=False),
     )
 }
+UNFENCED: Final = ("Lease", "TokenReview", "SubjectAccessReview")
+"""Kinds that a standby writes, too."""
 
 
 def kind_of(name: str) -> Kind:

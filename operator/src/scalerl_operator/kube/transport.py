@@ -16,7 +16,7 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.kube import errors
-from scalerl_operator.kube.kinds import Kind
+from scalerl_operator.kube.kinds import UNFENCED, Kind
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
 
@@ -115,7 +115,7 @@ class Transport:
 
     async def send(self, call: Call, limits: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         """Sends a request and waits for the headers of the response; raises the error of a response that is one."""
-        if call.verb not in READS and call.kind.name != "Lease":
+        if call.verb not in READS and call.kind.name not in UNFENCED:
             self.must_lead(call.what)
         method, url = _METHODS[call.verb], self._host + call.path
         headers = {

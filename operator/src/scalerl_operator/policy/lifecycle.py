@@ -169,7 +169,8 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
     if not draining or memory.rest is not Suspension.NO or now - since >= DRAIN_SECONDS:
         return None
     unreachable = None if observed.status is not None else _since(memory.unreachable_since, now)
-    # Without the coordinator no stop request reaches the trainer. When its Job is deleted, its ranks get SIGTERM and save.
+    # Without the coordinator no stop request reaches the trainer, and none of its checkpoints, which have the coordinator's state,
+    # is written: the steps since the last one are trained again.
     abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
     # A trainer that no queue has admitted has nothing to save, so nothing is created for its drain.
     serving = observed.serving or not observed.queued or trainer.state is JobState.ACTIVE
