@@ -200,7 +200,12 @@ def test_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: str)
     roles = {"SMALL_TRAINER": "mid-training", "SMALL_COORDINATOR": generators}
     with shell(tmp_path, **roles) as run:
         run.until((run.directory / "mid-training").exists)
-        time.sleep(1.5)  # a report is in the status
+        reports = (
+            run.directory / "unseen.csv"
+        )  # written for each report: the second is asked for after the first is read
+        run.until(reports.exists)
+        first = reports.stat().st_mtime_ns
+        run.until(lambda: reports.stat().st_mtime_ns != first)
         run.process.send_signal(signal.SIGINT)
         assert run.finish() == 130, run.text()
         assert run.left() == []
