@@ -3,7 +3,7 @@
 The three kinds of steps alternate in one engine (ZeRO 1, bfloat16, a model that is mostly its vocabulary). Without outliers the
 guard adds squares of one number per token and the gathering of two; a masked token costs a second forward and backward pass.
 
-    python benchmarks/gradient_guard.py [--quick]
+    python benchmarks/gradient_guard.py [--quick] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def batch(vocabulary: int, count: int, *, outlier: bool) -> TrainBatch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a vocabulary of 15,000, three rounds")
-    quick = parser.parse_args().quick
-    vocabulary, count, rounds = (15_000, 4, 3) if quick else (150_000, 8, 7)
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    vocabulary, count, rounds = (15_000, 4, 3) if given.quick else (150_000, 4, given.rounds)
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
