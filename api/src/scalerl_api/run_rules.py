@@ -362,8 +362,10 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
-        "!has(self.checkpoint.to) || !has(self.trainer.export.to) || "
-        "!(self.trainer.export.to in [self.checkpoint.to, self.checkpoint.to + '/'])",
+        "!has(self.checkpoint.to) || !has(self.trainer.export.to) || (self.trainer.export.to != self.checkpoint.to && "
+        # Not `in [to, to + '/']`: an API server estimates the length of a concatenation as unbounded.
+        "!(self.trainer.export.to.endsWith('/') && self.trainer.export.to.startsWith(self.checkpoint.to) && "
+        "size(self.trainer.export.to) == size(self.checkpoint.to) + 1))",
         "%(checkpoint.to)s must differ from %(trainer.export.to)s: both have folders by step, and each removes the other's",
         "checkpoint.to",
         lambda spec: (
