@@ -428,6 +428,8 @@ def test_exporter_of_a_superseded_attempt_changes_nothing(tmp_path: Path) -> Non
     run.exporter.evaluated([point(20, 0.2), point(30, 0.3), point(40, 0.25)])
     run.exporter.close()
     assert run.folders == [name(30), name(40)]
+
+
 def test_exporter_in_an_empty_directory_keeps_copied_models(tmp_path: Path) -> None:
     """A trainer that starts on another node knows the copies, and not the files; the best of them is replaced by a better one
     only."""

@@ -203,9 +203,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
-    exporter = Exporter(
-        paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None
-    )
+    exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
     leader = Leader(
         worker,
         Publisher(settings, control),
