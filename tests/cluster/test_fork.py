@@ -127,6 +127,14 @@ async def test_source_with_a_claim_that_its_spec_names(
     assert run["status"]["source"] == {"run": "source", "uid": uid}
 
 
+async def test_source_whose_checkpoints_are_in_a_bucket_alone(there: Stage) -> None:
+    storage = {"mountedBy": "Coordinator", "accessMode": "ReadWriteOnce"}
+    source = tiny("source", storage=storage, checkpoint={"to": "s3://bucket/source"}, suspend=True)
+    await there.create(source, fork("source"))
+    run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "SpecInvalid", FORK)
+    assert "its checkpoints are in its bucket alone" in run["status"]["conditions"][0]["message"]
+
+
 async def test_run_is_no_fork_of_itself(there: Stage) -> None:
     await there.create(fork(FORK))
     run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "SpecInvalid", FORK)

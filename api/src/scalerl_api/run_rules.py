@@ -100,6 +100,12 @@ RUN_RULES: Final = (
         lambda spec: spec.storage.mounted_by != "Coordinator" or spec.checkpoint.to is not None,
     ),
     Rule(
+        "self.storage.mountedBy != 'Coordinator' || !has(self.from)",
+        "from needs a claim that the preparation and the trainer mount; leave out storage.mountedBy Coordinator",
+        "from",
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.source is None,
+    ),
+    Rule(
         "self.storage.mountedBy != 'Coordinator' || self.trainer.replicas == 1",
         "%(trainer.replicas)s must be 1 with storage.mountedBy Coordinator: the nodes of a trainer write each checkpoint together, on "
         "a volume that all of them mount. Raise trainer.devices instead, or use a ReadWriteMany claim",

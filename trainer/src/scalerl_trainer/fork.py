@@ -237,7 +237,7 @@ def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
         ForkError, OSError: as :func:`copy_run`.
     """
     given = spec.source
-    if given is None or paths.journal.exists() or any(paths.checkpoints.glob("*")):
+    if given is None or paths.journal.exists() or any(paths.checkpoints.glob("[!.]*")):
         return
     if source is None:
         raise ForkError(

@@ -56,6 +56,9 @@ def _comparable_run(name: str, load: LoadRun, run: RunSpec) -> EarlierRun | str:
     """A finished run for the forecast request of ``run``, or why it is left out."""
     try:
         spec, table = load()
+        if spec.source is not None or (run.source is not None and run.source.run == name):
+            # Counted twice, the points of both would narrow the forecast.
+            return "a fork and its source have points in common"
         why = comparable(spec, run)
         return why or earlier_run(name, table) or f"fewer than {LEAST_POINTS} evaluations after its start"
     except Exception as error:

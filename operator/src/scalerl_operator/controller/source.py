@@ -41,7 +41,11 @@ async def find_source(api: KubeApi, context: RunContext) -> Problem | None:
     named = None
     if recorded is not None:
         context.source_uid = str(recorded["metadata"].get("uid", ""))
-        named = ((recorded.get("spec") or {}).get("storage") or {}).get("claimName")
+        storage = (recorded.get("spec") or {}).get("storage") or {}
+        named = storage.get("claimName")
+        if storage.get("mountedBy") == "Coordinator":
+            text = f"{_FIELD}: {name}: its checkpoints are in its bucket alone (storage.mountedBy Coordinator), and a fork reads a claim"
+            return Problem(Reason.SPEC_INVALID, text)
     claim = str(named or Names(name).claim)
     live = await api.get(CLAIM, namespace, claim)
     if live is None:
