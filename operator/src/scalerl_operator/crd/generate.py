@@ -56,7 +56,8 @@ _COLUMNS: Final = (
 
 _EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
 """Models with the names of the previous release."""
-_LIST_MACROS: Final = (".all(", ".exists(")
+_COSTLY: Final = (".all(", ".exists(", ".startsWith(")
+"""Functions whose cost an API server cannot estimate for a previous value."""
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
 _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 """The bounds of the format ``int64``."""
@@ -235,7 +236,7 @@ class _Structural(GenerateJsonSchema):
         cel_rules.add(
             fields,
             (
-                replace(rule, kept=model is RunSpec and not any(macro in rule.cel for macro in _LIST_MACROS))
+                replace(rule, kept=model is RunSpec and not any(function in rule.cel for function in _COSTLY))
                 for rule in model.rules
             ),
         )
