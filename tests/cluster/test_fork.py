@@ -129,7 +129,8 @@ async def test_source_with_a_claim_that_its_spec_names(
 
 async def test_source_whose_checkpoints_are_in_a_bucket_alone(there: Stage) -> None:
     storage = {"mountedBy": "Coordinator", "accessMode": "ReadWriteOnce"}
-    source = tiny("source", storage=storage, checkpoint={"to": "s3://bucket/source"}, suspend=True)
+    whole = {"checkpoint": {"to": "s3://bucket/source"}, "trainer": {"replicas": 1}, "suspend": True}
+    source = tiny("source", storage=storage, **whole)
     await there.create(source, fork("source"))
     run = await there.reconcile_until(lambda r: condition(r, "Accepted") == "SpecInvalid", FORK)
     assert "its checkpoints are in its bucket alone" in run["status"]["conditions"][0]["message"]

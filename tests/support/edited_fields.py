@@ -160,7 +160,7 @@ _SOME: Final[tuple[Any, ...]] = (
     *("0.25", "64Mi", "20Gi", "2", "3", "other", "nvidia.com/other", 2, True, False),
     *({"team": "a"}, {"cpu": "2"}, ["--x"], ["task"], [{"name": "a", "value": "b"}], [{"name": "a"}]),
     *([{"name": "a", "emptyDir": {}}], [{"name": "a", "mountPath": "/a"}], [{"key": "a"}], {"nodeAffinity": {}}),
-    *([{"secretRef": {"name": "a"}}], [{"name": "a", "resourceClaimName": "a"}], [{"name": "a", "image": "a"}]),
+    *([{"prefix": "", "secretRef": {"name": "a", "optional": False}}], [{"name": "a", "resourceClaimName": "a"}], [{"name": "a", "image": "a"}]),
 )  # fmt: skip
 
 

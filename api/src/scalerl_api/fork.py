@@ -60,7 +60,9 @@ def refused_changes(source: RunSpec, fork: RunSpec, step: int) -> list[str]:
             found.append(f"spec.{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})")
     for path in ("checkpoint.to", "trainer.export.to"):
         if (target := new.get(path)) is not None and target == old.get(path):
-            found.append(f"spec.{path}: {target} (the source's copies are there: give the fork a target of its own)")
+            found.append(
+                f"spec.{path}: {target} (the source's copies are there: give the fork a target of its own)"
+            )
     limit = fork.budget.max_steps
     if limit is not None and limit <= step:
         found.append(

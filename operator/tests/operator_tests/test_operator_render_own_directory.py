@@ -51,10 +51,10 @@ def test_only_preparation_trainer_and_init_container_have_the_credentials() -> N
     }
     assert with_credentials == {
         ("prepare", "prepare"),
-        ("trainer", "fetch"),
+        ("trainer", "fetch-model"),
         ("trainer", "trainer"),
-        ("generator", "fetch"),
-        ("coordinator", "fetch"),
+        ("generator", "fetch-model"),
+        ("coordinator", "fetch-model"),
     }
 
 
@@ -93,7 +93,7 @@ def test_shared_claim_needs_no_init_container() -> None:
 
 
 def test_pod_has_started_though_its_init_container_has_ended() -> None:
-    ended = {"name": "fetch", "ready": True, "started": False, "state": {"terminated": {"exitCode": 0}}}
+    ended = {"name": "fetch-model", "ready": True, "started": False, "state": {"terminated": {"exitCode": 0}}}
     running = {"name": "trainer", "ready": True, "started": True, "state": {"running": {}}}
     status = {"phase": "Running", "initContainerStatuses": [ended], "containerStatuses": [running]}
     assert pod_view({"metadata": {"name": "p"}, "status": status}).started
@@ -106,7 +106,7 @@ def test_pod_has_started_though_its_init_container_has_ended() -> None:
 def test_failed_init_container_is_a_problem_with_its_last_line() -> None:
     before = {"terminated": {"exitCode": 1, "message": "s3://bucket/run/model: 403 Forbidden"}}
     state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
-    failed = {"name": "fetch", "ready": False, "state": state, "lastState": before}
+    failed = {"name": "fetch-model", "ready": False, "state": state, "lastState": before}
     waiting = {"name": "server", "ready": False, "state": {"waiting": {"reason": "PodInitializing"}}}
     status = {"phase": "Pending", "initContainerStatuses": [failed], "containerStatuses": [waiting]}
     problem = pod_view({"metadata": {"name": "p"}, "status": status}).problem

@@ -464,7 +464,7 @@ _READ_MODELS: Final = ("prepare", "server", "trainer")
 
 
 _FETCH: Final = Container(
-    name="fetch",
+    name="fetch-model",
     argv=("python", "-m", "scalerl_trainer.fetch_model"),
     env=ENVIRONMENT,
     volumes=(Volume(f"$({api.DIR})", writable=True),),

@@ -14,7 +14,7 @@ _MI: Final = 2**20
 # podTemplate. Coordinator and actor mostly wait; a core for each would not fit on small clusters.
 _FLOORS: Final = {
     "prepare": ("1", 1024 * _MI),
-    "fetch": ("250m", 512 * _MI),
+    "fetch-model": ("250m", 512 * _MI),
     "coordinator": ("250m", 256 * _MI),
     "server": ("1", 1024 * _MI),
     "actor": ("250m", 256 * _MI),
