@@ -58,11 +58,11 @@ def refused_changes(source: RunSpec, fork: RunSpec, step: int) -> list[str]:
                 "a fork continues the source's model, sequence of prompts and curve; start a run without from"
             )
             found.append(f"spec.{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})")
-    for path in ("checkpoint.to", "trainer.export.to"):
-        if (target := new.get(path)) is not None and target == old.get(path):
-            found.append(
-                f"spec.{path}: {target} (the source's copies are there: give the fork a target of its own)"
-            )
+    found += [
+        f"spec.{path}: {new[path]} (the source's copies are there: give the fork a target of its own)"
+        for path in ("checkpoint.to", "trainer.export.to")
+        if path in new and new[path] == old.get(path)
+    ]
     limit = fork.budget.max_steps
     if limit is not None and limit <= step:
         found.append(

@@ -41,7 +41,7 @@ REPORT_FILE = "SCALERL_REPORT_FILE"
 termination message."""
 
 OPTIONAL = (
-    *(TRAINER_HOST, MODEL_CACHE, COMPILE_CACHE, REPORT_FILE),
+    *(TRAINER_HOST, ATTEMPT, OWN_DIRECTORY, MODEL_CACHE, SOURCE_DIR, COMPILE_CACHE, REPORT_FILE),
     *("SCALERL_VLLM_TOKEN", "SCALERL_VLLM_PREPARED", "SCALERL_VLLM_CAUSES"),
 )
 """Variables that a runtime may leave out, and those that the vLLM server sets for its own processes. Empty, they count as not

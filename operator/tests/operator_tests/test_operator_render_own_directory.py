@@ -111,4 +111,4 @@ def test_failed_init_container_is_a_problem_with_its_last_line() -> None:
     status = {"phase": "Pending", "initContainerStatuses": [failed], "containerStatuses": [waiting]}
     problem = pod_view({"metadata": {"name": "p"}, "status": status}).problem
     assert problem is not None
-    assert "fetch: s3://bucket/run/model: 403 Forbidden" in problem.message
+    assert "fetch-model: s3://bucket/run/model: 403 Forbidden" in problem.message
