@@ -2,8 +2,8 @@
 
 One rank's uploader sends a checkpoint of ``--gigabytes`` from a volume to a real S3 server on loopback, over a connection of its
 full speed and over a slow one, while the main thread does steps like those of a trainer on a GPU: it launches many short
-operations, on one core, and waits in between. Steps with and without an upload alternate in one run. The server runs at the
-lowest priority, because in practice it is on another machine.
+operations, on one core, and waits in between. Steps with and without an upload alternate in one run. The server and the
+slow connection run at the lowest priority, because in practice they are elsewhere.
 
     python benchmarks/checkpoint_upload.py [--gigabytes 1] [--rounds 5] [--slow-mb 40]
 """
@@ -11,6 +11,7 @@ lowest priority, because in practice it is on another machine.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -51,6 +52,13 @@ def uploaded_steps(trainer: Trainer, seconds: list[float], limit: int) -> tuple[
     return time.perf_counter() - begun, not trainer.uploader.busy
 
 
+def slow_connection(port: int, bytes_per_second: float, urls: Any) -> None:
+    """A process of its own, since its threads would hold the interpreter of the steps."""
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    urls.put(Relay(port, bytes_per_second).url)
+    time.sleep(3600)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,9 +75,15 @@ def main() -> None:
     process: Any = server._process
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
     os.environ.update(server.environ)
-    relay = Relay(int(server.url.rpartition(":")[2]), arguments.slow_mb * 1e6)
+    urls: Any = multiprocessing.get_context("spawn").Queue()
+    relay = multiprocessing.get_context("spawn").Process(
+        target=slow_connection,
+        args=(int(server.url.rpartition(":")[2]), arguments.slow_mb * 1e6, urls),
+        daemon=True,
+    )
+    relay.start()
     try:
-        for name, url in (("full speed", server.url), (f"{arguments.slow_mb:g} MB/s", relay.url)):
+        for name, url in (("full speed", server.url), (f"{arguments.slow_mb:g} MB/s", urls.get(timeout=120))):
             os.environ["AWS_ENDPOINT_URL"] = url
             trainer = Trainer(directory / name.replace("/", " "), f"s3://{BUCKET}/{name[:2].strip()}")
             trainer.save(1, int(arguments.gigabytes * 1e9))
@@ -92,7 +106,7 @@ def main() -> None:
             )
     finally:
         server.close()
-        relay.close()
+        relay.kill()
         shutil.rmtree(directory)
 
 
