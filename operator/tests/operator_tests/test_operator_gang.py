@@ -100,7 +100,7 @@ def seen(workload: Object | None, *pods: Object, run: Any = None, memory: Memory
         objects["Workload", workload["metadata"]["name"]] = workload
     made = context(run or queued(), objects=objects, memory=memory)
     made.obj["metadata"]["labels"] = LABELS
-    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, made.unix_seconds)
     return made
 
 
@@ -133,7 +133,7 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
 def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_generators() -> None:
     waiting = rendered(queued(), replace(EVERYTHING, generators=3, gang=Gang(3)))
     assert "Job/trainer" not in waiting, "the pods of a Job would start"
-    placed = Gang(3, json.dumps({"trainer": {}}))
+    placed = Gang(3, json.dumps({"trainer": {}}), admitted=True)
     objects = rendered(queued(), replace(EVERYTHING, generators=3, gang=placed))
     labelled = {key for key, obj in objects.items() if QUEUE in obj["metadata"]["labels"]}
     assert labelled == {"Job/prepare"}
@@ -145,7 +145,9 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     from scalerl_operator.build import render
 
     desired = replace(
-        EVERYTHING, generators=5, gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}))
+        EVERYTHING,
+        generators=5,
+        gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True),
     )
     objects = render(queued(), UID, desired, IMAGES, operator_namespace="o")
     first, extra = (obj for obj in objects if obj["kind"] == "Deployment")
@@ -187,6 +189,20 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert blind.admitted, "an operator of a few namespaces may read no flavors"
 
 
+async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
+    """Other templates would replace the coordinator, which writes the checkpoint."""
+    api: Any = Api({"spot": SPOT, "cpus": SPOT})
+    before = await gang.find(api, seen(live("QuotaReserved", "Admitted", admission=ADMISSION)), served=True)
+    evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
+    after = await gang.find(api, seen(evicted), served=True)
+    first, second = (rendered(queued(), replace(EVERYTHING, gang=each)) for each in (before, after))
+    for key in ("StatefulSet/coordinator", "Deployment/generator"):
+        assert pod_spec(first[key])["nodeSelector"] == {"pool": "spot"}
+        assert first[key] == second[key]
+    assert "Job/trainer" in first
+    assert "Job/trainer" not in second, "so it is deleted, and its ranks save"
+
+
 async def test_who_has_a_gang() -> None:
     api: Any = Api()
     assert await gang.find(api, seen(None), served=True) == Gang(4)
@@ -195,9 +211,6 @@ async def test_who_has_a_gang() -> None:
     unqueued = seen(None)
     unqueued.obj["metadata"]["labels"] = {}
     assert await gang.find(api, unqueued, served=True) is None
-    assert await gang.find(
-        api, seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)), served=True
-    ) == Gang(3)
     assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(3)
     started = seen(None)
     started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
@@ -228,7 +241,7 @@ def test_trainer_of_a_gang_is_seen_as_a_held_job(
     made = seen(workload, *pods, memory=memory)
     made.gang = Gang(3)
     assert gang.observed_in_queue(made, made.observed).trainer == expected
-    made.gang = Gang(3, "{}")
+    made.gang = Gang(3, "{}", admitted=True)
     assert gang.observed_in_queue(made, made.observed) == made.observed
 
 
@@ -243,31 +256,41 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
         assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
     decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, held=True)), FIRST)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(decision), "it stays in the queue"
+    assert gang.is_wanted(decision, DONE), "it stays in the queue"
     between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
     assert between.phase == "Pending"
 
 
 def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
-    def wanted(phase: Phase, attempt: int = 1, **parts: Any) -> bool:
-        return gang.is_wanted(LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts))
+    def wanted(phase: Phase, attempt: int = 1, preparation: Job = DONE, **parts: Any) -> bool:
+        decision = LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts)
+        return gang.is_wanted(decision, preparation)
 
     assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
     assert wanted(Phase.PENDING, prepare=True)
     assert wanted(Phase.SUSPENDING, coordinator=True, trainer=1)
-    assert not wanted(Phase.PREPARING, 0, prepare=True)
+    held = Job(JobState.ACTIVE, held=True)
+    assert not wanted(Phase.PREPARING, 0, held, prepare=True)
     assert not wanted(Phase.PENDING, prepare=False)
     assert not wanted(Phase.COMPLETED, prepare=True, trainer=1), "an ended run keeps its Jobs, and no quota"
     assert not wanted(Phase.SUSPENDED)
     first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), Memory())
     assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(first)
+    assert gang.is_wanted(first, DONE)
+    resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
+    assert (resumed.phase, resumed.prepare) == ("Pending", True)
+    assert not gang.is_wanted(resumed, held), "the run would compete with its own preparation"
+    draining = wanted(Phase.SUSPENDING, preparation=Job(), coordinator=True, trainer=1)
+    assert draining, "it keeps its quota until it has saved"
 
 
-async def answered(workload: Object, *pods: Object, admitted: bool = False) -> Object | None:
+async def answered(
+    workload: Object, *pods: Object, admitted: bool = False, generators: int = 4
+) -> Object | None:
     api: Any = Api()
     made = seen(workload, *pods)
-    made.gang = Gang(3, "{}" if admitted else "")
+    made.gang = Gang(3, "{}", admitted=admitted)
+    made.decision = replace(made.decision, generators=generators)
     made.observed = replace(made.observed, trainer=Job(JobState.ACTIVE, 1, ready=admitted))
     await gang.answer(api, made)
     if not api.patches:
@@ -299,12 +322,34 @@ async def test_quota_is_given_back_when_the_pods_have_ended() -> None:
     assert await answered(live("Evicted")) is None, "it has been given back"
 
 
+def lost(name: str, role: Role) -> Object:
+    """A pod that its node does not end."""
+    return pod(name, role, container({"running": {}}), deleted="2001-01-01T00:00:00Z")
+
+
+async def test_quota_is_given_back_though_a_node_is_lost() -> None:
+    evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
+    pods = [lost(f"p-{role}", role) for role in (Role.TRAINER, Role.GENERATOR, Role.COORDINATOR)]
+    assert await answered(evicted, *pods) is not None
+    made = seen(evicted, *pods)
+    made.gang = Gang(3, "{}")
+    made.observed = replace(made.observed, trainer=Job(abandoned=FIRST.attempt))
+    held = gang.observed_in_queue(made, made.observed).trainer
+    assert held == Job(JobState.ACTIVE, FIRST.attempt, held=True, abandoned=FIRST.attempt)
+    decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
+    assert exists(decision)[1:3] == (False, 0)
+    assert decision.memory.last_recorded_attempt == FIRST.attempt, "its number is not used again"
+
+
 async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
     admitted = live("QuotaReserved", "Admitted", admission=ADMISSION)
     ready = [{"type": "Ready", "status": "True"}]
     pods = [pod(f"g{i}", Role.GENERATOR, container({}, ready=True), conditions=ready) for i in range(3)]
     pods.append(pod("c", Role.COORDINATOR, container({}, ready=True), conditions=ready))
     assert await answered(admitted, *pods[1:], admitted=True) is None
+    assert await answered(admitted, *pods[1:], admitted=True, generators=2) is not None, (
+        "the spec has fewer now"
+    )
     status = await answered(admitted, *pods, admitted=True)
     assert status is not None
     assert "admission" not in status

@@ -47,15 +47,13 @@ class Gang:
     """A run's Workload.
 
     generators: its number of generators.
-    placement: JSON of :class:`Placement` by role; empty while it is not admitted.
+    placement: JSON of what :meth:`of` returns, by role; empty while it has no quota.
+    admitted: the trainer may run. An evicted gang keeps its placement, by which its pods are as they were while the trainer saves.
     """
 
     generators: int
     placement: str = ""
-
-    @property
-    def admitted(self) -> bool:
-        return bool(self.placement)
+    admitted: bool = False
 
     def of(self, role: Role) -> Object:
         """``nodeSelector``, ``tolerations`` and ``topology`` (whether Kueue chooses the node of each pod) of a role."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build.gang import ROLES, WORKLOAD, Gang, minimum
-from scalerl_operator.controller.observe import RunObservation, label, rfc3339, true_condition
+from scalerl_operator.controller.observe import PodView, RunObservation, label, rfc3339, true_condition
 from scalerl_operator.controller.run_context import WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
@@ -43,12 +43,13 @@ async def find(api: KubeApi, context: RunContext, *, served: bool) -> Gang | Non
         return Gang(minimum(context.run.spec))
     generators = next((s["count"] for s in live["spec"]["podSets"] if s["name"] == Role.GENERATOR), 1)
     admission = (live.get("status") or {}).get("admission")
-    if admission is None or not true_condition(live, "Admitted") or true_condition(live, "Evicted"):
+    evicted = bool(true_condition(live, "Evicted"))
+    if admission is None or not (evicted or true_condition(live, "Admitted")):
         return Gang(generators)
     known = (live["metadata"]["uid"], json.dumps(admission, sort_keys=True))
     if context.state.placement[0] != known:
         context.state.placement = (known, await _placement(api, admission))
-    return Gang(generators, context.state.placement[1])
+    return Gang(generators, context.state.placement[1], admitted=not evicted)
 
 
 async def _placement(api: KubeApi, admission: Object) -> str:
@@ -86,16 +87,23 @@ def observed_in_queue(context: RunContext, observed: RunObservation) -> RunObser
     ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
     if not waits or ended or memory.attempt == 0 or memory.attempt == memory.last_recorded_attempt:
         return observed
-    ending = trainer.state is JobState.LEAVING or any(
-        _is_active(p.role, p.over, (Role.TRAINER,)) for p in observed.pods
+    ending = trainer.state is JobState.LEAVING or any(_is_active(p, (Role.TRAINER,)) for p in observed.pods)
+    held = Job(
+        JobState.ACTIVE,
+        attempt=memory.attempt,
+        stale=trainer.stale,
+        held=True,
+        ending=ending,
+        abandoned=trainer.abandoned,
     )
-    held = Job(JobState.ACTIVE, attempt=memory.attempt, stale=trainer.stale, held=True, ending=ending)
     return replace(observed, trainer=held)
 
 
-def is_wanted(decision: LifecycleDecision) -> bool:
-    """Whether a run keeps its place in the queue, or its quota: from its first attempt to its end, also between two attempts."""
-    waits = decision.phase is Phase.PENDING and decision.prepare and decision.memory.attempt > 0
+def is_wanted(decision: LifecycleDecision, prepare: Job) -> bool:
+    """Whether a run keeps its place in the queue, or its quota: from its first attempt to its end, also between two attempts. Not
+    beside a preparation in the queue, of which a run that is resumed would wait for the quota, and it for the run's."""
+    prepared = decision.prepare and prepare.state is JobState.COMPLETE
+    waits = decision.phase is Phase.PENDING and prepared and decision.memory.attempt > 0
     starts = decision.coordinator or decision.trainer is not None
     return decision.phase in _WITH_WORKLOADS and (waits or starts)
 
@@ -133,7 +141,7 @@ async def answer(api: KubeApi, context: RunContext) -> None:
         }
 
     if eviction:
-        if any(_is_active(pod.role, pod.over, ROLES) for pod in observed.pods):
+        if any(_is_active(pod, ROLES) for pod in observed.pods):
             return
         reason, message = eviction["reason"], eviction.get("message", "")
         news = [
@@ -161,11 +169,13 @@ def _is_ready(context: RunContext) -> bool:
     if gang is None or not gang.admitted or not observed.trainer.ready:
         return False
     generators = observed.service(Role.GENERATOR).ready
-    return observed.service(Role.COORDINATOR).ready > 0 and generators >= gang.generators
+    wanted = min(gang.generators, context.decision.generators)
+    return observed.service(Role.COORDINATOR).ready > 0 and generators >= wanted
 
 
-def _is_active(role: str, over: bool, roles: tuple[Role, ...]) -> bool:
-    return role in roles and not over
+def _is_active(pod: PodView, roles: tuple[Role, ...]) -> bool:
+    """Whether a pod may still run. The node of a lost one cannot say so, and no longer counts in the quota."""
+    return pod.role in roles and not (pod.over or pod.lost)
 
 
 def _live(context: RunContext) -> Object | None:
