@@ -16,6 +16,7 @@ from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, e
 from scalerl_api.conditions import Phase
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.diagnosis import queue_problem
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
@@ -47,12 +48,21 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]}
 
 
 class Api:
-    """Answers reads of flavors, and keeps patches."""
+    """Answers reads of flavors and of the class ``urgent``, and keeps patches. refusal: of patches."""
 
-    def __init__(self, flavors: dict[str, Object] | None = None) -> None:
-        self.flavors, self.reads, self.patches = flavors, 0, []  # type: ignore[var-annotated]
+    def __init__(
+        self,
+        flavors: dict[str, Object] | None = None,
+        *,
+        classes: dict[str, int] | None = None,
+        refusal: type[errors.ApiError] | None = None,
+    ) -> None:
+        self.flavors, self.classes, self.refusal = flavors, classes, refusal
+        self.reads, self.patches = 0, []  # type: ignore[var-annotated]
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+        if kind == "WorkloadPriorityClass" and self.classes is not None:
+            return {"value": self.classes[name]} if name in self.classes else None
         self.reads += 1
         if self.flavors is None:
             raise errors.Forbidden("no", code=403, reason="Forbidden", what="get")
@@ -60,6 +70,8 @@ class Api:
         return None if spec is None else {"spec": spec}
 
     async def patch(self, *arguments: Any, **options: Any) -> Object:
+        if self.refusal is not None:
+            raise self.refusal("the role has no such right", code=403, reason="r", what="patch")
         self.patches.append((arguments, options))
         return {}
 
@@ -88,7 +100,9 @@ def live(
 
 
 def rendered_workload(generators: int) -> Object:
-    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators)))["Workload/run"]
+    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators, priority=7)))[
+        "Workload/run"
+    ]
     return workload
 
 
@@ -109,7 +123,8 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
     run = queued(podTemplate=template, autoscaling={"generators": {"min": 2, "max": 8}})
     assert minimum(run.spec) == 2
     assert minimum(queued().spec) == 4
-    workload = rendered(run, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]
+    workload = rendered(run, replace(EVERYTHING, gang=Gang(2, priority=7)))["Workload/run"]
+    assert workload["spec"]["priority"] == 7, "which Kueue requires beside the class"
     assert workload["spec"]["queueName"] == "team"
     assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
     sets = {each["name"]: each for each in workload["spec"]["podSets"]}
@@ -204,17 +219,40 @@ async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
 
 
 async def test_who_has_a_gang() -> None:
-    api: Any = Api()
-    assert await gang.find(api, seen(None), served=True) == Gang(4)
+    api: Any = Api(classes={"urgent": 7})
+    assert await gang.find(api, seen(None), served=True) == Gang(4, priority=7)
     assert await gang.find(api, seen(None), served=False) is None
-    assert await gang.find(api, seen(live()), served=False) == Gang(3), "it has begun as one"
+    assert await gang.find(api, seen(live()), served=False) == Gang(3, priority=7), "it has begun as one"
     unqueued = seen(None)
     unqueued.obj["metadata"]["labels"] = {}
     assert await gang.find(api, unqueued, served=True) is None
-    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(3)
+    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(
+        3, priority=7
+    )
     started = seen(None)
     started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
     assert await gang.find(api, started, served=True) is None, "an earlier release has queued its parts"
+
+
+async def test_class_of_a_priority() -> None:
+    assert await gang.find(Api(), seen(None), served=True) is None, "it may not be read: part by part"  # type: ignore[arg-type]
+    without = seen(None)
+    without.obj["metadata"]["labels"] = {QUEUE: "team"}
+    assert await gang.find(Api(), without, served=True) == Gang(4)  # type: ignore[arg-type]
+    missing: Any = Api(classes={})
+    made = seen(None)
+    made.gang = await gang.find(missing, made, served=True)
+    assert made.gang == Gang(4)
+    said = await queue_problem(ExistingQueue(), made)  # type: ignore[arg-type]
+    assert said.startswith("no WorkloadPriorityClass urgent"), said
+    made.state.queue_read = (0.0, "")
+    made.gang = Gang(4, priority=0)
+    assert await queue_problem(ExistingQueue(), made) == ""  # type: ignore[arg-type]
+
+
+class ExistingQueue:
+    async def get(self, kind: str, namespace: str | None, name: str) -> Object:
+        return {}
 
 
 TRAINER = pod("t", Role.TRAINER, container({"running": {}}))
@@ -360,6 +398,29 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
         )
         is None
     )
+
+
+@pytest.mark.parametrize("refusal", [errors.Forbidden, errors.Invalid, errors.NotFound])
+async def test_refused_answer_is_said_and_fails_no_reconcile(refusal: type[errors.ApiError]) -> None:
+    made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION))
+    made.gang = Gang(3)
+    await gang.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
+    assert "the role has no such right" in gang.why_waiting(made)
+    await gang.answer(Api(), made)  # type: ignore[arg-type]
+    assert "no such right" not in gang.why_waiting(made)
+    with pytest.raises(errors.Conflict):
+        await gang.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["two", "0", "", "1.5", "-2", "９", "99999999999"])
+def test_size_of_a_slice_is_a_number(size: str) -> None:
+    template = {"annotations": {"kueue.x-k8s.io/podset-slice-size": size}}
+    with pytest.raises(ValueError, match="podset-slice-size"):
+        queued(podTemplate=template)
+    earlier = queued(podTemplate={"annotations": {"kueue.x-k8s.io/podset-slice-size": "2"}})
+    earlier.spec.pod_template.annotations["kueue.x-k8s.io/podset-slice-size"] = size
+    sets = rendered(earlier, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]["spec"]["podSets"]
+    assert sets[0]["topologyRequest"]["podSetSliceSize"] == size, "the API server refuses it, with a message"
 
 
 def test_waiting_run_says_what_kueue_says() -> None:
