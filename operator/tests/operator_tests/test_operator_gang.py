@@ -9,24 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kubernetes.aio.client.configuration import Configuration
 
 from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
+from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.diagnosis import queue_problem
 from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
+from scalerl_operator.main import Operator, Parts, reconciler
 from scalerl_operator.names import PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.settings import Settings
 from scalerl_operator.workloads import Role
 
 LABELS = {QUEUE: "team", PRIORITY: "urgent"}
@@ -421,6 +427,49 @@ def test_size_of_a_slice_is_a_number(size: str) -> None:
     earlier.spec.pod_template.annotations["kueue.x-k8s.io/podset-slice-size"] = size
     sets = rendered(earlier, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]["spec"]["podSets"]
     assert sets[0]["topologyRequest"]["podSetSliceSize"] == size, "the API server refuses it, with a message"
+
+
+async def test_workloads_that_cannot_be_listed_hold_only_runs_of_queues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operator = Operator(Settings.read(LEAST), Configuration(), reconciler)
+    (workloads,) = (each for each in operator._informers if each.kind.name == "Workload")
+    operator.watches.listed.set()
+    for informer in operator._informers:
+        if informer is not workloads:
+            assert informer.what in operator._awaited()
+            informer.synced.set()
+    await asyncio.wait_for(operator._fill_cache(), 60)
+    assert not operator._workloads_known()
+    reconciled: list[Any] = []
+
+    async def noted(self: Reconciler, key: Any) -> None:
+        reconciled.append(key)
+
+    async def mine(self: NamespaceClaims, namespace: str) -> bool:
+        return True
+
+    monkeypatch.setattr(Reconciler, "reconcile", noted)
+    monkeypatch.setattr(NamespaceClaims, "mine", mine)
+    run = seen(None).obj
+    monkeypatch.setattr(operator.cache, "run", lambda *key: run)
+    parts = Parts(
+        *(operator._settings, operator.api, operator.cache, operator.metrics, lambda key: None),
+        workloads_known=operator._workloads_known,
+    )
+    async with reconciler(parts) as reconcile:
+        assert await reconcile(("ml", "math")) is not None
+        assert not reconciled
+        run["metadata"]["labels"] = {}
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 1
+        run["metadata"] |= {"labels": LABELS, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 2, "a deleted run must be able to go"
+        del run["metadata"]["deletionTimestamp"]
+        workloads.synced.set()
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 3
 
 
 def test_waiting_run_says_what_kueue_says() -> None:
