@@ -26,6 +26,7 @@ NEEDED: dict[str, set[str]] = {
     "Lease": {"get", "create", "update"},
     "Workload": READ | APPLY | {"delete"},
     "ResourceFlavor": {"get"},
+    "WorkloadPriorityClass": {"get"},
     "StorageClass": {"get"},
     "LocalQueue": {"get"},
     "TokenReview": {"create"},
@@ -44,6 +45,7 @@ ELSEWHERE = {
     ("get", "LocalQueue"),  # of a run with a queue label
     *((verb, "Workload") for verb in ("get", "watch", "create", "patch", "delete")),  # the same
     ("get", "ResourceFlavor"),  # the same
+    ("get", "WorkloadPriorityClass"),  # the same, with a label for its priority
     *(("create", kind) for kind in REVIEWS),
 }
 """Of these, (verb, kind) that one run from its first object to its last may not need."""

@@ -54,6 +54,10 @@ _SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
+SLICE_SIZE = "kueue.x-k8s.io/podset-slice-size"
+"""Annotation of Kueue that the operator reads as a number."""
+COUNT = re.compile(r"[1-9][0-9]{0,8}")
+
 PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
 PLAIN_PATH_MESSAGE = "must be written plainly: no //, no /./ and no /../"
 RESERVED_PATH_MESSAGE = "the operator mounts there itself, or below it; choose another path"
@@ -146,6 +150,13 @@ def unreserved(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def slice_size(annotations: dict[str, str]) -> dict[str, str]:
+    """Reject a size of Kueue's slices that is no positive number."""
+    if (size := annotations.get(SLICE_SIZE)) is not None and not COUNT.fullmatch(size):
+        raise ValueError(f'{SLICE_SIZE} must be a positive number of pods, like "2", got {size!r}')
+    return annotations
+
+
 def other_container(name: str) -> str:
     """Reject the name of a role's own container."""
     if name in ROLE_CONTAINERS:
@@ -205,6 +216,7 @@ Annotations = Annotated[
     dict[QualifiedName, Annotated[str, Field(max_length=16_384)]],
     Field(max_length=32),
     AfterValidator(unreserved),
+    AfterValidator(slice_size),
 ]
 Variable = Annotated[
     Raw, AfterValidator(Named("variable", RESERVED_VARIABLES, RANK_VARIABLES)), AfterValidator(text_value)

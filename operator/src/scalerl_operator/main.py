@@ -36,6 +36,7 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
+from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import is_deleted
 from scalerl_operator.controller.summary import RunFigures
@@ -51,12 +52,15 @@ from scalerl_operator.kube.scrape_access import ScrapeAccess
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
+from scalerl_operator.names import QUEUE
 from scalerl_operator.settings import Settings, SettingsError
 
 LAG_SECONDS: Final = 0.5
 """Between two measurements of the event loop's delay."""
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
+UNKNOWN_WORKLOADS_SECONDS: Final = 5.0
+"""Between two reconciles of a run in a queue, while Workloads cannot be listed."""
 WAIT_LOG_SECONDS: Final = 10.0
 """Between two log lines of a replica that is not ready yet."""
 _REFUSED: Final = {
@@ -84,6 +88,8 @@ class Parts:
     """Wakes a run for its coordinator or its autoscaler; a failed reconcile is not retried sooner."""
     workloads_served: Callable[[], bool] = lambda: False
     """Whether the cluster serves Kueue's Workloads."""
+    workloads_known: Callable[[], bool] = lambda: True
+    """Whether they have been listed, or are not served: until then, no run in a queue is reconciled but one that is deleted."""
     on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called when this replica no longer leads and no reconcile is in work."""
 
@@ -143,6 +149,9 @@ class Operator:
     def _workloads_served(self) -> bool:
         return all(informer.served for informer in self._informers if informer.kind.name == WORKLOAD)
 
+    def _workloads_known(self) -> bool:
+        return all(informer.synced.is_set() for informer in self._informers if informer.kind.name == WORKLOAD)
+
     def stop(self) -> None:
         """Ends :meth:`run`."""
         self._stopping.set()
@@ -155,7 +164,8 @@ class Operator:
             await stack.enter_async_context(self._server())
             wake = functools.partial(self.queue.wake, respect_backoff=True)
             self._parts = Parts(
-                self._settings, self.api, self.cache, self.metrics, wake, self._workloads_served
+                *(self._settings, self.api, self.cache, self.metrics, wake),
+                *(self._workloads_served, self._workloads_known),
             )
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
             tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}
@@ -225,8 +235,8 @@ class Operator:
                 group.create_task(informer.run())
 
     async def _fill_cache(self) -> None:
-        """Waits for the first lists."""
-        for complete in (self.watches.listed, *(informer.synced for informer in self._informers)):
+        """Waits for the first lists, but for those of optional kinds: a broken extension must not stop all runs."""
+        for complete in (self.watches.listed, *(informer.synced for informer in self._needed())):
             while not complete.is_set():
                 try:
                     async with asyncio.timeout(WAIT_LOG_SECONDS):
@@ -239,10 +249,13 @@ class Operator:
         self._cache_complete = True
         log.info("the cache holds %d runs and %d objects", len(self.cache.runs()), len(self.cache))
 
+    def _needed(self) -> list[Informer]:
+        return [informer for informer in self._informers if not informer.kind.optional]
+
     def _awaited(self) -> str:
         """What this replica waits for before it can lead."""
         lists = [] if self.watches.listed.is_set() else [RUN]
-        lists += [informer.what for informer in self._informers if not informer.synced.is_set()]
+        lists += [informer.what for informer in self._needed() if not informer.synced.is_set()]
         if lists:
             return f"the first list of {', '.join(lists)}"
         return "the cache" if self.watches.started.is_set() else "kopf to start"
@@ -356,6 +369,8 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
     async def reconcile(key: Key) -> float | None:
         run = parts.cache.run(*key)
         # A run that is being deleted must be able to go, whoever has claimed its namespace.
+        if run is not None and not is_deleted(run) and label(run, QUEUE) and not parts.workloads_known():
+            return UNKNOWN_WORKLOADS_SECONDS
         if run is None or is_deleted(run) or await claims.mine(key[0]):
             return await runs.reconcile(key)
         await runs.forget(key)

@@ -9,23 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kubernetes.aio.client.configuration import Configuration
 
 from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
+from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.diagnosis import queue_problem
 from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS
+from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
+from scalerl_operator.main import Operator, Parts, reconciler
 from scalerl_operator.names import PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.settings import Settings
 from scalerl_operator.workloads import Role
 
 LABELS = {QUEUE: "team", PRIORITY: "urgent"}
@@ -47,12 +54,21 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]}
 
 
 class Api:
-    """Answers reads of flavors, and keeps patches."""
+    """Answers reads of flavors and of the class ``urgent``, and keeps patches. refusal: of patches."""
 
-    def __init__(self, flavors: dict[str, Object] | None = None) -> None:
-        self.flavors, self.reads, self.patches = flavors, 0, []  # type: ignore[var-annotated]
+    def __init__(
+        self,
+        flavors: dict[str, Object] | None = None,
+        *,
+        classes: dict[str, int] | None = None,
+        refusal: type[errors.ApiError] | None = None,
+    ) -> None:
+        self.flavors, self.classes, self.refusal = flavors, classes, refusal
+        self.reads, self.patches = 0, []  # type: ignore[var-annotated]
 
     async def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+        if kind == "WorkloadPriorityClass" and self.classes is not None:
+            return {"value": self.classes[name]} if name in self.classes else None
         self.reads += 1
         if self.flavors is None:
             raise errors.Forbidden("no", code=403, reason="Forbidden", what="get")
@@ -60,6 +76,8 @@ class Api:
         return None if spec is None else {"spec": spec}
 
     async def patch(self, *arguments: Any, **options: Any) -> Object:
+        if self.refusal is not None:
+            raise self.refusal("the role has no such right", code=403, reason="r", what="patch")
         self.patches.append((arguments, options))
         return {}
 
@@ -88,7 +106,9 @@ def live(
 
 
 def rendered_workload(generators: int) -> Object:
-    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators)))["Workload/run"]
+    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators, priority=7)))[
+        "Workload/run"
+    ]
     return workload
 
 
@@ -100,7 +120,7 @@ def seen(workload: Object | None, *pods: Object, run: Any = None, memory: Memory
         objects["Workload", workload["metadata"]["name"]] = workload
     made = context(run or queued(), objects=objects, memory=memory)
     made.obj["metadata"]["labels"] = LABELS
-    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, made.unix_seconds)
     return made
 
 
@@ -109,7 +129,8 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
     run = queued(podTemplate=template, autoscaling={"generators": {"min": 2, "max": 8}})
     assert minimum(run.spec) == 2
     assert minimum(queued().spec) == 4
-    workload = rendered(run, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]
+    workload = rendered(run, replace(EVERYTHING, gang=Gang(2, priority=7)))["Workload/run"]
+    assert workload["spec"]["priority"] == 7, "which Kueue requires beside the class"
     assert workload["spec"]["queueName"] == "team"
     assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
     sets = {each["name"]: each for each in workload["spec"]["podSets"]}
@@ -133,7 +154,7 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
 def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_generators() -> None:
     waiting = rendered(queued(), replace(EVERYTHING, generators=3, gang=Gang(3)))
     assert "Job/trainer" not in waiting, "the pods of a Job would start"
-    placed = Gang(3, json.dumps({"trainer": {}}))
+    placed = Gang(3, json.dumps({"trainer": {}}), admitted=True)
     objects = rendered(queued(), replace(EVERYTHING, generators=3, gang=placed))
     labelled = {key for key, obj in objects.items() if QUEUE in obj["metadata"]["labels"]}
     assert labelled == {"Job/prepare"}
@@ -145,7 +166,9 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     from scalerl_operator.build import render
 
     desired = replace(
-        EVERYTHING, generators=5, gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}))
+        EVERYTHING,
+        generators=5,
+        gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True),
     )
     objects = render(queued(), UID, desired, IMAGES, operator_namespace="o")
     first, extra = (obj for obj in objects if obj["kind"] == "Deployment")
@@ -187,21 +210,55 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert blind.admitted, "an operator of a few namespaces may read no flavors"
 
 
+async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
+    """Other templates would replace the coordinator, which writes the checkpoint."""
+    api: Any = Api({"spot": SPOT, "cpus": SPOT})
+    before = await gang.find(api, seen(live("QuotaReserved", "Admitted", admission=ADMISSION)), served=True)
+    evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
+    after = await gang.find(api, seen(evicted), served=True)
+    first, second = (rendered(queued(), replace(EVERYTHING, gang=each)) for each in (before, after))
+    for key in ("StatefulSet/coordinator", "Deployment/generator"):
+        assert pod_spec(first[key])["nodeSelector"] == {"pool": "spot"}
+        assert first[key] == second[key]
+    assert "Job/trainer" in first
+    assert "Job/trainer" not in second, "so it is deleted, and its ranks save"
+
+
 async def test_who_has_a_gang() -> None:
-    api: Any = Api()
-    assert await gang.find(api, seen(None), served=True) == Gang(4)
+    api: Any = Api(classes={"urgent": 7})
+    assert await gang.find(api, seen(None), served=True) == Gang(4, priority=7)
     assert await gang.find(api, seen(None), served=False) is None
-    assert await gang.find(api, seen(live()), served=False) == Gang(3), "it has begun as one"
+    assert await gang.find(api, seen(live()), served=False) == Gang(3, priority=7), "it has begun as one"
     unqueued = seen(None)
     unqueued.obj["metadata"]["labels"] = {}
     assert await gang.find(api, unqueued, served=True) is None
-    assert await gang.find(
-        api, seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)), served=True
-    ) == Gang(3)
-    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(3)
+    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(
+        3, priority=7
+    )
     started = seen(None)
     started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
     assert await gang.find(api, started, served=True) is None, "an earlier release has queued its parts"
+
+
+async def test_class_of_a_priority() -> None:
+    assert await gang.find(Api(), seen(None), served=True) is None, "it may not be read: part by part"  # type: ignore[arg-type]
+    without = seen(None)
+    without.obj["metadata"]["labels"] = {QUEUE: "team"}
+    assert await gang.find(Api(), without, served=True) == Gang(4)  # type: ignore[arg-type]
+    missing: Any = Api(classes={})
+    made = seen(None)
+    made.gang = await gang.find(missing, made, served=True)
+    assert made.gang == Gang(4)
+    said = await queue_problem(ExistingQueue(), made)  # type: ignore[arg-type]
+    assert said.startswith("no WorkloadPriorityClass urgent"), said
+    made.state.queue_read = (0.0, "")
+    made.gang = Gang(4, priority=0)
+    assert await queue_problem(ExistingQueue(), made) == ""  # type: ignore[arg-type]
+
+
+class ExistingQueue:
+    async def get(self, kind: str, namespace: str | None, name: str) -> Object:
+        return {}
 
 
 TRAINER = pod("t", Role.TRAINER, container({"running": {}}))
@@ -228,7 +285,7 @@ def test_trainer_of_a_gang_is_seen_as_a_held_job(
     made = seen(workload, *pods, memory=memory)
     made.gang = Gang(3)
     assert gang.observed_in_queue(made, made.observed).trainer == expected
-    made.gang = Gang(3, "{}")
+    made.gang = Gang(3, "{}", admitted=True)
     assert gang.observed_in_queue(made, made.observed) == made.observed
 
 
@@ -243,31 +300,41 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
         assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
     decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, held=True)), FIRST)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(decision), "it stays in the queue"
+    assert gang.is_wanted(decision, DONE), "it stays in the queue"
     between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
     assert between.phase == "Pending"
 
 
 def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
-    def wanted(phase: Phase, attempt: int = 1, **parts: Any) -> bool:
-        return gang.is_wanted(LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts))
+    def wanted(phase: Phase, attempt: int = 1, preparation: Job = DONE, **parts: Any) -> bool:
+        decision = LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts)
+        return gang.is_wanted(decision, preparation)
 
     assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
     assert wanted(Phase.PENDING, prepare=True)
     assert wanted(Phase.SUSPENDING, coordinator=True, trainer=1)
-    assert not wanted(Phase.PREPARING, 0, prepare=True)
+    held = Job(JobState.ACTIVE, held=True)
+    assert not wanted(Phase.PREPARING, 0, held, prepare=True)
     assert not wanted(Phase.PENDING, prepare=False)
     assert not wanted(Phase.COMPLETED, prepare=True, trainer=1), "an ended run keeps its Jobs, and no quota"
     assert not wanted(Phase.SUSPENDED)
     first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), Memory())
     assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(first)
+    assert gang.is_wanted(first, DONE)
+    resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
+    assert (resumed.phase, resumed.prepare) == ("Pending", True)
+    assert not gang.is_wanted(resumed, held), "the run would compete with its own preparation"
+    draining = wanted(Phase.SUSPENDING, preparation=Job(), coordinator=True, trainer=1)
+    assert draining, "it keeps its quota until it has saved"
 
 
-async def answered(workload: Object, *pods: Object, admitted: bool = False) -> Object | None:
+async def answered(
+    workload: Object, *pods: Object, admitted: bool = False, generators: int = 4
+) -> Object | None:
     api: Any = Api()
     made = seen(workload, *pods)
-    made.gang = Gang(3, "{}" if admitted else "")
+    made.gang = Gang(3, "{}", admitted=admitted)
+    made.decision = replace(made.decision, generators=generators)
     made.observed = replace(made.observed, trainer=Job(JobState.ACTIVE, 1, ready=admitted))
     await gang.answer(api, made)
     if not api.patches:
@@ -299,12 +366,34 @@ async def test_quota_is_given_back_when_the_pods_have_ended() -> None:
     assert await answered(live("Evicted")) is None, "it has been given back"
 
 
+def lost(name: str, role: Role) -> Object:
+    """A pod that its node does not end."""
+    return pod(name, role, container({"running": {}}), deleted="2001-01-01T00:00:00Z")
+
+
+async def test_quota_is_given_back_though_a_node_is_lost() -> None:
+    evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
+    pods = [lost(f"p-{role}", role) for role in (Role.TRAINER, Role.GENERATOR, Role.COORDINATOR)]
+    assert await answered(evicted, *pods) is not None
+    made = seen(evicted, *pods)
+    made.gang = Gang(3, "{}")
+    made.observed = replace(made.observed, trainer=Job(abandoned=FIRST.attempt))
+    held = gang.observed_in_queue(made, made.observed).trainer
+    assert held == Job(JobState.ACTIVE, FIRST.attempt, held=True, abandoned=FIRST.attempt)
+    decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
+    assert exists(decision)[1:3] == (False, 0)
+    assert decision.memory.last_recorded_attempt == FIRST.attempt, "its number is not used again"
+
+
 async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
     admitted = live("QuotaReserved", "Admitted", admission=ADMISSION)
     ready = [{"type": "Ready", "status": "True"}]
     pods = [pod(f"g{i}", Role.GENERATOR, container({}, ready=True), conditions=ready) for i in range(3)]
     pods.append(pod("c", Role.COORDINATOR, container({}, ready=True), conditions=ready))
     assert await answered(admitted, *pods[1:], admitted=True) is None
+    assert await answered(admitted, *pods[1:], admitted=True, generators=2) is not None, (
+        "the spec has fewer now"
+    )
     status = await answered(admitted, *pods, admitted=True)
     assert status is not None
     assert "admission" not in status
@@ -315,6 +404,72 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
         )
         is None
     )
+
+
+@pytest.mark.parametrize("refusal", [errors.Forbidden, errors.Invalid, errors.NotFound])
+async def test_refused_answer_is_said_and_fails_no_reconcile(refusal: type[errors.ApiError]) -> None:
+    made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION))
+    made.gang = Gang(3)
+    await gang.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
+    assert "the role has no such right" in gang.why_waiting(made)
+    await gang.answer(Api(), made)  # type: ignore[arg-type]
+    assert "no such right" not in gang.why_waiting(made)
+    with pytest.raises(errors.Conflict):
+        await gang.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", ["two", "0", "", "1.5", "-2", "９", "99999999999"])
+def test_size_of_a_slice_is_a_number(size: str) -> None:
+    template = {"annotations": {"kueue.x-k8s.io/podset-slice-size": size}}
+    with pytest.raises(ValueError, match="podset-slice-size"):
+        queued(podTemplate=template)
+    earlier = queued(podTemplate={"annotations": {"kueue.x-k8s.io/podset-slice-size": "2"}})
+    earlier.spec.pod_template.annotations["kueue.x-k8s.io/podset-slice-size"] = size
+    sets = rendered(earlier, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]["spec"]["podSets"]
+    assert sets[0]["topologyRequest"]["podSetSliceSize"] == size, "the API server refuses it, with a message"
+
+
+async def test_workloads_that_cannot_be_listed_hold_only_runs_of_queues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operator = Operator(Settings.read(LEAST), Configuration(), reconciler)
+    (workloads,) = (each for each in operator._informers if each.kind.name == "Workload")
+    operator.watches.listed.set()
+    for informer in operator._informers:
+        if informer is not workloads:
+            assert informer.what in operator._awaited()
+            informer.synced.set()
+    await asyncio.wait_for(operator._fill_cache(), 60)
+    assert not operator._workloads_known()
+    reconciled: list[Any] = []
+
+    async def noted(self: Reconciler, key: Any) -> None:
+        reconciled.append(key)
+
+    async def mine(self: NamespaceClaims, namespace: str) -> bool:
+        return True
+
+    monkeypatch.setattr(Reconciler, "reconcile", noted)
+    monkeypatch.setattr(NamespaceClaims, "mine", mine)
+    run = seen(None).obj
+    monkeypatch.setattr(operator.cache, "run", lambda *key: run)
+    parts = Parts(
+        *(operator._settings, operator.api, operator.cache, operator.metrics, lambda key: None),
+        workloads_known=operator._workloads_known,
+    )
+    async with reconciler(parts) as reconcile:
+        assert await reconcile(("ml", "math")) is not None
+        assert not reconciled
+        run["metadata"]["labels"] = {}
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 1
+        run["metadata"] |= {"labels": LABELS, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 2, "a deleted run must be able to go"
+        del run["metadata"]["deletionTimestamp"]
+        workloads.synced.set()
+        await reconcile(("ml", "math"))
+        assert len(reconciled) == 3
 
 
 def test_waiting_run_says_what_kueue_says() -> None:

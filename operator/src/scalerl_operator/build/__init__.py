@@ -78,7 +78,7 @@ def _workload(scope: Scope, of: Gang) -> Object:
         Role.GENERATOR: (of.generators, generator.deployment(scope, of.generators)["spec"]["template"]),
         Role.TRAINER: (job["parallelism"], job["template"]),
     }
-    return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates)
+    return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates, of.priority)
 
 
 __all__ = ["render", "secret", "spec_hash"]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from scalerl_api.pods import COUNT, SLICE_SIZE
 from scalerl_api.spec import RunSpec
 from scalerl_operator import names
 from scalerl_operator.kube.kinds import kind_of
@@ -32,7 +33,7 @@ _TOPOLOGY: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "kueue.x-k8s.io/podset-preferred-topology": ("preferred", str),
     _UNCONSTRAINED: ("unconstrained", lambda text: text == "true"),
     "kueue.x-k8s.io/podset-slice-required-topology": ("podSetSliceRequiredTopology", str),
-    "kueue.x-k8s.io/podset-slice-size": ("podSetSliceSize", int),
+    SLICE_SIZE: ("podSetSliceSize", lambda text: int(text) if COUNT.fullmatch(text) else text),
 }
 """Annotations of pods, and their fields of a pod set."""
 _COUNTED: Final = (
@@ -47,15 +48,15 @@ class Gang:
     """A run's Workload.
 
     generators: its number of generators.
-    placement: JSON of :class:`Placement` by role; empty while it is not admitted.
+    placement: JSON of what :meth:`of` returns, by role; empty while it has no quota.
+    admitted: the trainer may run. An evicted gang keeps its placement, by which its pods are as they were while the trainer saves.
+    priority: the value of its WorkloadPriorityClass; None: the run names none, or it does not exist.
     """
 
     generators: int
     placement: str = ""
-
-    @property
-    def admitted(self) -> bool:
-        return bool(self.placement)
+    admitted: bool = False
+    priority: int | None = None
 
     def of(self, role: Role) -> Object:
         """``nodeSelector``, ``tolerations`` and ``topology`` (whether Kueue chooses the node of each pod) of a role."""
@@ -70,22 +71,28 @@ def minimum(spec: RunSpec) -> int:
 
 
 def workload(
-    metadata: Object, queue_labels: dict[str, str], templates: dict[Role, tuple[int, Object]]
+    metadata: Object,
+    queue_labels: dict[str, str],
+    templates: dict[Role, tuple[int, Object]],
+    priority: int | None,
 ) -> Object:
     """The Workload. Immutable once it has quota.
 
     templates: by role: the number of pods, and their template.
+    priority: see :class:`Gang`. The API server refuses a class without its value.
     """
     spec: Object = {
         "queueName": queue_labels.get(names.QUEUE, ""),
         "podSets": [_pod_set(role, count, template) for role, (count, template) in templates.items()],
     }
-    if (priority := queue_labels.get(names.PRIORITY)) is not None:
+    if (name := queue_labels.get(names.PRIORITY)) is not None:
         spec["priorityClassRef"] = {
             "group": "kueue.x-k8s.io",
             "kind": "WorkloadPriorityClass",
-            "name": priority,
+            "name": name,
         }
+        if priority is not None:
+            spec["priority"] = priority
     return {
         "apiVersion": kind_of(WORKLOAD).api_version,
         "kind": WORKLOAD,

@@ -382,7 +382,7 @@ def _environment(
     user = [entry for entry in given.env if entry["name"] not in fixed_names]
     overridden = {entry["name"] for entry in user}
     if given.env_from:  # a variable that is not set here would come from there
-        planned = dict.fromkeys(api.OPTIONAL, "") | planned
+        planned = {name: "" for name in api.OPTIONAL if name not in fixed_names} | planned
         fixed += [entry for entry in _single_rank(settings) if entry["name"] not in fixed_names]
     return [
         *fixed,

@@ -86,7 +86,7 @@ class Applier:
         decision, state = context.decision, context.state
         desired = Desired(
             *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, context.trained),
-            gang=context.gang if is_wanted(decision) else None,
+            gang=context.gang if is_wanted(decision, context.observed.prepare) else None,
             source_claim=context.source_claim,
         )
         images = pinned(context, self._images)

@@ -11,7 +11,7 @@ from scalerl_operator.controller.run_context import CLAIM, RunContext, is_delete
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT, QUEUE, Names
+from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
@@ -107,7 +107,7 @@ def _time(event: Object) -> float:
 
 
 async def queue_problem(api: KubeApi, context: RunContext) -> str:
-    """A message if the LocalQueue (Kueue) of the run's label does not exist; empty otherwise, for a run that has been admitted,
+    """A message if the LocalQueue (Kueue) of the run's label, or the class of its priority, does not exist; empty otherwise, for a run that has been admitted,
     and if the operator may not read it. Reads the queue at most every :data:`QUEUE_SECONDS` for one run.
     """
     queue, admitted = label(context.obj, QUEUE), context.before.condition(ConditionType.ADMITTED)
@@ -125,5 +125,8 @@ async def queue_problem(api: KubeApi, context: RunContext) -> str:
     if not exists:
         problem = f"no LocalQueue {queue} in the namespace {context.namespace}: with Kueue, the run waits for it; in a cluster "
         problem += f"without Kueue it starts, and counts in no quota. To run without a queue, remove the label {QUEUE}"
+    priority = label(context.obj, PRIORITY)
+    if exists and priority and context.gang is not None and context.gang.priority is None:
+        problem = f"no WorkloadPriorityClass {priority}: create it, or remove the label {PRIORITY}; until then the run waits"
     context.state.queue_read = (context.unix_seconds, problem)
     return problem

@@ -132,6 +132,8 @@ class Reconciler:
         status_due = await self._report(context)
         if context.accepted is None:
             return context.decision.again_seconds
+        if context.not_started is None:
+            await gang.answer(self._api, context)
         if await self._edit_spec(context):
             return 0.0  # the operator's own write wakes no run
         repair = context.state.next_repair_seconds(context.unix_seconds)
@@ -144,7 +146,9 @@ class Reconciler:
             repair,
             RETRY_SECONDS if context.state.size_refused is not None else None,
             # A restored claim without the run's label is not watched.
-            BLOCKED_SECONDS if context.blocked is not None or context.claim_gone else None,
+            BLOCKED_SECONDS
+            if context.blocked is not None or context.claim_gone or context.state.unanswered
+            else None,
             next_start_check(context),
         )
 
@@ -183,7 +187,6 @@ class Reconciler:
                 context.before = RunStatus.read(context.obj.get("status"))
                 context.memory = context.decision.memory
             await self._applier.apply(context)
-            await gang.answer(self._api, context)
         await request_stop(self._api, self.coordinators, context)
 
     async def _edit_spec(self, context: RunContext) -> bool:

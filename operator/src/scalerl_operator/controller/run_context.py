@@ -90,6 +90,10 @@ class RunState:
     """When the Events of a pod were last read, and the problem."""
     placement: tuple[tuple[str, str], str] = (("", ""), "")
     """uid and admission of the run's Workload, and :attr:`.Gang.placement`."""
+    priority_read: tuple[float, str, int | None] = (0.0, "", None)
+    """When the class of the run's priority was last read, its name, and its value."""
+    unanswered: str = ""
+    """Why the API server refused the operator's status of the run's Workload."""
     queue_read: tuple[float, str] = (0.0, "")
     """When the run's queue was last read, and the problem."""
 

@@ -79,6 +79,13 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Workload", "kueue.x-k8s.io/v1beta2", "workloads", watched=True, optional=True),
         # The nodes of a queue's quota.
         Kind("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False),
+        # The value of a run's priority.
+        Kind(
+            "WorkloadPriorityClass",
+            "kueue.x-k8s.io/v1beta2",
+            "workloadpriorityclasses",
+            namespaced=False,
+        ),
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
         # Nothing is stored: the API server answers who has a token, and what that user may do.
         Kind("TokenReview", "authentication.k8s.io/v1", "tokenreviews", namespaced=False),
