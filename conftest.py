@@ -23,6 +23,8 @@ NODE = (
     "test_cluster_trainer.py",
     "test_runs.py",
 )
+LONG = ("test_interrupted.py",)
+"""One test of five minutes: begun last, it would run alone."""
 SLOW = ("slow", "vllm", "local")
 MAY_SKIP_IN_CI = ("needs a GPU",)
 
@@ -45,7 +47,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest scopes first, so that all workers end at about the same time."""
     slow = Counter(scope(i.nodeid) for i in items if any(i.get_closest_marker(m) for m in SLOW))
-    items.sort(key=lambda i: (scope(i.nodeid) != "node", -slow[scope(i.nodeid)]))
+    items.sort(
+        key=lambda i: (scope(i.nodeid) != "node", not scope(i.nodeid).endswith(LONG), -slow[scope(i.nodeid)])
+    )
 
 
 @pytest.hookimpl(trylast=True)

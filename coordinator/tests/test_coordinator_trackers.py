@@ -497,8 +497,9 @@ def test_wandb_online_kill_sends_each_row_once(paths: RunPaths, monkeypatch: pyt
     with wandb_stand_in() as server:
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")  # in place of 15 seconds
         process = start(paths, "wandb")
-        wait_for(lambda: server.history, process)  # it sends every 15 seconds
+        wait_for(lambda: server.history, process)
         process.kill()  # W&B's own process, in a session of its own, notices within seconds and ends
         process.communicate()
         files.write_rows(rows(603), 603, whole=True)

@@ -526,3 +526,37 @@ async def test_parts_of_a_verdict_reach_the_caller(tmp_path, monkeypatch):
         "the verifier gave 1.5, which is not in [0, 1]",
     ]
     assert all(g.error for g in bad[4:])
+
+
+COUNTS_OPENED_FILES = """
+import sys
+import scalerl_tasks.verifiers as v
+
+opened = 0
+
+def hook(event, arguments):
+    global opened
+    opened += event == "open"
+
+class Counts:
+    name = "counts"
+    def score(self, prompt, completion):
+        return min(1.0, opened / 1000)
+    def check(self, prompt): ...
+    def samples(self):
+        return [(v.Prompt("sample", "", ""), "any")]
+
+sys.addaudithook(hook)
+v._OPENERS["counts"] = lambda config: Counts()
+v.VERIFIERS = tuple(v._OPENERS)
+"""
+
+
+async def test_grader_opens_no_file_for_a_completion(tmp_path, monkeypatch):
+    """That takes longer than the cheap verifiers do."""
+    (tmp_path / "sitecustomize.py").write_text(COUNTS_OPENED_FILES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with GradingPool(VerifierConfig("counts")) as pool:
+        first, *others = await pool.score_group(FOUR, ["any"] * 16)
+    assert 0 < first.score < 1
+    assert others == [first] * 15

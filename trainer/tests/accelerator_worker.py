@@ -162,7 +162,7 @@ class PlainEngine:
 def model(tied: bool) -> Any:
     config = LlamaConfig(
         hidden_size=HIDDEN,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         intermediate_size=24,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -1,5 +1,5 @@
 """One role of a run as a process: ``ROLE`` is ``{"module": …, "argv": […], "environ": {…}, "log": path,
-"largest_file": bytes or None}``."""
+"largest_file": bytes or None, "retry_seconds": of a failed checkpoint, or None}``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ try:
     import torch
 
     torch.set_num_threads(1)
+    if role.get("retry_seconds") is not None:
+        from scalerl_trainer import checkpointer, leader, mid_training
+
+        for place in (checkpointer, leader, mid_training):
+            place.RETRY_SECONDS = role["retry_seconds"]
+        checkpointer.BLIND_RETRY_SECONDS = role["retry_seconds"]
     code = importlib.import_module(role["module"]).main(role["argv"])
 except SystemExit as leaving:
     code = leaving.code if isinstance(leaving.code, int) else 1

@@ -89,6 +89,7 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     """One rank cannot write files of more than 32 KiB: the other must neither hang nor keep its half."""
     run = new_run(budget__maxSteps=5)
     run.largest_file = {rank: 32 << 10}
+    run.retry_seconds = 2
     run.start()
     until(lambda: unsaved(run) == 5, what="the hold")
     assert all(process.is_alive() for process in run.ranks), "they keep the weights"
@@ -135,6 +136,7 @@ def fill(path: Path) -> Path:
 def test_full_checkpoint_volume_holds_the_last_weights(new_run: Any) -> None:
     """Mid-run the failure is only visible; at the end, the trainer keeps its weights until there is space."""
     run = new_run(budget__maxSteps=5, trainer__export={"enabled": False})
+    run.retry_seconds = 2
     with small_volume(run.paths.checkpoints, "2m"):
         ballast = fill(run.paths.checkpoints)
         run.start(seconds_per_group=0.1)
@@ -163,6 +165,7 @@ def test_full_volume_holds_the_weights_of_mid_training(new_run: Any) -> None:
     run = new_run(
         budget__maxSteps=1, warmStart__steps=5, warmStart__batchSize=4, trainer__export={"enabled": False}
     )
+    run.retry_seconds = 2
     folder = run.paths.mid_training.root
     with small_volume(folder, "2m"):
         ballast = fill(folder)

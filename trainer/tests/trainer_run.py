@@ -98,6 +98,8 @@ class Run:
         self.ranks: list[Any] = []
         self.generators: list[Any] = []
         self.largest_file: dict[int, int] = {}
+        self.retry_seconds: float | None = None
+        """Between attempts to write a checkpoint, in place of half a minute or two."""
 
     def _role(
         self,
@@ -115,6 +117,7 @@ class Run:
                 "argv": [*command, "--listen", f"127.0.0.1:{listen}"],
                 "log": str(self.paths.logs / f"{name}.log"),
                 "largest_file": largest_file,
+                "retry_seconds": self.retry_seconds,
                 "environ": {
                     "SCALERL_DIR": str(self.paths.root),
                     "SCALERL_NAME": name,

@@ -51,13 +51,13 @@ def test_flat_curve_stops_run_and_resume_continues(
     assert "autoscaler: STOP: " in run.text()
     assert main(["replay", str(run.directory)]) == 0
     before = len(decisions(run))
+    run.forget_end()
 
     with shell(
         tmp_path, "--dir", str(run.directory), "--resume", spec=spec, SMALL_COORDINATOR="flattens"
     ) as again:
         again.until(lambda: len(decisions(again)) > before)
-        again.process.send_signal(signal.SIGINT)
-        assert again.finish(120) == 130
+        again.interrupt()
     assert "resumed after: forecast" in again.text()
     assert decisions(again)[before]["decision"]["action"]["kind"] == "none", "a stop that was taken back"
 
@@ -95,8 +95,7 @@ def test_advisory_reports_only_with_finished_run_as_prior(tmp_path: Path) -> Non
         run.until(lambda: "autoscaler: STOP: " in run.text(), 120)
         assert "autoscaler: 1 finished run may be a prior of the forecast: before" in run.text()
         assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-        assert run.finish(120) == 130
+        run.interrupt()
     (use,) = decisions(run)[-1]["observation"]["forecast"]["earlier"]
     assert (use["name"], use["weight"] > 0.1) == ("before", True)
 
@@ -105,7 +104,8 @@ def test_run_continues_without_sidecar_and_reports_reason(tmp_path: Path) -> Non
     spec = {"autoscaling": AUTO, "budget": LONG}
     with shell(tmp_path, spec=spec, SMALL_COORDINATOR="flattens") as run:
         run.until(lambda: run.running(b"scalerl_curvefit.sidecar"))
-        os.kill(run.running(b"scalerl_curvefit.sidecar")[-1], signal.SIGSTOP)  # there, and never answers
+        sidecar = run.running(b"scalerl_curvefit.sidecar")[-1]
+        os.kill(sidecar, signal.SIGSTOP)  # there, and never answers
 
         def unanswered() -> list[int]:
             return [i for i, d in enumerate(decisions(run)) if "no forecast" in str(d["decision"]["reasons"])]
@@ -114,8 +114,8 @@ def test_run_continues_without_sidecar_and_reports_reason(tmp_path: Path) -> Non
         # What was under way when it was stopped may have been answered.
         assert set(states(run)[unanswered()[0] :]) == {"INSUFFICIENT"}
         assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-        assert run.finish(120) == 130
+        os.kill(sidecar, signal.SIGCONT)  # a stopped process ends only by SIGKILL, after half a minute
+        run.interrupt()
 
 
 def test_broken_run_is_held_and_resume_continues(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_broken_run_is_held_and_resume_continues(tmp_path: Path) -> None:
     assert "held, because it was found broken: 30.0% of the completions" in said
     assert "continue with: --resume --dir" in said
     before, step = len(decisions(run)), run.step()
+    run.forget_end()
 
     resumed = ("--dir", str(run.directory), "--resume")
     with shell(tmp_path, *resumed, spec=spec, SMALL_COORDINATOR="cuts-off") as again:
         # It is no better, and whoever has resumed it knows that.
         again.until(lambda: len(decisions(again)) > before + 3, 120)
         assert again.step() > step
-        again.process.send_signal(signal.SIGINT)
-        assert again.finish(120) == 130
+        again.interrupt()
     assert "resumed after: broken" in again.text()
     assert {line["decision"]["action"]["kind"] for line in decisions(again)[before:]} == {"none"}
 
@@ -148,8 +148,7 @@ def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
     spec = {"autoscaling": AUTO | {"generators": {"max": 2}}, "budget": LONG}
     with shell(tmp_path, spec=spec) as run:
         run.until(lambda: decisions(run))
-        run.process.send_signal(signal.SIGINT)
-        assert run.finish(120) == 130
+        run.interrupt()
     assert not list((run.directory / "logs").glob("generator-1*"))
     record = asyncio.run(opened(run.directory / "decisions.jsonl"))
     last = record.summary.last
@@ -157,9 +156,9 @@ def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
     grown = replace(last.decision, action=Action(kind="scale", generators=2))
     rules = AutoscalingSpec.model_validate(spec["autoscaling"])
     asyncio.run(record.append("balance", rules, record.summary.points, last.observation, grown))
+    run.forget_end()
 
     with shell(tmp_path, "--dir", str(run.directory), "--resume", spec=spec) as again:
         again.until(lambda: len(list((run.directory / "logs").glob("generator-1*"))) == 2)
-        again.process.send_signal(signal.SIGINT)
-        assert again.finish(120) == 130
+        again.interrupt()
     assert "generators: 2, as chosen before (1 in the spec)" in again.text()

@@ -90,6 +90,17 @@ class Shell:
     def finish(self, seconds: float = 120.0) -> int:
         return self.process.wait(seconds)
 
+    def forget_end(self) -> None:
+        """Before a resume: the small roles leave these files, and the stop, which is the command's to take back."""
+        for name in ("finished", "trainer-up"):
+            (self.directory / name).unlink()
+
+    def interrupt(self) -> None:
+        """As soon as the trainer trains: one that finds a stop when it starts waits half a minute for it to be taken back."""
+        self.until((self.directory / "trainer-up").exists)
+        self.process.send_signal(signal.SIGINT)
+        assert self.finish(120) == 130, self.text()
+
     def left(self) -> list[int]:
         return marked("SCALERL_DIR", str(self.directory))
 
@@ -152,8 +163,7 @@ def test_first_interrupt_drains_and_run_resumes(tmp_path: Path, number: signal.S
     assert run.summary()["stop_reason"] == "interrupted"
     assert (run.directory / "checkpoints" / "last").read_text() == "whole"
     assert "--resume" in run.text()
-    for name in ("finished", "trainer-up"):  # the stop is the command's to take back
-        (run.directory / name).unlink()
+    run.forget_end()
     before = run.step()
     arguments = ("--resume", "--dir", str(run.directory))
     with shell(tmp_path, *arguments, spec={"budget": {"maxSteps": before + 20}}) as again:
@@ -190,7 +200,12 @@ def test_interrupt_in_mid_training_ends_it_once(tmp_path: Path, generators: str)
     roles = {"SMALL_TRAINER": "mid-training", "SMALL_COORDINATOR": generators}
     with shell(tmp_path, **roles) as run:
         run.until((run.directory / "mid-training").exists)
-        time.sleep(1.5)  # a report is in the status
+        reports = (
+            run.directory / "unseen.csv"
+        )  # written for each report: the second is asked for after the first is read
+        run.until(reports.exists)
+        first = reports.stat().st_mtime_ns
+        run.until(lambda: reports.stat().st_mtime_ns != first)
         run.process.send_signal(signal.SIGINT)
         assert run.finish() == 130, run.text()
         assert run.left() == []

@@ -27,9 +27,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> None:
     """Serve one pool over ``connection``; returns when the grader should exit."""
     part_names = declared_parts(verifier)
-    _confine(limits, parent)
+    # Kept open: it is read after each item, and opening it takes longer than most items.
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    _confine(limits, parent, _address_space_bytes(statm))
     _redirect_output()
-    retire_above = _address_space_bytes() + limits.memory_bytes // 2
+    retire_above = _address_space_bytes(statm) + limits.memory_bytes // 2
     while True:
         try:
             request = _receive(connection)
@@ -42,7 +44,7 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
         for answer, reusable in _answers(request, verifier, part_names, limits):
             connection.sendall(answer)
             # Caches grow; they must not make the next item exceed the memory limit.
-            if not reusable or _address_space_bytes() > retire_above:
+            if not reusable or _address_space_bytes(statm) > retire_above:
                 connection.sendall(protocol.record(RETIRED))
                 return
 
@@ -103,16 +105,15 @@ def _out_of_memory(limits: Limits) -> bytes:
     return _failed(f"grading needed more than {limits.memory_bytes:,} bytes of memory")
 
 
-def _confine(limits: Limits, parent: int) -> None:
+def _confine(limits: Limits, parent: int, address_space: int) -> None:
     """Set the limits: death with the parent, memory, no file writes, no core dumps, no child processes."""
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
         if _libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
     if os.getppid() != parent:
         raise SystemExit("the fork server died while its grader was starting")
-    space = _address_space_bytes() + limits.memory_bytes
     for kind, limit in (
-        (resource.RLIMIT_AS, space),
+        (resource.RLIMIT_AS, address_space + limits.memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
@@ -140,9 +141,9 @@ def _limit_cpu_seconds(seconds: float) -> None:
     )
 
 
-def _address_space_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * _PAGE_BYTES
+def _address_space_bytes(statm: int) -> int:
+    """``statm``: a descriptor of /proc/self/statm, opened by this process."""
+    return int(os.pread(statm, 128, 0).split()[0]) * _PAGE_BYTES
 
 
 def _receive(connection: socket.socket) -> Request | CheckRequest | None:
