@@ -185,7 +185,9 @@ async def test_life_of_a_run_as_a_user_with_the_documented_role(
     # Files before runs: a name is a run's only where there is no such file.
     words = ("compare", NAME, str(tmp_path / "out" / f"{NAME}-curve.csv"), "--dir", str(tmp_path / "compare"))
     assert NAME in await shell(*words)
-    assert "neither a spec" in await shell("compare", "no-such-run", "--dir", str(tmp_path / "x"), code=2)
+    assert "there is no run 'no-such-run'" in await shell(
+        "compare", "no-such-run", "--dir", str(tmp_path / "x"), code=2
+    )
 
 
 async def test_user_without_rights_is_told_what_to_ask_for(

@@ -119,6 +119,7 @@ def store(archive: Path, local: Path) -> bool:
 
     A failure is only a message: the next server compiles again.
     """
+    # Not by host and process: pods on the host's network may share both.
     staged = archive.with_name(f".{archive.name}.{secrets.token_hex(8)}.new")
     try:
         files = _files(local)
