@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -373,7 +374,8 @@ class CheckpointStore:
         """Rename a damaged checkpoint, and log it."""
         path = self._paths.checkpoint(step)
         log.error("checkpoint %d is damaged and is not used: %s", step, reason)
-        target = path.with_name(f"{DAMAGED}{path.name}-{os.getpid()}")
+        # Not the process id: a copy that replaces the checkpoint may be damaged too.
+        target = path.with_name(f"{DAMAGED}{path.name}-{uuid.uuid4().hex[:12]}")
         staged = self._staging / target.name
         try:
             self._disk.rename(path, staged)
