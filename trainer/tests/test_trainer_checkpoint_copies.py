@@ -32,6 +32,7 @@ from scalerl_trainer.checkpoint_copies import (
     UploadState,
 )
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
+from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -198,6 +199,27 @@ def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str
     again.save(10)
     again.upload()
     assert complete(s3, to)[-1] == 10
+
+
+def test_earlier_attempt_that_thaws_does_not_keep_the_prefix(tmp_path: Path, s3: S3Server, to: str) -> None:
+    """Of two attempts the later one writes, whichever claimed last."""
+    earlier = CheckpointCopies(ObjectStore(to), RUN, "1795000000.1-a")
+    earlier.claim()
+    later = Trainer(tmp_path, to, writer="1795000000.2-b")
+    for refused in (earlier.claim, earlier.check_writer):
+        with pytest.raises(AttemptSuperseded, match=rf"remove {to}/writer\.json"):
+            refused()
+    with pytest.raises(AttemptSuperseded, match=r"attempt 1795000000\.2 writes"):
+        Trainer(tmp_path / "other", to, writer="1795000000.1-a")
+    ObjectStore(to).put(
+        "writer.json", b'{"incarnation": "1795000000.1-a"}'
+    )  # between its check and its write
+    later.save(2)
+    later.upload()
+    assert complete(s3, to) == [2]
+    assert later.uploader.problem == ""
+    with pytest.raises(AttemptSuperseded):
+        earlier.check_writer()
 
 
 def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None:

@@ -307,6 +307,32 @@ def test_checkpoint_set_aside_that_cannot_be_moved_stays(tmp_path: Path) -> None
     assert (tmp_path / "damaged-step-00000020-a").is_dir()
 
 
+def test_copy_takes_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    """As a checkpoint that could not be set aside; and of a superseded attempt it does not."""
+    paths, fence = prepared(tmp_path, again=False)
+    synced: list[str] = []
+
+    class Seen(Quick):
+        def sync(self, path: Path) -> None:
+            synced.append(path.name)
+
+    store = CheckpointStore(paths, 2, Seen(), fence)
+    manifest = store.manifest(20)
+
+    def copy() -> None:
+        staged = store.stage_copy(manifest)
+        for record in manifest.files:
+            shutil.copy(store.directory(20) / record.path, staged.directory / record.path)
+        store.commit_copy(staged, manifest)
+
+    copy()
+    store.verify(store.manifest(20))
+    assert {"state", "manifest.json", "checkpoints"} <= set(synced)
+    begin(paths.checkpoints, SECOND)
+    with pytest.raises((AttemptSuperseded, OSError)):
+        copy()
+
+
 def test_staging_folders_of_an_earlier_release_are_taken_too(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     store = CheckpointStore(paths, 2, Quick())

@@ -32,9 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from scalerl_api.attempts import Attempt
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
-from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.errors import AttemptSuperseded, TrainerError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -60,7 +61,10 @@ class PrefixTaken(TrainerError):
 def identity(run: ScaleRLRun) -> dict[str, object]:
     """What a run shares with one that continues from its checkpoints. The coordinator compares the rest with the snapshot."""
     # Without defaults: a later release may have another field.
-    model = run.spec.model.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    # Without what the weights do not depend on, as in the preparation; a folder may have another path on another cluster.
+    model = run.spec.model.model_dump(
+        mode="json", by_alias=True, exclude_defaults=True, exclude={"attention", "cache", "path"}
+    )
     return {
         "namespace": run.metadata.namespace or "",
         "name": run.metadata.name,
@@ -92,6 +96,7 @@ class CheckpointCopies:
     def __init__(self, store: ObjectStore, run: dict[str, object], writer: str) -> None:
         self.to = store.to
         self._store, self._run = store, run
+        self._incarnation = writer
         self._writer = json.dumps({"incarnation": writer}).encode()
 
     def claim(self) -> None:
@@ -99,6 +104,7 @@ class CheckpointCopies:
 
         Raises:
             PrefixTaken: it belongs to another run.
+            AttemptSuperseded: a later attempt has claimed it.
         """
         if not self._store.create(RUN_FILE, json.dumps(self._run, indent=1).encode()):
             content = self._store.read(RUN_FILE) or b""
@@ -115,11 +121,39 @@ class CheckpointCopies:
                     f"{', '.join(differences)}. Give this run a prefix of its own in checkpoint.to, or remove "
                     f"{self.to}/{RUN_FILE} if it is to continue from these checkpoints"
                 )
+        self._order(self._store.read(WRITER_FILE))
         self._store.put(WRITER_FILE, self._writer)
 
+    def _order(self, found: bytes | None) -> bool:
+        """Whether ``found``, the content of writer.json, is of an earlier attempt. Raises ``AttemptSuperseded`` if of a later one."""
+        own = Attempt.parse(self._incarnation)
+        try:
+            other = Attempt.parse(json.loads(found or b"")["incarnation"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        if own is None or other is None:
+            return False
+        if other > own:
+            raise AttemptSuperseded(
+                f"attempt {other} writes to {self.to}, and this one is {own}. Once no process of attempt {other} can write any more, "
+                f"remove {self.to}/{WRITER_FILE} if this one is to continue"
+            )
+        return other < own
+
     def check_writer(self) -> None:
-        """Raises ``PrefixTaken`` if a later start of a trainer has claimed the prefix."""
-        if self._store.read(WRITER_FILE) != self._writer:
+        """Check that this start has the prefix, and take it again from an earlier attempt that was late to claim it.
+
+        Raises:
+            AttemptSuperseded: a later attempt has claimed it.
+            PrefixTaken: another start, of which it is not known whether it is later, has.
+        """
+        found = self._store.read(WRITER_FILE)
+        if found == self._writer:
+            return
+        if self._order(found):
+            log.warning("%s: an earlier attempt has claimed the prefix, taking it again", self.to)
+            self._store.put(WRITER_FILE, self._writer)
+        else:
             raise PrefixTaken(
                 f"another trainer writes to {self.to}: a later start of this run, or a run of the same name elsewhere"
             )
@@ -156,8 +190,10 @@ class CheckpointCopies:
         """Read files of a checkpoint. Raises ``CheckpointError`` if one is missing."""
 
         def fetch_one(record: FileRecord) -> None:
-            path = f"{folder_of(step)}/{record.path}"
-            if not self._store.download(path, record.bytes, directory / record.path):
+            path, target = f"{folder_of(step)}/{record.path}", directory / record.path
+            if target.exists() and target.stat().st_size == record.bytes:
+                return  # of an earlier try; all files are verified later
+            if not self._store.download(path, record.bytes, target):
                 raise CheckpointError(f"{self.to}/{path} does not exist")
 
         with ThreadPoolExecutor(READERS, thread_name_prefix="fetch") as pool:
@@ -355,7 +391,7 @@ class Uploader:
             try:
                 self._attempt(upload, sent)
                 return
-            except PrefixTaken as error:
+            except (PrefixTaken, AttemptSuperseded) as error:
                 upload.state = UploadState(error=str(error), ended=True)
                 log.error("checkpoints are no longer copied: %s", error)
                 return
@@ -401,6 +437,7 @@ class Uploader:
             upload.others_sent.wait()
         if upload.cancelled.is_set():
             return
+        self._volume.check()
         try:
             self.copies.commit(manifest, self._keep, upload.best)
         except CheckpointError:
@@ -412,6 +449,7 @@ class Uploader:
 
     def _open(self, manifest: Manifest) -> None:
         """Claim the prefix, and make checkpoints none that a later start must not take for this lineage's."""
+        self._volume.check()
         self.copies.claim()
         steps = self.copies.steps()
         lost = {step for step in steps if step > self._version and step not in self._own}
