@@ -15,8 +15,8 @@ that precedes each step (:meth:`.worker.Worker.sync`), and all draw the same con
 2. all ranks send their files;
 3. rank 0 writes the manifest, and removes superfluous checkpoints.
 
-A checkpoint that becomes due meanwhile waits, and replaces one that waits already. A failure is retried until the next
-checkpoint takes the place of the failed one.
+A checkpoint that becomes due meanwhile waits, and replaces one that waits already. A failure is retried;
+after three in a row, a checkpoint that waits takes the place of the failed one.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ RUN_FILE = "run.json"
 WRITER_FILE = "writer.json"
 PAUSES = (5.0, 20.0, 60.0, 180.0)
 """Seconds before each retry; the last one again and again."""
+GIVE_UP_FAILURES = 3
+"""Consecutive failures after which a checkpoint that waits takes the place of the failed one."""
 READ_PAUSES = (2.0, 10.0, 30.0)
 """Seconds before each retry while the trainer starts, and cannot continue without the store."""
 READERS = 4
@@ -259,6 +261,8 @@ class UploadState:
     """On rank 0: the manifest is there."""
     error: str = ""
     """Why the last attempt failed."""
+    failures: int = 0
+    """Consecutive failures of this upload."""
     ended: bool = False
     """No attempt can succeed: another run or another trainer has the prefix."""
 
@@ -364,7 +368,8 @@ class Uploader:
         elif errors:
             self.problem = errors[0]
             self._ended = any(s.ended for s in states)
-            if self._ended or self._waiting is not None:
+            given_up = max(s.failures for s in states) >= GIVE_UP_FAILURES
+            if self._ended or (given_up and self._waiting is not None):
                 upload.cancel()
                 self._current = None
         self._start_waiting()
@@ -401,12 +406,14 @@ class Uploader:
                 text = str(error) if isinstance(error, (TrainerError, OSError)) else repr(error)
             if upload.cancelled.is_set():
                 return
-            upload.state = UploadState(
-                opened=upload.state.opened, error=f"checkpoint {upload.step}: {text}"[:1000]
-            )
-            self._metrics.uploads.labels("failed").inc()
             pause = self._pauses[min(failures, len(self._pauses) - 1)]
             failures += 1
+            upload.state = UploadState(
+                opened=upload.state.opened,
+                error=f"checkpoint {upload.step}: {text}"[:1000],
+                failures=failures,
+            )
+            self._metrics.uploads.labels("failed").inc()
             log.error(
                 "checkpoint %d was not copied, another attempt follows in %g s: %s", upload.step, pause, text
             )
