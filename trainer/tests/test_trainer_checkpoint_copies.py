@@ -32,6 +32,7 @@ from scalerl_trainer.checkpoint_copies import (
     UploadState,
 )
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
+from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -200,6 +201,27 @@ def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str
     assert complete(s3, to)[-1] == 10
 
 
+def test_earlier_attempt_that_thaws_does_not_keep_the_prefix(tmp_path: Path, s3: S3Server, to: str) -> None:
+    """Of two attempts the later one writes, whichever claimed last."""
+    earlier = CheckpointCopies(ObjectStore(to), RUN, "1795000000.1-a")
+    earlier.claim()
+    later = Trainer(tmp_path, to, writer="1795000000.2-b")
+    for refused in (earlier.claim, earlier.check_writer):
+        with pytest.raises(AttemptSuperseded, match=rf"remove {to}/writer\.json"):
+            refused()
+    with pytest.raises(AttemptSuperseded, match=r"attempt 1795000000\.2 writes"):
+        Trainer(tmp_path / "other", to, writer="1795000000.1-a")
+    ObjectStore(to).put(
+        "writer.json", b'{"incarnation": "1795000000.1-a"}'
+    )  # between its check and its write
+    later.save(2)
+    later.upload()
+    assert complete(s3, to) == [2]
+    assert later.uploader.problem == ""
+    with pytest.raises(AttemptSuperseded):
+        earlier.check_writer()
+
+
 def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None:
     one = Trainer(tmp_path, to)
     one.save(2)
@@ -277,8 +299,7 @@ def test_failing_store_does_not_stop_checkpoints(tmp_path: Path, s3: S3Server, t
         one.save(6)
         one.save(8)
         assert one.checkpointer.committed_step == 8
-        one.sync()
-        assert one.uploader.uploading == 8, "the failed one is given up"
+        one.until(lambda: one.uploader.uploading == 8)  # the failed one is given up
         assert one.uploader.uploaded == 2
         assert one.metrics.uploads.labels("failed")._value.get() >= 1
     finally:
@@ -287,6 +308,25 @@ def test_failing_store_does_not_stop_checkpoints(tmp_path: Path, s3: S3Server, t
     assert (one.uploader.uploaded, one.uploader.problem) == (8, "")
     assert complete(s3, to) == [2, 8]
     assert not [p for p in s3.objects() if "step-00000004" in p], "remains are removed"
+
+
+def test_one_failure_does_not_give_up_an_upload(tmp_path: Path, s3: S3Server, to: str) -> None:
+    one = Trainer(tmp_path, to)
+    one.uploader._pauses = (60.0,)
+    s3.refuse(0)
+    try:
+        one.save(2)
+        one.until(lambda: one.uploader.problem)
+        one.save(4)
+        one.sync()
+        assert one.uploader.uploading == 2
+        two, four = UploadState(error="e", failures=2), UploadState(error="e", failures=3)
+        one.uploader.advance([two])
+        assert one.uploader.uploading == 2
+        one.uploader.advance([four])
+        assert one.uploader.uploading == 4
+    finally:
+        s3.refuse(float("inf"))
 
 
 def test_store_unreachable_at_start(

@@ -204,7 +204,10 @@ def test_numbers_only_rise(tmp_path: Path) -> None:
     """Also over runs of one name on one volume, and where the runtime gives none."""
     first = begin(tmp_path, FIRST)
     second = begin(tmp_path, SECOND)
-    with pytest.raises(AttemptSuperseded, match=r"attempt 1795000000\.1 begins after attempt 1795000000\.2"):
+    with pytest.raises(
+        AttemptSuperseded,
+        match=rf"1795000000\.1 begins after attempt 1795000000\.2, whose folder is {second.folder}\. Once no .* remove that",
+    ):
         begin(tmp_path, FIRST)
     second.check()
     with pytest.raises(AttemptSuperseded):
@@ -268,6 +271,66 @@ def test_what_an_earlier_attempt_set_aside_stays(tmp_path: Path) -> None:
     (name,) = later.quarantined()
     (paths.checkpoints / name).rename(paths.checkpoint(20))
     assert loaded(later) == (20, "first")
+
+
+def test_checkpoint_that_is_damaged_twice_keeps_no_attempt_from_beginning(tmp_path: Path) -> None:
+    """The copy from the object store that replaces it is damaged too."""
+    paths, fence = prepared(tmp_path, again=False)
+    store = CheckpointStore(paths, 2, Quick(), fence)
+    for _ in range(2):
+        store.quarantine(20, "damaged")
+        save(store, 20, "copy")
+    assert not [*fence.folder.glob("damaged*")]
+    assert len(store.quarantined()) == 2
+    # As an earlier release left them: one in the attempt's folder whose name is taken.
+    (name, _) = store.quarantined()
+    shutil.copytree(paths.checkpoints / name, fence.folder / name)
+    later = begin(paths.checkpoints, SECOND)
+    assert len(store.quarantined()) == 3
+    assert not [*later.folder.iterdir()]
+
+
+def test_checkpoint_set_aside_that_cannot_be_moved_stays(tmp_path: Path) -> None:
+    first = begin(tmp_path, FIRST)
+    (first.folder / "damaged-step-00000020-a").mkdir()
+
+    class Stuck(Quick):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name.startswith("damaged-"):
+                raise OSError("stuck")
+            super().rename(source, target)
+
+    second = Fence.begin(tmp_path, SECOND, Stuck())
+    second.check()
+    assert [path.name for path in second.folder.iterdir()] == ["damaged-step-00000020-a"]
+    begin(tmp_path, Attempt(FIRST.run_created, 3))
+    assert (tmp_path / "damaged-step-00000020-a").is_dir()
+
+
+def test_copy_takes_the_place_of_a_checkpoint(tmp_path: Path) -> None:
+    """As a checkpoint that could not be set aside; and of a superseded attempt it does not."""
+    paths, fence = prepared(tmp_path, again=False)
+    synced: list[str] = []
+
+    class Seen(Quick):
+        def sync(self, path: Path) -> None:
+            synced.append(path.name)
+
+    store = CheckpointStore(paths, 2, Seen(), fence)
+    manifest = store.manifest(20)
+
+    def copy() -> None:
+        staged = store.stage_copy(manifest)
+        for record in manifest.files:
+            shutil.copy(store.directory(20) / record.path, staged.directory / record.path)
+        store.commit_copy(staged, manifest)
+
+    copy()
+    store.verify(store.manifest(20))
+    assert {"state", "manifest.json", "checkpoints"} <= set(synced)
+    begin(paths.checkpoints, SECOND)
+    with pytest.raises((AttemptSuperseded, OSError)):
+        copy()
 
 
 def test_staging_folders_of_an_earlier_release_are_taken_too(tmp_path: Path) -> None:

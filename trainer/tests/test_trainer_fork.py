@@ -404,6 +404,15 @@ def test_preparation_without_checkpoint_is_refused(tmp_path: Path) -> None:
     assert not paths.checkpoints.exists()
 
 
+def test_fork_that_lost_its_volume_is_left_to_its_copies(tmp_path: Path) -> None:
+    copied = spec(**{"from": {"run": "source"}, "checkpoint": {"to": "s3://bucket/fork"}})
+    paths = RunPaths(tmp_path / "b")
+    take_over(paths, copied, None)
+    assert not paths.checkpoints.exists()
+    take_over(paths, copied, source(tmp_path / "a", 10).root)
+    checked(paths.root, 10)
+
+
 def test_preparation_replaces_an_unfinished_one(tmp_path: Path) -> None:
     given, paths = source(tmp_path / "a", 10), RunPaths(tmp_path / "b")
     paths.base_model.mkdir(parents=True)

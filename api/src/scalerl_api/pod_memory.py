@@ -50,13 +50,14 @@ def container_bytes(
 
 def directory_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
     """Ephemeral storage of a container whose pod has the run's directory on its node: the model, and of the trainer the kept
-    checkpoints, one that is being written and one that is being copied, and the exported models (best, last, a new one)."""
+    checkpoints, the best, one that is being written and one that is being copied, the weights after a warm start, and the exported models (best, last, a new one)."""
     model = size.parameters * BYTES[spec.model.dtype]
     if container != "trainer":
         return math.ceil((1 + MARGIN) * model)
-    checkpoints = (spec.checkpoint.keep + 2) * CHECKPOINT_BYTES_A_WEIGHT * size.parameters
+    checkpoints = (spec.checkpoint.keep + 3) * CHECKPOINT_BYTES_A_WEIGHT * size.parameters
+    warm_started = model if spec.warm_start is not None else 0
     exports = 3 * model if spec.trainer.export.enabled else 0
-    return math.ceil((1 + MARGIN) * (model + checkpoints + exports))
+    return math.ceil((1 + MARGIN) * (model + warm_started + checkpoints + exports))
 
 
 def _prepare(size: ModelSize, spec: RunSpec) -> int:

@@ -212,6 +212,12 @@ def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
                 "that is being written",
                 "raise it, or lower checkpoint.keep",
             )
+    if storage.mounted_by == "Coordinator" and spec.warm_start is not None:
+        yield SpecProblem(
+            "spec.warmStart",
+            "with storage.mountedBy: Coordinator, mid-training begins again if the trainer's pod ends before its last step",
+            "storage.mountedBy: AllPods keeps its checkpoints",
+        )
     speculation = spec.generator.speculation
     if speculation is not None and speculation.history is not None and storage.claim_name is None:
         store_size = speculation.history.store_size

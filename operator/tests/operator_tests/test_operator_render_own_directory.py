@@ -76,8 +76,8 @@ def test_pods_with_their_own_directory_request_its_size() -> None:
         for each in pod_spec(obj)["containers"]
     }
     bytes_of_model = 4 if own_directories().spec.model.dtype == "float32" else 2
-    # The model, four checkpoints of 12 bytes a weight, three exported models; and a tenth.
-    trainer = 1.1 * 1024 * (bytes_of_model + 4 * 12 + 3 * bytes_of_model)
+    # The model, five checkpoints of 12 bytes a weight, three exported models; and a tenth.
+    trainer = 1.1 * 1024 * (bytes_of_model + 5 * 12 + 3 * bytes_of_model)
     assert float(requests["trainer"].removesuffix("Mi")) == pytest.approx(trainer, abs=1)
     assert float(requests["server"].removesuffix("Mi")) == pytest.approx(1.1 * 1024 * bytes_of_model, abs=1)
     assert requests["actor"] is requests["coordinator"] is None

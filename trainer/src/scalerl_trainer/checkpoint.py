@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,15 +262,18 @@ class CheckpointStore:
         for folder in sorted(f for f in staged.directory.rglob("*") if f.is_dir()):
             self._disk.sync(folder)
         self._disk.sync(staged.directory)
+        self._put_in_place(staged)
+        return self._prune(best, uploading)
+
+    def _put_in_place(self, staged: StagedCheckpoint) -> None:
         target = self._paths.checkpoint(staged.step)
         self.check()
         if target.exists():
-            # It belongs to a lost lineage (an earlier checkpoint has been loaded since). It is renamed, not removed, until
-            # the new one is in place.
+            # It belongs to a lost lineage (an earlier checkpoint has been loaded since), or is damaged and could not be set
+            # aside. It is renamed, not removed, until the new one is in place.
             self._disk.rename(target, self._staging / f"{STAGED}old-{target.name}-{os.getpid()}")
         self._disk.rename(staged.directory, target)
         self._disk.sync(self._paths.checkpoints)
-        return self._prune(best, uploading)
 
     def discard(self, staged: StagedCheckpoint) -> None:
         """Remove a staging folder; best effort."""
@@ -290,9 +294,16 @@ class CheckpointStore:
         return staged
 
     def commit_copy(self, staged: StagedCheckpoint, manifest: Manifest) -> None:
-        """Give a checkpoint that was read from elsewhere its name; it is verified like any other. Raises OSError."""
+        """Give a checkpoint that was read from elsewhere its name; it is verified like any other.
+
+        Raises:
+            OSError, AttemptSuperseded
+        """
         self._disk.write(staged.directory / MANIFEST, manifest.encode())
-        self._disk.rename(staged.directory, self._paths.checkpoint(manifest.step))
+        for path in sorted(staged.directory.rglob("*"), reverse=True):
+            self._disk.sync(path)
+        self._disk.sync(staged.directory)
+        self._put_in_place(staged)
 
     def _prune(self, best: int, uploading: int | None) -> list[int]:
         steps = self.steps()
@@ -373,7 +384,8 @@ class CheckpointStore:
         """Rename a damaged checkpoint, and log it."""
         path = self._paths.checkpoint(step)
         log.error("checkpoint %d is damaged and is not used: %s", step, reason)
-        target = path.with_name(f"{DAMAGED}{path.name}-{os.getpid()}")
+        # Not the process id: a copy that replaces the checkpoint may be damaged too.
+        target = path.with_name(f"{DAMAGED}{path.name}-{uuid.uuid4().hex[:12]}")
         staged = self._staging / target.name
         try:
             self._disk.rename(path, staged)

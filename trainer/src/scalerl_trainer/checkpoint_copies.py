@@ -15,8 +15,8 @@ that precedes each step (:meth:`.worker.Worker.sync`), and all draw the same con
 2. all ranks send their files;
 3. rank 0 writes the manifest, and removes superfluous checkpoints.
 
-A checkpoint that becomes due meanwhile waits, and replaces one that waits already. A failure is retried until the next
-checkpoint takes the place of the failed one.
+A checkpoint that becomes due meanwhile waits, and replaces one that waits already. A failure is retried;
+after three in a row, a checkpoint that waits takes the place of the failed one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from scalerl_api.attempts import Attempt
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
-from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.errors import AttemptSuperseded, TrainerError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -44,6 +45,8 @@ RUN_FILE = "run.json"
 WRITER_FILE = "writer.json"
 PAUSES = (5.0, 20.0, 60.0, 180.0)
 """Seconds before each retry; the last one again and again."""
+GIVE_UP_FAILURES = 3
+"""Consecutive failures after which a checkpoint that waits takes the place of the failed one."""
 READ_PAUSES = (2.0, 10.0, 30.0)
 """Seconds before each retry while the trainer starts, and cannot continue without the store."""
 READERS = 4
@@ -60,7 +63,10 @@ class PrefixTaken(TrainerError):
 def identity(run: ScaleRLRun) -> dict[str, object]:
     """What a run shares with one that continues from its checkpoints. The coordinator compares the rest with the snapshot."""
     # Without defaults: a later release may have another field.
-    model = run.spec.model.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    # Without what the weights do not depend on, as in the preparation; a folder may have another path on another cluster.
+    model = run.spec.model.model_dump(
+        mode="json", by_alias=True, exclude_defaults=True, exclude={"attention", "cache", "path"}
+    )
     return {
         "namespace": run.metadata.namespace or "",
         "name": run.metadata.name,
@@ -92,6 +98,7 @@ class CheckpointCopies:
     def __init__(self, store: ObjectStore, run: dict[str, object], writer: str) -> None:
         self.to = store.to
         self._store, self._run = store, run
+        self._incarnation = writer
         self._writer = json.dumps({"incarnation": writer}).encode()
 
     def claim(self) -> None:
@@ -99,6 +106,7 @@ class CheckpointCopies:
 
         Raises:
             PrefixTaken: it belongs to another run.
+            AttemptSuperseded: a later attempt has claimed it.
         """
         if not self._store.create(RUN_FILE, json.dumps(self._run, indent=1).encode()):
             content = self._store.read(RUN_FILE) or b""
@@ -115,11 +123,39 @@ class CheckpointCopies:
                     f"{', '.join(differences)}. Give this run a prefix of its own in checkpoint.to, or remove "
                     f"{self.to}/{RUN_FILE} if it is to continue from these checkpoints"
                 )
+        self._order(self._store.read(WRITER_FILE))
         self._store.put(WRITER_FILE, self._writer)
 
+    def _order(self, found: bytes | None) -> bool:
+        """Whether ``found``, the content of writer.json, is of an earlier attempt. Raises ``AttemptSuperseded`` if of a later one."""
+        own = Attempt.parse(self._incarnation)
+        try:
+            other = Attempt.parse(json.loads(found or b"")["incarnation"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        if own is None or other is None:
+            return False
+        if other > own:
+            raise AttemptSuperseded(
+                f"attempt {other} writes to {self.to}, and this one is {own}. Once no process of attempt {other} can write any more, "
+                f"remove {self.to}/{WRITER_FILE} if this one is to continue"
+            )
+        return other < own
+
     def check_writer(self) -> None:
-        """Raises ``PrefixTaken`` if a later start of a trainer has claimed the prefix."""
-        if self._store.read(WRITER_FILE) != self._writer:
+        """Check that this start has the prefix, and take it again from an earlier attempt that was late to claim it.
+
+        Raises:
+            AttemptSuperseded: a later attempt has claimed it.
+            PrefixTaken: another start, of which it is not known whether it is later, has.
+        """
+        found = self._store.read(WRITER_FILE)
+        if found == self._writer:
+            return
+        if self._order(found):
+            log.warning("%s: an earlier attempt has claimed the prefix, taking it again", self.to)
+            self._store.put(WRITER_FILE, self._writer)
+        else:
             raise PrefixTaken(
                 f"another trainer writes to {self.to}: a later start of this run, or a run of the same name elsewhere"
             )
@@ -156,8 +192,10 @@ class CheckpointCopies:
         """Read files of a checkpoint. Raises ``CheckpointError`` if one is missing."""
 
         def fetch_one(record: FileRecord) -> None:
-            path = f"{folder_of(step)}/{record.path}"
-            if not self._store.download(path, record.bytes, directory / record.path):
+            path, target = f"{folder_of(step)}/{record.path}", directory / record.path
+            if target.exists() and target.stat().st_size == record.bytes:
+                return  # of an earlier try; all files are verified later
+            if not self._store.download(path, record.bytes, target):
                 raise CheckpointError(f"{self.to}/{path} does not exist")
 
         with ThreadPoolExecutor(READERS, thread_name_prefix="fetch") as pool:
@@ -223,6 +261,8 @@ class UploadState:
     """On rank 0: the manifest is there."""
     error: str = ""
     """Why the last attempt failed."""
+    failures: int = 0
+    """Consecutive failures of this upload."""
     ended: bool = False
     """No attempt can succeed: another run or another trainer has the prefix."""
 
@@ -328,7 +368,8 @@ class Uploader:
         elif errors:
             self.problem = errors[0]
             self._ended = any(s.ended for s in states)
-            if self._ended or self._waiting is not None:
+            given_up = max(s.failures for s in states) >= GIVE_UP_FAILURES
+            if self._ended or (given_up and self._waiting is not None):
                 upload.cancel()
                 self._current = None
         self._start_waiting()
@@ -355,7 +396,7 @@ class Uploader:
             try:
                 self._attempt(upload, sent)
                 return
-            except PrefixTaken as error:
+            except (PrefixTaken, AttemptSuperseded) as error:
                 upload.state = UploadState(error=str(error), ended=True)
                 log.error("checkpoints are no longer copied: %s", error)
                 return
@@ -365,12 +406,14 @@ class Uploader:
                 text = str(error) if isinstance(error, (TrainerError, OSError)) else repr(error)
             if upload.cancelled.is_set():
                 return
-            upload.state = UploadState(
-                opened=upload.state.opened, error=f"checkpoint {upload.step}: {text}"[:1000]
-            )
-            self._metrics.uploads.labels("failed").inc()
             pause = self._pauses[min(failures, len(self._pauses) - 1)]
             failures += 1
+            upload.state = UploadState(
+                opened=upload.state.opened,
+                error=f"checkpoint {upload.step}: {text}"[:1000],
+                failures=failures,
+            )
+            self._metrics.uploads.labels("failed").inc()
             log.error(
                 "checkpoint %d was not copied, another attempt follows in %g s: %s", upload.step, pause, text
             )
@@ -401,6 +444,7 @@ class Uploader:
             upload.others_sent.wait()
         if upload.cancelled.is_set():
             return
+        self._volume.check()
         try:
             self.copies.commit(manifest, self._keep, upload.best)
         except CheckpointError:
@@ -412,6 +456,7 @@ class Uploader:
 
     def _open(self, manifest: Manifest) -> None:
         """Claim the prefix, and make checkpoints none that a later start must not take for this lineage's."""
+        self._volume.check()
         self.copies.claim()
         steps = self.copies.steps()
         lost = {step for step in steps if step > self._version and step not in self._own}

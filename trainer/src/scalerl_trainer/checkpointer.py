@@ -33,7 +33,7 @@ from scalerl_trainer.checkpoint_copies import (
     read_with_retries,
 )
 from scalerl_trainer.engine import Engine
-from scalerl_trainer.errors import Stopped, TrainerError
+from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
 from scalerl_trainer.object_store import StoreError
 from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
@@ -133,6 +133,8 @@ class _Outcome:
     damaged: str = ""
     taken: str = ""
     """Message of a ``PrefixTaken``."""
+    superseded: str = ""
+    """Message of an ``AttemptSuperseded``."""
     error: str = ""
 
 
@@ -346,10 +348,13 @@ class Checkpointer:
 
         def list_steps() -> None:
             if self._ranks.is_leader:
+                self._store.check()
                 copies.claim()
                 found[0] = _Remote(copies.steps())
 
         outcomes = self._together(lambda: read_with_retries(list_steps, self._stopped))
+        if superseded := next((o.superseded for o in outcomes if o.superseded), ""):
+            raise AttemptSuperseded(superseded)
         if taken := next((o.taken for o in outcomes if o.taken), ""):
             raise PrefixTaken(taken)
         remote = self._ranks.broadcast(found[0] if self._ranks.is_leader else None, _Remote)
@@ -397,6 +402,8 @@ class Checkpointer:
     def _read_together(self, read: Callable[[], None]) -> str:
         """Call ``read`` with retries on all ranks; returns why the checkpoint is damaged. Raises ``StoreError``, ``Stopped``."""
         outcomes = self._together(lambda: read_with_retries(read, self._stopped))
+        if superseded := next((o.superseded for o in outcomes if o.superseded), ""):
+            raise AttemptSuperseded(superseded)
         if error := next((o.error for o in outcomes if o.error), ""):
             raise StoreError(error)
         return next((o.damaged for o in outcomes if o.damaged), "")
@@ -418,6 +425,8 @@ class Checkpointer:
                 outcome[0] = _Outcome(ended=True, damaged=str(error) or "damaged")
             except PrefixTaken as error:
                 outcome[0] = _Outcome(ended=True, taken=str(error))
+            except AttemptSuperseded as error:
+                outcome[0] = _Outcome(ended=True, superseded=str(error))
             except Exception as error:
                 text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
                 outcome[0] = _Outcome(ended=True, error=text)

@@ -62,7 +62,8 @@ class Fence:
         fence = cls(root / f"{FOLDER}{attempt}-{uuid.uuid4().hex[:12]}", disk)
         if last > attempt:
             raise AttemptSuperseded(
-                f"attempt {attempt} begins after attempt {last}, whose folder is in {root}"
+                f"attempt {attempt} begins after attempt {last}, whose folder is {earlier[-1][0]}. Once no process of that attempt "
+                "can write any more (its pods are gone, or their machines are off), remove that folder if this one is to continue"
             )
         # A folder that is renamed needs no space on a full volume.
         if not (earlier and fence._take(earlier[-1][0], fence.folder)):
@@ -73,11 +74,20 @@ class Fence:
                 fence._take(folder, fence.folder / uuid.uuid4().hex)
         fence.check()
         disk.sync(root)
+        kept = set()
         for path in [*fence.folder.glob(f"{DAMAGED}*"), *fence.folder.glob(f"*/{DAMAGED}*")]:
-            disk.rename(path, root / path.name)
+            target = root / path.name
+            if target.exists():
+                target = root / f"{path.name}-{uuid.uuid4().hex[:12]}"
+            try:
+                disk.rename(path, target)
+            except OSError as error:
+                log.error("cannot move %s to %s: %s", path, target, error)
+                kept.add(path if path.parent == fence.folder else path.parent)
         for path in [*root.glob(f"{STAGED}*"), *fence.folder.iterdir()]:  # also of a release without fences
-            with contextlib.suppress(OSError):
-                fence.remove(path)
+            if path not in kept:
+                with contextlib.suppress(OSError):
+                    fence.remove(path)
         return fence
 
     def check(self) -> None:

@@ -231,13 +231,19 @@ def fork_directory(
 def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
     """Copy the checkpoint of ``spec.from`` into the run's directory, unless the run has one of its own.
 
-    source: directory of the other run; None where the runtime gives none.
+    source: directory of the other run; None where the runtime gives none, also after the fork has trained and its volume was lost.
+        It then continues from its copies in ``spec.checkpoint.to``.
 
     Raises:
         ForkError, OSError: as :func:`copy_run`.
     """
     given = spec.source
     if given is None or paths.journal.exists() or any(paths.checkpoints.glob("[!.]*")):
+        return
+    if source is None and spec.checkpoint.to is not None:
+        log.info(
+            "from %s: the trainer continues from the fork's own copies in %s", given.run, spec.checkpoint.to
+        )
         return
     if source is None:
         raise ForkError(

@@ -39,7 +39,6 @@ from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
 from scalerl_trainer.coordinator_client import (
-    CoordinatorError,
     CoordinatorUnreachable,
     Unresumable,
     VolumeFull,
@@ -675,7 +674,7 @@ class Leader:
             )
         try:  # what the coordinator's status says of the copies stays after this process
             self._coordinator.next(worker.version, 0.0, self._uploads())
-        except CoordinatorError as error:
+        except CoordinatorUnreachable as error:
             log.warning("cannot report the last copy of a checkpoint: %s", error)
         if not self._own_directory or saved is None or saved == uploader.uploaded:
             return ""

@@ -158,6 +158,11 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         )
     checkpointer = Checkpointer(volume, ranks, engine, uploader=uploader, stopped=stop.is_set)
     version = checkpointer.load()
+    if version is None and spec.source is not None:
+        # Without this, the fork would begin again from the base model.
+        raise NoUsableCheckpoint(
+            f"from {spec.source.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
+        )
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
     )
