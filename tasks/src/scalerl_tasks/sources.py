@@ -154,7 +154,8 @@ class RunTasks:
         """The reason why a training file and an evaluation set cannot be used together: the file has prompts of the set. Empty
         if no such prompt is found.
 
-        Generated training prompts are too many to be searched; :class:`~.split.Train` excludes those with the text of a set.
+        Generated training prompts are too many to be searched; :class:`~.split.Train` excludes those with the text of a set. It also
+        does so for ``dataset``.
         """
         for given, task in zip(self.sections, self.tasks, strict=True):
             file = given.section.jsonl

@@ -28,6 +28,7 @@ from scalerl_tasks.errors import (
     VerifierError,
 )
 from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 GENERATED_PROMPTS = 1000
 """Number of evenly spaced prompts that are checked of a generated source."""
+DATASET_PROMPTS = 20_000
+"""The same for a data set; ``scalerl data`` checks all."""
 PROGRESS_SECONDS = 10.0
 """Interval of the lines about a check that takes long."""
 _MAX_WORKERS = 32
@@ -136,6 +139,8 @@ def _section_problems(
     source: PromptSource | None = None
     try:
         open_grading_pool(section)
+        if section.dataset is not None:
+            open_dataset(section.dataset, directory, progress).close()
         if section.jsonl is None:
             if answers:
                 check_answers(open_source(section, directory), section, progress=progress)
@@ -193,8 +198,8 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
         if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
             yield TaskProblem(
                 "recipe.curriculum.sec",
-                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, or use "
-                "edgeOfCompetence, which measures it",
+                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one (of a data set: "
+                "columns.difficulty), or use edgeOfCompetence, which measures it",
             )
         if spec.warm_start is not None and spec.warm_start.jsonl is None:
             try:
@@ -221,7 +226,7 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
             field = ".prompt.template"
         case VerifierError():
             field = ".verifier.name"
-        case SourceError() if task.jsonl is None:
+        case SourceError() if task.jsonl is None and task.dataset is None:
             field = ""
     return TaskProblem(where + field, str(error))
 
@@ -241,7 +246,8 @@ def check_answers(
     Args:
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
-        limit: number of prompts, evenly spread; default: all of a file, :data:`GENERATED_PROMPTS` of another source.
+        limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
+            :data:`GENERATED_PROMPTS` of another source.
         progress: as in :func:`task_problems`.
 
     Raises:
@@ -250,7 +256,7 @@ def check_answers(
         GradingError: no grader could be started.
     """
     if limit is None and spec.jsonl is None:
-        limit = GENERATED_PROMPTS
+        limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
@@ -282,6 +288,8 @@ async def _check_answers(
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
+        elif isinstance(source, DatasetSource):
+            problems.add(index, f"{source.place(index)}, {source.table.info.fields['answer']}: {error}", kind)
         else:
             problems.add(index, error, kind)
 

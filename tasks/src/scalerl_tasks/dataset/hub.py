@@ -27,10 +27,12 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
     Raises:
         SourceError: no such data set, configuration or split; no access; or no connection and not in the cache.
     """
-    import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
     where = f"task.dataset.hub: {hub.name} at revision {hub.revision}"
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise SourceError(f"{where}: needs huggingface_hub, which is not installed here: pip install huggingface_hub") from error
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
         card_only: str = huggingface_hub.snapshot_download(
