@@ -193,9 +193,12 @@ class DatasetFilterSpec(Model):
 class DatasetSource(Model):
     """Problems in files of any layout, read once by the preparation into a file of the run's directory."""
 
-    files: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)] | None = (
-        None
-    )
+    files: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)
+        ]
+        | None
+    ) = None
     """Paths or globs of ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` and ``.arrow`` files, also compressed (``.gz``,
     ``.xz``, ``.bz2``, ``.zst``); on one machine relative to the run file, on a cluster absolute, on a mounted volume. A glob's
     files are sorted by name."""
@@ -206,7 +209,9 @@ class DatasetSource(Model):
     answer_pattern: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """Where the answer is in the answer's text: ``Hashes`` (after the last ``####``), ``Boxed`` (in the last ``\\boxed{}``), or a
     regular expression with one group, of which the last match counts."""
-    metadata: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
+    metadata: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None
+    ) = None
     """Columns that are kept beside the fields; default: all that are not mapped."""
     filter: DatasetFilterSpec = DatasetFilterSpec()
     """Rows that are left out."""

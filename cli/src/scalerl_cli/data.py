@@ -60,7 +60,9 @@ def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
     for text in arguments.column:
         field, found, expression = text.partition("=")
         if not found:
-            raise ValueError(f"--column {text}: write FIELD=EXPRESSION, such as answer=reward_model.ground_truth")
+            raise ValueError(
+                f"--column {text}: write FIELD=EXPRESSION, such as answer=reward_model.ground_truth"
+            )
         columns[field] = expression
     dataset = DatasetSpec.model_validate(
         {
@@ -120,7 +122,11 @@ def _show_prompt(source, index: int, prompt: PromptSpec, tokenizer) -> None:
         (text,) = tokenizer.texts(tokenizer.encode_prompts([rendered]))
     else:
         messages = rendered.messages
-        text = rendered.user if len(messages) == 1 else "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
+        text = (
+            rendered.user
+            if len(messages) == 1
+            else "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
+        )
     if len(text) > _MAX_SHOWN_CHARACTERS:
         text = f"{text[:_MAX_SHOWN_CHARACTERS]} … ({len(text):,} characters)"
     place = f", {source.place(index)}" if hasattr(source, "place") else ""
@@ -137,7 +143,8 @@ def _show_lengths(source, prompt: PromptSpec, tokenizer) -> None:
 
     count = min(len(source), _MEASURED)
     rendered = [
-        render_prompt(source[rank * len(source) // count], prompt.template, prompt.system) for rank in range(count)
+        render_prompt(source[rank * len(source) // count], prompt.template, prompt.system)
+        for rank in range(count)
     ]
     if tokenizer is not None:
         unit, lengths = "tokens", sorted(map(len, tokenizer.encode_prompts(rendered)))

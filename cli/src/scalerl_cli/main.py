@@ -74,10 +74,23 @@ def parser() -> argparse.ArgumentParser:
         help="of data files: where a field is, such as answer=reward_model.ground_truth",
     )
     data.add_argument("--answer-pattern", metavar="PATTERN", help="of data files: task.dataset.answerPattern")
-    data.add_argument("--where", action="append", default=[], metavar="EXPRESSION", help="of data files: task.dataset.filter.where")
-    data.add_argument("--verifier", metavar="NAME", help="of data files: verifier of the check (default: number or math-verify)")
     data.add_argument(
-        "--model", type=Path, metavar="DIR", help="folder with the tokenizer (default: model.path of the run file)"
+        "--where",
+        action="append",
+        default=[],
+        metavar="EXPRESSION",
+        help="of data files: task.dataset.filter.where",
+    )
+    data.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="of data files: verifier of the check (default: number or math-verify)",
+    )
+    data.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="folder with the tokenizer (default: model.path of the run file)",
     )
     data.add_argument(
         "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"

@@ -101,7 +101,9 @@ def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Vo
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
-    files = dict.fromkeys(path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ())
+    files = dict.fromkeys(
+        path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ()
+    )
     return (run, *model, *jsonl, *(Volume(literal(path)) for path in files))
 
 

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
@@ -28,7 +29,6 @@ from scalerl_tasks.errors import (
     VerifierError,
 )
 from scalerl_tasks.grading.grading_pool import GradingPool
-from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems

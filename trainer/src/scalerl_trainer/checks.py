@@ -100,7 +100,10 @@ def check_prompts(
     room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(source, None if given.section.jsonl else DATASET_PROMPTS if given.section.dataset else GENERATED_PROMPTS):
+    for batch in _batches(
+        source,
+        None if given.section.jsonl else DATASET_PROMPTS if given.section.dataset else GENERATED_PROMPTS,
+    ):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]

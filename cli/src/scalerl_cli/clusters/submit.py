@@ -153,7 +153,8 @@ def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
     files."""
     found = [] if spec.model.path is not None else [*model_problems(spec, structure=True)]
     if not any(path is not None for path in data_paths(spec).values()) and not any(
-        task.dataset for task in spec.tasks  # of a hub, too large to be read here
+        task.dataset
+        for task in spec.tasks  # of a hub, too large to be read here
     ):
         found += task_problems(spec, answers=True)
     return found

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from scalerl_tasks.errors import SourceError, did_you_mean
 
@@ -151,7 +151,9 @@ class Expression:
                 return self._step(inner, key)
             case ast.Subscript(value=inner, slice=ast.Constant(value=str() | int() as key)):
                 return self._step(inner, key)
-            case ast.Subscript(value=inner, slice=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as key))):
+            case ast.Subscript(
+                value=inner, slice=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as key))
+            ):
                 return self._step(inner, -key)
             case ast.List(elts=items) | ast.Tuple(elts=items):
                 values = [self._compiled(item) for item in items]
@@ -168,14 +170,13 @@ class Expression:
                 return lambda row: every(value(row) for value in values)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 return self._binary(self._compiled(left), _ARITHMETIC[type(op)], self._compiled(right))
-            case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
+            case ast.Compare(left=left, ops=ops, comparators=others) if all(
+                type(op) in _COMPARISONS for op in ops
+            ):
                 return self._comparison(left, ops, others)
             case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in FUNCTIONS:
                 of, function = self._compiled(inner), FUNCTIONS[name]
                 return lambda row: function(_given(of(row)))
-        self._refuse(node)
-
-    def _refuse(self, node: ast.expr) -> NoReturn:
         raise ExpressionError(
             f"{self.field}: {ast.unparse(node)!r} in {self.text!r} is not supported; use columns, paths such as a.b and a[0], "
             f"constants, lists, comparisons, and, or, not, + - * /, and {', '.join(FUNCTIONS)}; a column of any name is written "
@@ -211,7 +212,9 @@ class Expression:
             values = left(row), right(row)
             for value in values:
                 if not isinstance(value, int | float):
-                    raise NoValue(f"{shown(value)} is {kind(value)}, not a number; number(…) reads the number in a text")
+                    raise NoValue(
+                        f"{shown(value)} is {kind(value)}, not a number; number(…) reads the number in a text"
+                    )
             return function(*values)
 
         return of_numbers
@@ -223,8 +226,14 @@ class Expression:
         def compare(row: Mapping[str, Any]) -> bool:
             found = [_or_none(value, row) for value in values]
             for op, a, b in zip(of, found, found[1:], strict=False):
-                if op in _ORDER and not (_is_number(a) and _is_number(b)) and not (isinstance(a, str) and isinstance(b, str)):
-                    raise NoValue(f"{shown(a)} and {shown(b)} cannot be ordered; number(…) reads the number in a text")
+                if (
+                    op in _ORDER
+                    and not (_is_number(a) and _is_number(b))
+                    and not (isinstance(a, str) and isinstance(b, str))
+                ):
+                    raise NoValue(
+                        f"{shown(a)} and {shown(b)} cannot be ordered; number(…) reads the number in a text"
+                    )
                 if not _COMPARISONS[op](a, b):
                     return False
             return True
@@ -248,11 +257,12 @@ def _given(value: Any) -> Any:
 
 
 def _or_none(evaluate: Evaluate, row: Mapping[str, Any]) -> Any:
-    """The value, None if it is missing: ``x == null`` and ``x in [...]`` have an answer then."""
+    """The value, None if it is missing or NaN: ``x == null`` and ``x in [...]`` have an answer then."""
     try:
-        return evaluate(row)
+        value = evaluate(row)
     except NoValue:
         return None
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _is_number(value: Any) -> bool:

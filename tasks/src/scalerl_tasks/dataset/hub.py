@@ -32,7 +32,9 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
         import huggingface_hub
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
-        raise SourceError(f"{where}: needs huggingface_hub, which is not installed here: pip install huggingface_hub") from error
+        raise SourceError(
+            f"{where}: needs huggingface_hub, which is not installed here: pip install huggingface_hub"
+        ) from error
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
         card_only: str = huggingface_hub.snapshot_download(
@@ -40,7 +42,11 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
         )
         commit = Path(card_only).name
         if offline:
-            names = [path.relative_to(card_only).as_posix() for path in Path(card_only).rglob("*") if path.is_file()]
+            names = [
+                path.relative_to(card_only).as_posix()
+                for path in Path(card_only).rglob("*")
+                if path.is_file()
+            ]
         else:
             names = huggingface_hub.list_repo_files(hub.name, repo_type="dataset", revision=commit)
         wanted = choose_files(names, _card(Path(card_only) / _CARD), hub, where)
@@ -54,8 +60,12 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
             f"{where}: access is restricted: accept its terms on its page, and set HF_TOKEN to a token of that account"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise SourceError(f"{where}: not found, or private: check name and revision, or set HF_TOKEN") from error
-    except Exception as error:  # the client raises from several trees: its own, its HTTP library's and OSError
+        raise SourceError(
+            f"{where}: not found, or private: check name and revision, or set HF_TOKEN"
+        ) from error
+    except (
+        Exception
+    ) as error:  # the client raises from several trees: its own, its HTTP library's and OSError
         advice = (
             "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
             if offline
@@ -65,7 +75,9 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
         raise SourceError(f"{where}: {reason}; {advice}") from error
     files = [Path(folder) / name for name in wanted]
     if missing := [name for name, file in zip(wanted, files, strict=True) if not file.is_file()]:
-        raise SourceError(f"{where}: {missing[0]} is not in the cache: download it first, or unset HF_HUB_OFFLINE")
+        raise SourceError(
+            f"{where}: {missing[0]} is not in the cache: download it first, or unset HF_HUB_OFFLINE"
+        )
     return files, commit
 
 
@@ -85,7 +97,9 @@ def choose_files(names: Sequence[str], card: dict[str, Any], hub: HubDataset, wh
         default = [name for name, entry in configs.items() if entry.get("default")] or ["default"]
         config = hub.config or (next(iter(configs)) if len(configs) == 1 else default[0])
         if config not in configs:
-            problem = "has several configurations" if hub.config is None else f"has no configuration {config!r}"
+            problem = (
+                "has several configurations" if hub.config is None else f"has no configuration {config!r}"
+            )
             raise SourceError(f"{where}: {problem}; set config to one of {', '.join(sorted(configs))}")
         splits = _splits(configs[config], data)
         if hub.split not in splits:
@@ -101,7 +115,9 @@ def choose_files(names: Sequence[str], card: dict[str, Any], hub: HubDataset, wh
         of_split = [name for name in data if not any(_has_word(name, split) for split in _SPLITS)]
     folders = sorted({name.rpartition("/")[0] for name in of_split})
     if not of_split:
-        raise SourceError(f"{where}: no data files of split {hub.split!r}; its data files: {', '.join(data[:10]) or 'none'}")
+        raise SourceError(
+            f"{where}: no data files of split {hub.split!r}; its data files: {', '.join(data[:10]) or 'none'}"
+        )
     if hub.config is None and len(folders) > 1:
         raise SourceError(f"{where}: has several configurations; set config to one of {', '.join(folders)}")
     return of_split
@@ -126,7 +142,12 @@ def _is_data(name: str) -> bool:
     while name.endswith(COMPRESSIONS):
         name = name.rpartition(".")[0]
     base = name.rpartition("/")[2]
-    return name.endswith(SUFFIXES) and base not in ("dataset_infos.json", "dataset_info.json", "state.json", "config.json")
+    return name.endswith(SUFFIXES) and base not in (
+        "dataset_infos.json",
+        "dataset_info.json",
+        "state.json",
+        "config.json",
+    )
 
 
 def _has_word(name: str, word: str) -> bool:

@@ -67,7 +67,12 @@ def _has_messages(row: Row) -> bool:
 
 def _ends_with_assistant(row: Row) -> bool:
     messages = row["messages"]
-    return bool(_has_messages(row) and messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant")
+    return bool(
+        _has_messages(row)
+        and messages
+        and isinstance(messages[-1], dict)
+        and messages[-1].get("role") == "assistant"
+    )
 
 
 _VERL = {"prompt": "prompt", "answer": "reward_model.ground_truth"}
@@ -95,9 +100,17 @@ LAYOUTS: tuple[Layout, ...] = (
         {"prompt": "prompt", "answer": "test", "solution": "canonical_solution"},
         programs=True,
     ),
-    Layout("MBPP", ("text", "test_list"), {"prompt": "text", "answer": "json(test_list)", "solution": "code"}, programs=True),
     Layout(
-        "MBPP, sanitized", ("prompt", "test_list"), {"prompt": "prompt", "answer": "json(test_list)", "solution": "code"}, programs=True
+        "MBPP",
+        ("text", "test_list"),
+        {"prompt": "text", "answer": "json(test_list)", "solution": "code"},
+        programs=True,
+    ),
+    Layout(
+        "MBPP, sanitized",
+        ("prompt", "test_list"),
+        {"prompt": "prompt", "answer": "json(test_list)", "solution": "code"},
+        programs=True,
     ),
     Layout(
         "LiveCodeBench",
@@ -114,8 +127,19 @@ LAYOUTS: tuple[Layout, ...] = (
         leaves_out=("solutions",),
         programs=True,
     ),
-    Layout("KodCode", ("question", "test"), {"prompt": "question", "answer": "test", "solution": "solution"}, programs=True),
-    Layout("DeepCoder", ("problem", "tests"), {"prompt": "problem", "answer": _TESTS}, leaves_out=("solutions",), programs=True),
+    Layout(
+        "KodCode",
+        ("question", "test"),
+        {"prompt": "question", "answer": "test", "solution": "solution"},
+        programs=True,
+    ),
+    Layout(
+        "DeepCoder",
+        ("problem", "tests"),
+        {"prompt": "problem", "answer": _TESTS},
+        leaves_out=("solutions",),
+        programs=True,
+    ),
     Layout(
         "GSM8K",
         ("question", "answer"),
@@ -166,10 +190,23 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "prompt and answer",
         ("prompt", "answer"),
-        {"prompt": "prompt", "answer": "answer", "id": "id", "difficulty": "difficulty", "solution": "solution", "system": "system"},
+        {
+            "prompt": "prompt",
+            "answer": "answer",
+            "id": "id",
+            "difficulty": "difficulty",
+            "solution": "solution",
+            "system": "system",
+        },
     ),
-    Layout("question and answer", ("question", "answer"), {"prompt": "question", "answer": "answer", "solution": "solution"}),
-    Layout("prompt and ground_truth", ("prompt", "ground_truth"), {"prompt": "prompt", "answer": "ground_truth"}),
+    Layout(
+        "question and answer",
+        ("question", "answer"),
+        {"prompt": "question", "answer": "answer", "solution": "solution"},
+    ),
+    Layout(
+        "prompt and ground_truth", ("prompt", "ground_truth"), {"prompt": "prompt", "answer": "ground_truth"}
+    ),
     Layout(
         "messages and answer",
         ("messages", "answer"),

@@ -44,8 +44,12 @@ def find_files(patterns: Sequence[str], directory: Path) -> list[Path]:
             found[path] = None
             continue
         if path.is_dir():
-            raise SourceError(f"task.dataset.files: {path} is a directory; name its files, such as {pattern.rstrip('/')}/*.parquet")
-        matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+            raise SourceError(
+                f"task.dataset.files: {path} is a directory; name its files, such as {pattern.rstrip('/')}/*.parquet"
+            )
+        matches = [
+            Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()
+        ]
         if not matches:
             raise SourceError(f"task.dataset.files: {path}: no such file")
         found.update(dict.fromkeys(matches))
@@ -77,10 +81,14 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
             raise DatasetError(path, "is empty")
         if head.startswith(b"PAR1"):
             yield from _read_parquet(path)
-        elif head.startswith(b"ARROW1") or (_suffix(path) == ".arrow" and head.startswith(b"\xff\xff\xff\xff")):
+        elif head.startswith(b"ARROW1") or (
+            _suffix(path) == ".arrow" and head.startswith(b"\xff\xff\xff\xff")
+        ):
             yield from _read_arrow(path)
         elif _suffix(path) in (".parquet", ".arrow"):
-            lfs = " (it is a pointer of Git LFS: fetch the file itself)" if head.startswith(b"version") else ""
+            lfs = (
+                " (it is a pointer of Git LFS: fetch the file itself)" if head.startswith(b"version") else ""
+            )
             raise DatasetError(path, f"is not a {_suffix(path)[1:]} file{lfs}; download or write it again")
         else:
             with _decompressed(path, head) as stream:
@@ -100,7 +108,9 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise DatasetError(path, "reading it needs pyarrow, which is not installed here: pip install pyarrow") from error
+        raise DatasetError(
+            path, "reading it needs pyarrow, which is not installed here: pip install pyarrow"
+        ) from error
     return pyarrow
 
 
@@ -148,9 +158,13 @@ def _read_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row | Json
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             row = _lenient(path, number, raw)
         if number == 1 and not isinstance(row, dict) and _suffix(path) == ".json":
-            raise DatasetError(path, "is neither a JSON array of objects nor one object a line; write it as JSON Lines")
+            raise DatasetError(
+                path, "is neither a JSON array of objects nor one object a line; write it as JSON Lines"
+            )
         if not isinstance(row, dict | JsonlError):
-            row = DatasetError(path, f"is {kind(row)}, not an object", row=number, word=row_word(path), kind="no object")
+            row = DatasetError(
+                path, f"is {kind(row)}, not an object", row=number, word=row_word(path), kind="no object"
+            )
         elif number == 1 and isinstance(row, dict) and _is_nested(row):
             raise DatasetError(
                 path,
@@ -187,65 +201,70 @@ def _lenient(path: Path, number: int, raw: bytes) -> Row | JsonlError:
 
 def _read_array(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row | JsonlError]]:
     """The objects of a JSON array, without the whole array in memory."""
-    text = io.TextIOWrapper(stream, encoding="utf-8")
     decoder, buffer, number, at_end = json.JSONDecoder(), "", 0, False
-    text.read(1)
-    while True:
-        buffer = buffer.lstrip(" \t\r\n,") if number else buffer.lstrip()
-        if buffer.startswith("]"):
-            return
-        try:
-            if not buffer:
-                raise json.JSONDecodeError("no further object", "", 0)
-            value, end = decoder.raw_decode(buffer)
-        except json.JSONDecodeError as error:
-            if at_end or len(buffer) > MAX_ROW_CHARACTERS:
-                raise DatasetError(
-                    path, f"bad JSON: {error.msg.lower()}; the array ends or breaks off here", row=number + 1, word="row"
-                ) from None
+    with io.TextIOWrapper(stream, encoding="utf-8") as text:
+        text.read(1)
+        while True:
+            buffer = buffer.lstrip(" \t\r\n,")
+            if buffer.startswith("]"):
+                return
             try:
-                more = text.read(max(1 << 16, len(buffer)))
-            except UnicodeDecodeError:
-                raise DatasetError(path, "is not UTF-8", row=number + 1, word="row") from None
-            at_end, buffer = not more, buffer + more
-            continue
-        number, buffer = number + 1, buffer[end:]
-        if isinstance(value, dict):
-            yield number, value
-        else:
-            yield number, DatasetError(path, f"is {kind(value)}, not an object", row=number, word="row", kind="no object")
+                if not buffer:
+                    raise json.JSONDecodeError("no further object", "", 0)
+                value, end = decoder.raw_decode(buffer)
+            except json.JSONDecodeError as error:
+                if at_end or len(buffer) > MAX_ROW_CHARACTERS:
+                    problem = f"bad JSON: {error.msg.lower()}; the array ends or breaks off here"
+                    raise DatasetError(path, problem, row=number + 1) from None
+                try:
+                    more = text.read(max(1 << 16, len(buffer)))
+                except UnicodeDecodeError:
+                    raise DatasetError(path, "is not UTF-8", row=number + 1) from None
+                at_end, buffer = not more, buffer + more
+                continue
+            number, buffer = number + 1, buffer[end:]
+            if isinstance(value, dict):
+                yield number, value
+            else:
+                yield (
+                    number,
+                    DatasetError(path, f"is {kind(value)}, not an object", row=number, kind="no object"),
+                )
 
 
 def _read_csv(path: Path, stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, Row | JsonlError]]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8", newline=""), delimiter=delimiter)
     line = 1
-    try:
-        header = next(reader, [])
-        if len(set(header)) != len(header):
-            raise DatasetError(path, f"has two columns of one name: {shown(header)}", row=1, word="line")
-        line = reader.line_num + 1
-        for fields in reader:
-            if fields and len(fields) != len(header):
-                problem = f"has {len(fields)} fields, the header {len(header)}; quote fields that contain {delimiter!r} or line breaks"
-                yield line, DatasetError(path, problem, row=line, word="line", kind="number of fields")
-            elif fields:
-                yield line, {name: field or None for name, field in zip(header, fields, strict=True)}
+    with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter)
+        try:
+            header = next(reader, [])
+            if len(set(header)) != len(header):
+                raise DatasetError(path, f"has two columns of one name: {shown(header)}", row=1, word="line")
             line = reader.line_num + 1
-    except csv.Error as error:
-        raise DatasetError(path, f"bad CSV: {error}", row=line, word="line") from None
-    except UnicodeDecodeError as error:
-        raise DatasetError(
-            path, f"is not UTF-8 ({error.reason}); convert the file, e.g. iconv -f LATIN1 -t UTF-8", row=line, word="line"
-        ) from None
+            for fields in reader:
+                if fields and len(fields) != len(header):
+                    problem = (
+                        f"has {len(fields)} fields, the header {len(header)}; quote fields that contain {delimiter!r} or line "
+                        "breaks"
+                    )
+                    yield line, DatasetError(path, problem, row=line, word="line", kind="number of fields")
+                elif fields:
+                    yield line, {name: field or None for name, field in zip(header, fields, strict=True)}
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DatasetError(path, f"bad CSV: {error}", row=line, word="line") from None
+        except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 ({error.reason}); convert the file, e.g. iconv -f LATIN1 -t UTF-8"
+            raise DatasetError(path, problem, row=line, word="line") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
     pyarrow = _pyarrow(path)
-    import pyarrow.parquet
+    from pyarrow.parquet import ParquetFile
 
     try:
-        with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+        with ParquetFile(path, memory_map=True) as file:
             yield from _of_batches(file.iter_batches(batch_size=_BATCH_ROWS))
     except pyarrow.ArrowException as error:
         raise DatasetError(path, f"cannot be read as Parquet: {error}; download or write it again") from error
@@ -253,16 +272,16 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
 
 def _read_arrow(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
     pyarrow = _pyarrow(path)
-    import pyarrow.ipc
+    from pyarrow import ipc
 
     try:
         with pyarrow.memory_map(str(path)) as file:
             try:
-                reader = pyarrow.ipc.open_file(file)
+                reader = ipc.open_file(file)
                 batches: Iterator[Any] = (reader.get_batch(at) for at in range(reader.num_record_batches))
             except pyarrow.ArrowInvalid:
                 file.seek(0)
-                batches = iter(pyarrow.ipc.open_stream(file))
+                batches = iter(ipc.open_stream(file))
             yield from _of_batches(batches)
     except pyarrow.ArrowException as error:
         raise DatasetError(path, f"cannot be read as Arrow: {error}; download or write it again") from error

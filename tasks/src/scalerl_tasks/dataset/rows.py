@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -71,11 +72,17 @@ class Mapper:
     """
 
     def __init__(self, spec: DatasetSpec, first: Mapping[str, Any], layout: Layout | None) -> None:
-        given = {name: text for name in (*REQUIRED, *OPTIONAL) if (text := getattr(spec.columns, name)) is not None}
+        given = {
+            name: text for name in (*REQUIRED, *OPTIONAL) if (text := getattr(spec.columns, name)) is not None
+        }
         if all(name in given for name in REQUIRED):
             layout = None
         self.layout = layout
-        known = {} if layout is None else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
+        known = (
+            {}
+            if layout is None
+            else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
+        )
         texts = known | given
         if missing := [name for name in REQUIRED if name not in texts]:
             raise unknown_layout(first, missing)
@@ -95,10 +102,14 @@ class Mapper:
         self._find_answer = None if pattern is None else _answer_finder(pattern)
         self._kept = None if spec.metadata is None else frozenset(spec.metadata)
         if self._kept is not None and (unknown := sorted(self._kept - first.keys())):
-            raise SourceError(f"metadata: there is no column {unknown[0]!r}{did_you_mean(unknown[0], first)} (columns: {names(first)})")
+            raise SourceError(
+                f"metadata: there is no column {unknown[0]!r}{did_you_mean(unknown[0], first)} (columns: {names(first)})"
+            )
         self._mapped = frozenset(e.whole_column for e in self._fields.values() if e.whole_column is not None)
         self._left_out = self._mapped | frozenset(() if layout is None else layout.leaves_out)
-        self._where = [Expression(text, first, f"filter.where[{at}]") for at, text in enumerate(spec.filter.where)]
+        self._where = [
+            Expression(text, first, f"filter.where[{at}]") for at, text in enumerate(spec.filter.where)
+        ]
         self.dropped = [0] * len(self._where)
         """Number of rows for which each expression of the filter is false."""
         self.without_value = [0] * len(self._where)
@@ -187,12 +198,20 @@ class Mapper:
                     except ValueError:
                         problem = f"is the text {shown(value)}, not a number; use number(…), which reads the number in a text"
                         raise RowProblem(self.texts[name], problem, "type of difficulty") from None
-                if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
-                    raise RowProblem(self.texts[name], f"is {kind(value)}, not a number", "type of difficulty")
+                if (
+                    not isinstance(number, int | float)
+                    or isinstance(number, bool)
+                    or not math.isfinite(number)
+                ):
+                    raise RowProblem(
+                        self.texts[name], f"is {kind(value)}, not a number", "type of difficulty"
+                    )
                 return float(number)
             case "id":
                 if isinstance(value, bool) or not isinstance(value, str | int):
-                    raise RowProblem(self.texts[name], f"is {kind(value)}; an id is text or an integer", "type of id")
+                    raise RowProblem(
+                        self.texts[name], f"is {kind(value)}; an id is text or an integer", "type of id"
+                    )
                 return str(value) or None
             case _:
                 if not isinstance(value, str):
@@ -204,13 +223,13 @@ class Mapper:
     def _prompt(self, value: Any) -> dict[str, Any]:
         where = self.texts["prompt"]
         if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
-            try:
+            with contextlib.suppress(ValueError):
                 value = json.loads(value)
-            except ValueError:
-                pass
         if isinstance(value, str):
             if not value.strip():
-                raise RowProblem(where, "is empty; drop such rows with filter.where: len(prompt) > 0", "empty prompt")
+                raise RowProblem(
+                    where, "is empty; drop such rows with filter.where: len(prompt) > 0", "empty prompt"
+                )
             return {"prompt": value}
         if isinstance(value, list):
             return self._of_messages(where, value)
@@ -219,8 +238,12 @@ class Mapper:
     def _of_messages(self, where: str, value: list[Any]) -> dict[str, Any]:
         turns: list[tuple[str, str]] = []
         for at, message in enumerate(value):
-            role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-            if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+            role, content = (
+                (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+            )
+            if isinstance(content, list) and all(
+                isinstance(p, dict) and p.get("type") == "text" for p in content
+            ):
                 content = "".join(str(part.get("text") or "") for part in content)
             if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
                 raise RowProblem(
@@ -235,7 +258,9 @@ class Mapper:
         while turns and turns[-1][0] == "assistant":
             turns.pop()
         if not turns or turns[-1][0] != "user" or not turns[-1][1].strip():
-            raise RowProblem(where, f"{shown(value)} has no message of the user at its end", "no message of the user")
+            raise RowProblem(
+                where, f"{shown(value)} has no message of the user at its end", "no message of the user"
+            )
         if any(role in ("system", "developer") for role, _ in turns):
             raise RowProblem(where, "has a system message that is not the first", "system message in between")
         found: dict[str, Any] = {"prompt": turns.pop()[1], "turns": turns}
@@ -250,16 +275,26 @@ class Mapper:
         elif isinstance(value, int):
             value = str(value)
         if not isinstance(value, str):
-            hint = f"; use {where}[0], or json({where}) for all of it" if isinstance(value, list) else f"; use a path, such as {where}.value"
-            raise RowProblem(where, f"is {kind(value)}: {shown(value)}, not text or a number{hint}", "type of answer")
+            hint = (
+                f"; use {where}[0], or json({where}) for all of it"
+                if isinstance(value, list)
+                else f"; use a path, such as {where}.value"
+            )
+            raise RowProblem(
+                where, f"is {kind(value)}: {shown(value)}, not text or a number{hint}", "type of answer"
+            )
         if self._find_answer is not None:
             found = self._find_answer(value)
             if found is None:
                 tail = value if len(value) <= 60 else "… " + value[-60:]
-                raise RowProblem(where, f"answerPattern {self.pattern} is not in {tail!r}", "without answerPattern")
+                raise RowProblem(
+                    where, f"answerPattern {self.pattern} is not in {tail!r}", "without answerPattern"
+                )
             value = found
         if not value.strip():
-            raise RowProblem(where, "is empty; drop such rows with filter.where: len(answer) > 0", "empty answer")
+            raise RowProblem(
+                where, "is empty; drop such rows with filter.where: len(answer) > 0", "empty answer"
+            )
         return value.strip() if self._find_answer is not None else value
 
     def _passes(self, row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -297,7 +332,13 @@ def _reads(text: str, first: Mapping[str, Any]) -> bool:
 
 
 def _label(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+    text = (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
     return text[:_MAX_LABEL_CHARACTERS]
 
 
@@ -324,9 +365,7 @@ def _answer_finder(pattern: str) -> Callable[[str], str | None]:
         )
 
     def find(text: str) -> str | None:
-        found = None
-        for found in compiled.finditer(text):
-            pass
-        return None if found is None else found[1]
+        matches = list(compiled.finditer(text))
+        return matches[-1][1] if matches else None
 
     return find

@@ -9,13 +9,13 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset.layouts import recognize
 from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
-from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
+from scalerl_tasks.dataset.rows import Mapper, RowProblem
 from scalerl_tasks.dataset.table import Table, TableInfo, TableWriter
 from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
 from scalerl_tasks.prompts import Prompt, check_index
@@ -98,13 +98,25 @@ def open_dataset(
             return DatasetSource(Table(kept))
     files, revision = _files(spec, directory or Path())
     stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
-    identity = [settings, revision, [(str(file.resolve()), *stamp) for file, stamp in zip(files, stamps, strict=True)]]
+    identity = [
+        settings,
+        revision,
+        [(str(file.resolve()), *stamp) for file, stamp in zip(files, stamps, strict=True)],
+    ]
     cached = cache_folder() / f"{_key(json.dumps(identity))}.rows"
     target = kept or cached
     if cached.exists() and kept is not None:
         _link_or_copy(cached, kept)
     elif not target.exists():
-        _write(spec, files, target, TableInfo("", 0, list(map(str, files)), list(map(row_word, files)), 0, revision=revision, stamps=stamps), progress)
+        _write(
+            spec,
+            files,
+            target,
+            TableInfo(
+                "", 0, list(map(str, files)), list(map(row_word, files)), 0, revision=revision, stamps=stamps
+            ),
+            progress,
+        )
     return DatasetSource(Table(target))
 
 
@@ -158,7 +170,9 @@ def _write(
                 read += 1
                 if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
                     reported = now
-                    progress(f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {word} {number:,}")
+                    progress(
+                        f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {word} {number:,}"
+                    )
                 if isinstance(given, JsonlError):
                     problems.add_error(given)
                     continue
@@ -168,7 +182,9 @@ def _write(
                     row = mapper.map(given, at, number)
                 except RowProblem as problem:
                     problems.add_error(
-                        DatasetError(path, str(problem), row=number, word=word, field=problem.field, kind=problem.kind)
+                        DatasetError(
+                            path, str(problem), row=number, word=word, field=problem.field, kind=problem.kind
+                        )
                     )
                     continue
                 if row is None:
@@ -182,10 +198,14 @@ def _write(
                         continue
                     if mapper.texts.get("id") is None:
                         row.id += f"-{at}-{number}"
-                if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
+                if "id" in mapper.texts and not ids.add(
+                    hashlib.blake2b(row.id.encode(), digest_size=8).digest()
+                ):
                     what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
                     problems.add_error(
-                        DatasetError(path, what, row=number, word=word, field=mapper.texts["id"], kind="repeated id")
+                        DatasetError(
+                            path, what, row=number, word=word, field=mapper.texts["id"], kind="repeated id"
+                        )
                     )
                     continue
                 chat = chat or bool(row.system or row.turns)
@@ -238,7 +258,9 @@ def description(info: TableInfo, rows: int) -> list[str]:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
     lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
     if info.programs:
-        lines.append("the answers are tests of programs: a verifier that runs programs is needed to grade them")
+        lines.append(
+            "the answers are tests of programs: a verifier that runs programs is needed to grade them"
+        )
     return lines
 
 

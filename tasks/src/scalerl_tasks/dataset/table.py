@@ -12,6 +12,7 @@ Random access reads one row; opening reads only the end. The index is mapped int
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -85,10 +86,8 @@ class TableWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the buffer, on a full disk; the error of the write is on its way
             self._file.close()
-        except OSError:
-            pass  # the buffer of a full disk; the error of the write is on its way
         self._staged.unlink(missing_ok=True)
 
     @property
