@@ -51,6 +51,12 @@ def run_data(arguments: argparse.Namespace) -> int:
     except (ValidationError, ValueError) as error:
         say(str(error), error=True)
         return BAD_INPUT
+    if model is not None and not model.is_dir():
+        say(
+            f"{model}: no such folder; --model, or model.path, is the folder with the model's tokenizer",
+            error=True,
+        )
+        return BAD_INPUT
     bad = [field for field, section, prompt in given if not _show(field, section, prompt, model, arguments)]
     return BAD_INPUT if bad else DONE
 

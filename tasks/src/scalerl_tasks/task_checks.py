@@ -81,17 +81,19 @@ def task_problems(
 
     Args:
         spec: the run.
-        directory: base of relative paths; the working directory by default.
+        directory: as in :func:`~.sources.open_source`.
         answers: whether to start the graders and to check the reference answers. Otherwise, files are only read.
         progress: called about every :data:`PROGRESS_SECONDS` with a line about a check that takes longer.
 
     Raises:
         GradingError: no grader could be started.
     """
-    return list(_problems(spec, directory or Path(), answers, progress))
+    return list(_problems(spec, directory, answers, progress))
 
 
-def _problems(spec: RunSpec, directory: Path, answers: bool, progress: Progress) -> Iterator[TaskProblem]:
+def _problems(
+    spec: RunSpec, directory: Path | None, answers: bool, progress: Progress
+) -> Iterator[TaskProblem]:
     sections: list[tuple[str, ProblemSpec]] = [(one.field, one.section) for one in spec.task.tasks]
     sections += [
         (f"evaluation.sets.{at}.task", one.task)
@@ -127,7 +129,7 @@ def _problems(spec: RunSpec, directory: Path, answers: bool, progress: Progress)
 def _section_problems(
     field: str,
     section: ProblemSpec,
-    directory: Path,
+    directory: Path | None,
     answers: bool,
     progress: Progress,
     checked: dict[tuple[str, str], tuple[str, ...]],
@@ -145,7 +147,7 @@ def _section_problems(
             if answers:
                 check_answers(open_source(section, directory), section, progress=progress)
             return
-        path = directory / section.jsonl.path
+        path = (directory or Path()) / section.jsonl.path
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
@@ -167,11 +169,11 @@ def _section_problems(
             source.close()
 
 
-def _warm_start_file_problems(spec: RunSpec, directory: Path) -> Iterator[TaskProblem]:
+def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:
     """Problems of ``warmStart.jsonl``: invalid rows, and rows without a solution."""
     if spec.warm_start is None or spec.warm_start.jsonl is None:
         return
-    field, path = "warmStart.jsonl.path", directory / spec.warm_start.jsonl.path
+    field, path = "warmStart.jsonl.path", (directory or Path()) / spec.warm_start.jsonl.path
     try:
         source = JsonlSource(path, keep_valid=True)
     except SourceError as error:
