@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -16,6 +17,10 @@ from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec, Veri
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
 from scalerl_cli.output import say
+
+if TYPE_CHECKING:
+    from scalerl_tasks import PromptSource
+    from scalerl_tasks.text import ModelTokenizer
 
 _RUN_FILES = (".yaml", ".yml")
 _SHOWN = 3
@@ -34,7 +39,9 @@ def run_data(arguments: argparse.Namespace) -> int:
     try:
         if len(files) == 1 and files[0].suffix in _RUN_FILES:
             spec = load(files[0]).spec
-            given = [(one.field, one.section, one.section.prompt) for one in spec.task.tasks]
+            given: list[tuple[str, ProblemSpec, PromptSpec]] = [
+                (one.field, one.section, one.section.prompt) for one in spec.task.tasks
+            ]
             given += [
                 (f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
                 for at, one in enumerate(spec.evaluation.sets or ())
@@ -62,6 +69,8 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
+    from scalerl_tasks.text import TokenizerConfig
+
     columns: dict[str, object] = {}
     for text in arguments.column:
         field, found, expression = text.partition("=")
@@ -78,7 +87,8 @@ def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
             **({"answerPattern": arguments.answer_pattern} if arguments.answer_pattern else {}),
         }
     )
-    prompt = PromptSpec(format="Chat")
+    has_template = arguments.model is None or TokenizerConfig.read(arguments.model).chat_template is not None
+    prompt = PromptSpec(format="Chat" if has_template else "Raw")
     verifier = VerifierSpec.model_validate({"name": arguments.verifier or "math-verify"})
     return EvaluationTaskSpec(dataset=dataset, verifier=verifier, prompt=prompt), prompt
 
@@ -90,9 +100,6 @@ def _show(
     import scalerl_tasks as tasks
     from scalerl_tasks.dataset.source import description
     from scalerl_tasks.text import ModelTokenizer
-
-    def progress(text: str) -> None:
-        say(text, error=True)
 
     say(f"{field}: {section.source_field}")
     try:
@@ -110,7 +117,7 @@ def _show(
         for rank in range(min(_SHOWN, len(source))):
             _show_prompt(source, rank * len(source) // _SHOWN, prompt, tokenizer)
         _show_lengths(source, prompt, tokenizer)
-        return _check(source, section, arguments, progress)
+        return _check(source, section, arguments)
     except tasks.JsonlRowsError as error:
         for text in error.texts:
             say(f"{field}: {text}", error=True)
@@ -119,8 +126,10 @@ def _show(
     return False
 
 
-def _show_prompt(source, index: int, prompt: PromptSpec, tokenizer) -> None:
-    from scalerl_tasks import render_prompt
+def _show_prompt(
+    source: PromptSource, index: int, prompt: PromptSpec, tokenizer: ModelTokenizer | None
+) -> None:
+    from scalerl_tasks import DatasetSource, JsonlSource, render_prompt
 
     one = source[index]
     rendered = render_prompt(one, prompt.template, prompt.system)
@@ -135,7 +144,7 @@ def _show_prompt(source, index: int, prompt: PromptSpec, tokenizer) -> None:
         )
     if len(text) > _MAX_SHOWN_CHARACTERS:
         text = f"{text[:_MAX_SHOWN_CHARACTERS]} … ({len(text):,} characters)"
-    place = f", {source.place(index)}" if hasattr(source, "place") else ""
+    place = f", {source.place(index)}" if isinstance(source, DatasetSource | JsonlSource) else ""
     labels = "".join(f", {name} {value}" for name, value in one.labels.items())
     hard = "" if one.difficulty is None else f", difficulty {one.difficulty:g}"
     say(f"  --- prompt {one.id}{place}{hard}{labels}")
@@ -144,7 +153,7 @@ def _show_prompt(source, index: int, prompt: PromptSpec, tokenizer) -> None:
     say(f"  --- answer: {answer}")
 
 
-def _show_lengths(source, prompt: PromptSpec, tokenizer) -> None:
+def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelTokenizer | None) -> None:
     from scalerl_tasks import render_prompt
 
     count = min(len(source), _MEASURED)
@@ -183,7 +192,7 @@ def _histogram(lengths: Sequence[int]) -> list[str]:
     ]
 
 
-def _check(source, section: ProblemSpec, arguments: argparse.Namespace, progress) -> bool:
+def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Namespace) -> bool:
     import scalerl_tasks as tasks
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
@@ -196,7 +205,7 @@ def _check(source, section: ProblemSpec, arguments: argparse.Namespace, progress
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
     try:
-        tasks.check_answers(source, section, count, progress=progress)
+        tasks.check_answers(source, section, count, progress=lambda text: say(text, error=True))
     except tasks.AnswersError as error:
         for text in error.texts:
             say(f"  {text}", error=True)

@@ -13,9 +13,9 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -114,21 +114,23 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _decompressed(path: Path, head: bytes) -> IO[bytes]:
-    if head.startswith(b"\x1f\x8b"):
-        return gzip.open(path)
-    if head.startswith(b"\xfd7zXZ"):
-        return lzma.open(path)
-    if head.startswith(b"BZh"):
-        return bz2.open(path)
-    if head.startswith(b"\x28\xb5\x2f\xfd"):
-        stream: IO[bytes] = _pyarrow(path).input_stream(str(path), compression="zstd")
-        return io.BufferedReader(stream)  # type: ignore[type-var]
+_OPENERS: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"\xfd7zXZ", lzma.open),
+    (b"BZh", bz2.open),
+    (b"\x28\xb5\x2f\xfd", lambda path: _pyarrow(path).input_stream(str(path), compression="zstd")),
+)
+"""How a text file is decompressed, by its first bytes."""
+
+
+def _decompressed(path: Path, head: bytes) -> io.BufferedReader:
+    for magic, opener in _OPENERS:
+        if head.startswith(magic):
+            return io.BufferedReader(opener(path))
     return path.open("rb")
 
 
-def _read_text(path: Path, raw: IO[bytes]) -> Iterator[tuple[int, Row | JsonlError]]:
-    stream = raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)  # type: ignore[type-var]
+def _read_text(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Row | JsonlError]]:
     mark = stream.peek(4)[:4]
     if mark[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DatasetError(path, "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
@@ -145,7 +147,7 @@ def _read_text(path: Path, raw: IO[bytes]) -> Iterator[tuple[int, Row | JsonlErr
         yield from _read_lines(path, stream)
 
 
-def _read_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row | JsonlError]]:
+def _read_lines(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Row | JsonlError]]:
     decode, number = msgspec.json.Decoder().decode, 0
     while raw := stream.readline(MAX_ROW_CHARACTERS):
         number += 1
@@ -199,7 +201,7 @@ def _lenient(path: Path, number: int, raw: bytes) -> Row | JsonlError:
     return error(f"is {kind(found)}, not an object", None, "no object")
 
 
-def _read_array(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row | JsonlError]]:
+def _read_array(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Row | JsonlError]]:
     """The objects of a JSON array, without the whole array in memory."""
     decoder, buffer, number, at_end = json.JSONDecoder(), "", 0, False
     with io.TextIOWrapper(stream, encoding="utf-8") as text:
@@ -232,7 +234,9 @@ def _read_array(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row | Json
                 )
 
 
-def _read_csv(path: Path, stream: IO[bytes], delimiter: str) -> Iterator[tuple[int, Row | JsonlError]]:
+def _read_csv(
+    path: Path, stream: io.BufferedReader, delimiter: str
+) -> Iterator[tuple[int, Row | JsonlError]]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     line = 1
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:

@@ -283,19 +283,20 @@ class Mapper:
             raise RowProblem(
                 where, f"is {kind(value)}: {shown(value)}, not text or a number{hint}", "type of answer"
             )
+        text: str = value
         if self._find_answer is not None:
-            found = self._find_answer(value)
+            found = self._find_answer(text)
             if found is None:
-                tail = value if len(value) <= 60 else "… " + value[-60:]
+                tail = text if len(text) <= 60 else "… " + text[-60:]
                 raise RowProblem(
                     where, f"answerPattern {self.pattern} is not in {tail!r}", "without answerPattern"
                 )
-            value = found
-        if not value.strip():
+            text = found.strip()
+        if not text.strip():
             raise RowProblem(
                 where, "is empty; drop such rows with filter.where: len(answer) > 0", "empty answer"
             )
-        return value.strip() if self._find_answer is not None else value
+        return text
 
     def _passes(self, row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
         if not self._where:
