@@ -207,8 +207,7 @@ def test_dataset_layout_is_recognized(tmp_path, name, form):
         write_lines(tmp_path / "d.jsonl", [row])
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "d.parquet")
-    said = []
-    source = open_dataset(spec(f"d.{form}"), tmp_path, said.append)
+    source = open_dataset(spec(f"d.{form}"), tmp_path)
     (one,) = (source[i] for i in range(len(source)))
     assert (source.table.info.layout, one.text, one.answer, one.difficulty) == (
         layout,
@@ -218,7 +217,8 @@ def test_dataset_layout_is_recognized(tmp_path, name, form):
     )
     assert one.labels == labels
     assert any(
-        layout in line and "set task.dataset.columns and answerPattern to override" in line for line in said
+        layout in line and "set task.dataset.columns and answerPattern to override" in line
+        for line in dataset_source.description(source.table.info)
     )
 
 

@@ -108,7 +108,7 @@ def _show(
             source = tasks.open_dataset(section.dataset, None, lambda text: None)
             info = source.table.info
             say(f"  columns: {', '.join(info.columns)}")
-            for line in description(info, len(source)):
+            for line in description(info):
                 say(f"  {line}")
         else:
             source = tasks.open_source(section)

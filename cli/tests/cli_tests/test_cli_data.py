@@ -132,7 +132,7 @@ def test_data_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "d.parquet: no such file" in capsys.readouterr().err
 
 
-def test_validate_checks_a_data_set(tmp_path: Path) -> None:
+def test_validate_checks_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "data").mkdir()
     file = run_file(tmp_path)
     (missing,) = problems(file, any_machine=True)
@@ -140,6 +140,9 @@ def test_validate_checks_a_data_set(tmp_path: Path) -> None:
     assert f"{tmp_path}/data/*.parquet: no such file" in str(missing)
     write(tmp_path / "data/a.parquet", GSM8K)
     assert problems(file, any_machine=True) == []
+    said = capsys.readouterr().err
+    assert "task.dataset: recognized as GSM8K: prompt = question" in said
+    assert "set task.dataset.columns and answerPattern to override" in said
     write(
         tmp_path / "data/b.parquet",
         [{"question": "Who?", "answer": "#### Ada"}, {"question": "", "answer": "#### 1"}],

@@ -7,6 +7,7 @@ processes that grade completions, with the same limits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.dataset.source import description
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
@@ -142,7 +144,9 @@ def _section_problems(
     try:
         open_grading_pool(section)
         if section.dataset is not None:
-            open_dataset(section.dataset, directory, progress).close()
+            with contextlib.closing(open_dataset(section.dataset, directory, progress)) as opened:
+                for line in description(opened.table.info):
+                    progress(f"{field}.dataset: {line}")
         if section.jsonl is None:
             if answers:
                 check_answers(open_source(section, directory), section, progress=progress)

@@ -226,8 +226,6 @@ def _write(
         if mapper.layout is not None:
             info.layout, info.programs = mapper.layout.name, mapper.layout.programs
         table.finish(info)
-    for line in description(info, table.rows):
-        progress(line)
 
 
 def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int) -> dict[str, int]:
@@ -244,13 +242,13 @@ def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int)
     return dropped
 
 
-def description(info: TableInfo, rows: int) -> list[str]:
+def description(info: TableInfo) -> list[str]:
     """Lines about a table: rows, layout, mapping, and what was left out."""
     mapping = ", ".join(f"{name} = {text}" for name, text in info.fields.items())
     pattern = f", answerPattern {info.pattern}" if info.pattern else ""
     layout = f"recognized as {info.layout}" if info.layout else "mapped as given"
     lines = [
-        f"{rows:,} of {info.read:,} rows of {len(info.files)} file{'s' * (len(info.files) != 1)}"
+        f"{info.rows:,} of {info.read:,} rows of {len(info.files)} file{'s' * (len(info.files) != 1)}"
         + (f" at revision {info.revision}" if info.revision else ""),
         f"{layout}: {mapping}{pattern}; set task.dataset.columns and answerPattern to override",
     ]
