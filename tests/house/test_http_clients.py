@@ -36,6 +36,7 @@ BOUNDED = {
 OTHERS = {
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
+    "tasks/src/scalerl_tasks/dataset/hub.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/export_targets.py": "the hub and buckets that the run names, by their libraries",
     "trainer/src/scalerl_trainer/model_cache.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/prepare.py": "the hub, by its library",

@@ -55,6 +55,24 @@ _MIX: Final[Object] = {
     "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
 }
 
+_HUB: Final[Object] = {"files": None, "hub": {"name": "a/b"}}
+_OF_DATASET: Final[dict[str, Object]] = {
+    "files": {},
+    "hub.name": _HUB,
+    "hub.config": {"files": None, "hub": {"name": "a/b", "config": "main"}},
+    "hub.split": {"files": None, "hub": {"name": "a/b", "split": "test"}},
+    "hub.revision": {"files": None, "hub": {"name": "a/b", "revision": "c"}},
+    **{
+        f"columns.{name}": {"columns": {name: "a.b"}}
+        for name in ("prompt", "answer", "id", "difficulty", "solution", "system")
+    },
+    "columns.labels": {"columns": {"labels": {"level": "level"}}},
+    "answerPattern": {"answerPattern": "Boxed"},
+    "metadata": {"metadata": ["a"]},
+    "filter.where": {"filter": {"where": ["a > 1"]}},
+    "filter.duplicates": {"filter": {"duplicates": "Keep"}},
+}
+
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
@@ -69,6 +87,12 @@ OTHER: Final[dict[str, Object]] = {
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
     "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    **{
+        f"task.dataset.{path}": {
+            "task": {"reasoningGym": None, "dataset": {"files": ["/data/a.csv"]} | section}
+        }
+        for path, section in _OF_DATASET.items()
+    },
     "task.mix": {"task": _MIX},
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
     "task.opGraph.count": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"count": "Edges"}}},
@@ -234,6 +258,7 @@ _OF_MIXED_TASK: Final[dict[str, Object]] = {
     "weight": {"weight": "0.50"},
     "opGraph": {"opGraph": _OP_GRAPH | {"distractors": 0}},
     "jsonl": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}},
+    "dataset": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}},
     "heldOut.size": {"heldOut": {"size": 4}},
     "prompt.template": {"prompt": {"template": "{prompt} ="}},
     "maxCompletionTokens": {"maxCompletionTokens": 8},
@@ -258,6 +283,7 @@ _OF_SET: Final[dict[str, Object]] = {
     "k": {"k": 2},
     "task.opGraph": {"task": {"opGraph": _OP_GRAPH | {"distractors": 0}}},
     "task.jsonl": {"task": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.dataset": {"task": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}}},
     "task.reasoningGym": {"task": {"opGraph": None, "reasoningGym": {"name": "chain_sum"}}},
     "task.prompt": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.size": {"task": {"size": 4}},

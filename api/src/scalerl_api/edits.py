@@ -105,6 +105,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
     "task.reasoningGym": _of_the_run("the task"),
     "task.jsonl": _of_the_run("the task"),
+    "task.dataset": _of_the_run("the task"),
     "task.opGraph": _of_the_run("the task"),
     "task.mix": _of_the_run("the mix"),
     "task.mix.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,

@@ -184,7 +184,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     document = {key: value for key, value in obj.items() if key != "status"} | {"metadata": kept}
     source = f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}"
     run = _validated(document, source)
-    paths = {"spec.model.path": run.spec.model.path} | jsonl_paths(run.spec)
+    paths = {"spec.model.path": run.spec.model.path} | data_paths(run.spec)
     relative = [
         SpecProblem(where, "must be absolute on a cluster", f"got {path!r}")
         for where, path in paths.items()
@@ -195,13 +195,17 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     return run
 
 
-def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
-    """Path of each task's JSONL file, by path of the field; None if the task has none."""
+def data_paths(spec: RunSpec) -> dict[str, str | None]:
+    """Paths of each task's data files, by path of the field; None if a task has no JSONL file."""
     tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
     tasks |= {
         f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
     }
-    return {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
+    found = {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
+    for field, task in tasks.items():
+        files = task.dataset.files or () if task.dataset else ()
+        found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
+    return found
 
 
 def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:

@@ -95,7 +95,7 @@ class RunTaskSpec(SourcesSpec):
     """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl", "opGraph", "mix"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "mix"),
         Rule(
             "has(self.mix) != has(self.verifier)",
             "give verifier, or with mix, each of its tasks its own verifier",

@@ -138,6 +138,87 @@ class JsonlSource(Model):
     """Path of the file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume."""
 
 
+class HubDataset(Model):
+    """A data set on the Hugging Face Hub; its files are read as they are, no code of the repository runs."""
+
+    name: Annotated[
+        str,
+        Field(min_length=1, max_length=200),
+        AfterValidator(
+            Matches(r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$", "must be owner/data set, as the hub lists it")
+        ),
+    ]
+    """``owner/data-set``, as on the hub."""
+    config: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Configuration (subset) of the data set; needed if it has several and none is the default."""
+    split: Annotated[str, Field(min_length=1, max_length=200)] = "train"
+    """Split of the data set."""
+    revision: Annotated[str, Field(min_length=1, max_length=200)] = "main"
+    """Branch, tag or commit. The preparation resolves it to a commit, which the run keeps."""
+
+
+Expression = Annotated[str, Field(min_length=1, max_length=1000)]
+"""A column, a path into one (``reward_model.ground_truth``, ``messages[0].content``), or an expression."""
+
+
+class ColumnsSpec(Model):
+    """Where the fields of a problem are in a row: a column, a path into it, or an expression."""
+
+    prompt: Expression | None = None
+    """The user's text, or a list of messages with ``role`` and ``content``."""
+    answer: Expression | None = None
+    """The reference answer: text or a number."""
+    id: Expression | None = None
+    """Text or an integer that is unique; default: a hash of prompt and answer."""
+    difficulty: Expression | None = None
+    """A number, higher is harder, such as ``1 - solve_rate`` or ``1 - number(difficulty)``."""
+    solution: Expression | None = None
+    """A worked solution for the supervised warm start."""
+    system: Expression | None = None
+    """The system message; needs ``prompt.format: Chat``."""
+    labels: Annotated[dict[Annotated[str, Field(max_length=63)], Expression], Field(max_length=16)] = {}
+    """Values by which results are broken down, by the label's name."""
+
+
+class DatasetFilterSpec(Model):
+    """Rows that are left out; the preparation counts them by reason."""
+
+    where: Annotated[list[Expression], Field(max_length=32)] = []
+    """Expressions that must all be true for a row, such as ``difficulty > 0.2`` or ``len(prompt) < 4000``. A row without a
+    value to compare is left out."""
+    duplicates: Literal["Drop", "Keep"] = "Drop"
+    """Rows whose prompt an earlier row has."""
+
+
+class DatasetSource(Model):
+    """Problems in files of any layout, read once by the preparation into a file of the run's directory."""
+
+    files: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)
+        ]
+        | None
+    ) = None
+    """Paths or globs of ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` and ``.arrow`` files, also compressed (``.gz``,
+    ``.xz``, ``.bz2``, ``.zst``); on one machine relative to the run file, on a cluster absolute, on a mounted volume. A glob's
+    files are sorted by name."""
+    hub: HubDataset | None = None
+    """A data set on a hub, downloaded before the run starts; give this or files."""
+    columns: ColumnsSpec = ColumnsSpec()
+    """Where the fields of a problem are; default: by the layout that the columns are recognized as."""
+    answer_pattern: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Where the answer is in the answer's text: ``Hashes`` (after the last ``####``), ``Boxed`` (in the last ``\\boxed{}``), or a
+    regular expression with one group, of which the last match counts."""
+    metadata: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None
+    ) = None
+    """Columns that are kept beside the fields; default: all that are not mapped."""
+    filter: DatasetFilterSpec = DatasetFilterSpec()
+    """Rows that are left out."""
+
+    rules = (exactly_one("files", "hub"),)
+
+
 ShareDecimal = Annotated[
     DecimalString,
     AfterValidator(
@@ -275,11 +356,13 @@ class SourcesSpec(Model):
     """Alternative sources of problems."""
 
     reasoning_gym: ReasoningGymSource | None = None
-    """Procedurally generated problems; give this, jsonl or opGraph."""
+    """Procedurally generated problems; give this, jsonl, dataset or opGraph."""
     jsonl: JsonlSource | None = None
-    """Problems from a file; give this, reasoningGym or opGraph."""
+    """Problems from a file; give this, reasoningGym, dataset or opGraph."""
+    dataset: DatasetSource | None = None
+    """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or opGraph."""
     op_graph: OpGraphSource | None = None
-    """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym or jsonl."""
+    """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym, jsonl or dataset."""
 
 
 VERIFIER_RULES: Final = (
@@ -336,14 +419,15 @@ class ProblemSpec(SourcesSpec):
     """How the text of a problem becomes a prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("reasoningGym", "jsonl", "opGraph"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph"),
         *VERIFIER_RULES,
     )
 
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        return "jsonl" if self.jsonl else "reasoningGym" if self.reasoning_gym else "opGraph"
+        given = (("jsonl", self.jsonl), ("dataset", self.dataset), ("reasoningGym", self.reasoning_gym))
+        return next((name for name, section in given if section), "opGraph")
 
 
 class TaskSpec(ProblemSpec):

@@ -73,6 +73,9 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
 
 
 def _with_absolute_path(base: Path, task: Section) -> Section:
+    if task.dataset is not None and task.dataset.files is not None:
+        files = [_absolute(base, path) for path in task.dataset.files]
+        return task.model_copy(update={"dataset": task.dataset.model_copy(update={"files": files})})
     if task.jsonl is None:
         return task
     jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})

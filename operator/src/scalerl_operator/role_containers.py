@@ -101,18 +101,25 @@ def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Vo
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
-    return (run, *model, *jsonl)
+    files = dict.fromkeys(
+        path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ()
+    )
+    return (run, *model, *jsonl, *(Volume(literal(path)) for path in files))
 
 
 def _listen(port: str) -> str:
     return f"$({BIND}):$({port_variable(port)})"
 
 
+def _uses_hub(spec: RunSpec) -> bool:
+    return spec.model.hub is not None or any(task.dataset and task.dataset.hub for task in spec.tasks)
+
+
 def _prepare(spec: RunSpec) -> Workload:
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),
-        env=ENVIRONMENT if spec.model.hub is None else _ONLINE,
+        env=_ONLINE if _uses_hub(spec) else ENVIRONMENT,
         volumes=_volumes(spec, sources=True),
     )
     return Workload(Role.PREPARE, Lifetime.ONCE, (container,))

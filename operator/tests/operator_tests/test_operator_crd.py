@@ -199,6 +199,7 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
             for name in (
                 "reasoningGym",
                 "jsonl",
+                "dataset",
                 "opGraph",
                 "mix",
                 "prompt",
@@ -209,12 +210,21 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
         ),
         *(
             f".spec.task.mix[].{name}"
-            for name in ("reasoningGym", "jsonl", "opGraph", "weight", "prompt", "heldOut")
+            for name in ("reasoningGym", "jsonl", "dataset", "opGraph", "weight", "prompt", "heldOut")
         ),
         *(f".spec.evaluation.sets{name}" for name in ("", "[].task", "[].heldOutOf")),
         *(
             f".spec.evaluation.sets[].task.{name}"
-            for name in ("reasoningGym", "jsonl", "opGraph", "verifier.name", "prompt", "size", "seed")
+            for name in (
+                "reasoningGym",
+                "jsonl",
+                "dataset",
+                "opGraph",
+                "verifier.name",
+                "prompt",
+                "size",
+                "seed",
+            )
         ),
         *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode", "mountedBy")),
         ".spec.checkpoint.to",  # with storage.mountedBy: Coordinator

@@ -6,6 +6,7 @@ From a task's spec to prompts and grades::
     spec.task ─▶ open_task() for the task, or for each task of a mix; Mixture.place() assigns slots to tasks
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
+                                 ├▶ dataset.DatasetSource: see that package
                                  └▶ opgraph.OpGraphSource: see that package
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
@@ -26,9 +27,11 @@ source, a verifier or a tokenizer imports its dependencies.
 """
 
 from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
     AnswersError,
+    DatasetError,
     EvaluationSetError,
     GradingError,
     JsonlError,
@@ -71,6 +74,8 @@ __all__ = [
     "SCORE_RANGE",
     "VERIFIERS",
     "AnswersError",
+    "DatasetError",
+    "DatasetSource",
     "EvaluationPrompts",
     "EvaluationSetError",
     "Graded",
@@ -109,6 +114,7 @@ __all__ = [
     "check_answers",
     "check_template",
     "extract_answer",
+    "open_dataset",
     "open_grading_pool",
     "open_jsonl",
     "open_reasoning_gym",

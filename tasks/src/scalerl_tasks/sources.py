@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
@@ -34,21 +35,30 @@ if TYPE_CHECKING:
 
 def open_source(
     spec: ProblemSpec, directory: Path | None = None
-) -> ReasoningGymSource | JsonlSource | OpGraphSource:
+) -> ReasoningGymSource | JsonlSource | DatasetSource | OpGraphSource:
     """Open the prompt source of a task section.
 
     Args:
         spec: the section.
-        directory: base of a relative ``jsonl.path``; the working directory by default.
+        directory: base of a relative ``jsonl.path``, and the run's directory, with the table of ``dataset``; by default the
+            working directory, and the user's cache.
 
     Raises:
-        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl` and :class:`~scalerl_tasks.opgraph.OpGraphTask`.
+        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :class:`~scalerl_tasks.opgraph.OpGraphTask`.
     """
     task = _gym_task(spec)
     if task is not None:
         return ReasoningGymSource(task)
     if spec.jsonl is not None:
         return JsonlSource((directory or Path()) / spec.jsonl.path)
+    if spec.dataset is not None:
+        source = open_dataset(spec.dataset, directory)
+        if source.table.info.chat and spec.prompt is not None and spec.prompt.format == "Raw":
+            raise SourceError(
+                "task.dataset: its prompts have system messages or several turns, which only a chat template can render: set "
+                "prompt.format to Chat, or map columns.prompt to one message, such as messages[0].content"
+            )
+        return source
     if (section := spec.op_graph) is not None:
         low, high = section.operations
         return OpGraphSource(
@@ -62,7 +72,7 @@ def open_source(
                 section.count,
             )
         )
-    raise SourceError("task: give one of reasoningGym, jsonl and opGraph")
+    raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
 
 
 def verifier_config(spec: ProblemSpec) -> VerifierConfig:
@@ -144,7 +154,8 @@ class RunTasks:
         """The reason why a training file and an evaluation set cannot be used together: the file has prompts of the set. Empty
         if no such prompt is found.
 
-        Generated training prompts are too many to be searched; :class:`~.split.Train` excludes those with the text of a set.
+        Generated training prompts are too many to be searched; :class:`~.split.Train` excludes those with the text of a set. It also
+        does so for ``dataset``.
         """
         for given, task in zip(self.sections, self.tasks, strict=True):
             file = given.section.jsonl

@@ -271,8 +271,16 @@ def _draw(key: str, below: int) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:16]) % below
 
 
+def text_key(text: str, turns: Sequence[tuple[str, str]] = ()) -> bytes:
+    """Key of a prompt's text, with the messages before it: equal for prompts that ask the same."""
+    key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16)
+    for message in turns:
+        key.update(repr(tuple(message)).encode("utf-8", "surrogatepass"))
+    return key.digest()
+
+
 def _text_key(prompt: Prompt) -> bytes:
-    return hashlib.blake2b(prompt.text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return text_key(prompt.text, prompt.turns)
 
 
 def _sha256(text: str) -> str:

@@ -7,6 +7,7 @@ processes that grade completions, with the same limits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.dataset.source import description
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
 GENERATED_PROMPTS = 1000
 """Number of evenly spaced prompts that are checked of a generated source."""
+DATASET_PROMPTS = 20_000
+"""The same for a data set; ``scalerl data`` checks all."""
 PROGRESS_SECONDS = 10.0
 """Interval of the lines about a check that takes long."""
 _MAX_WORKERS = 32
@@ -78,17 +83,19 @@ def task_problems(
 
     Args:
         spec: the run.
-        directory: base of relative paths; the working directory by default.
+        directory: as in :func:`~.sources.open_source`.
         answers: whether to start the graders and to check the reference answers. Otherwise, files are only read.
         progress: called about every :data:`PROGRESS_SECONDS` with a line about a check that takes longer.
 
     Raises:
         GradingError: no grader could be started.
     """
-    return list(_problems(spec, directory or Path(), answers, progress))
+    return list(_problems(spec, directory, answers, progress))
 
 
-def _problems(spec: RunSpec, directory: Path, answers: bool, progress: Progress) -> Iterator[TaskProblem]:
+def _problems(
+    spec: RunSpec, directory: Path | None, answers: bool, progress: Progress
+) -> Iterator[TaskProblem]:
     sections: list[tuple[str, ProblemSpec]] = [(one.field, one.section) for one in spec.task.tasks]
     sections += [
         (f"evaluation.sets.{at}.task", one.task)
@@ -124,7 +131,7 @@ def _problems(spec: RunSpec, directory: Path, answers: bool, progress: Progress)
 def _section_problems(
     field: str,
     section: ProblemSpec,
-    directory: Path,
+    directory: Path | None,
     answers: bool,
     progress: Progress,
     checked: dict[tuple[str, str], tuple[str, ...]],
@@ -136,11 +143,15 @@ def _section_problems(
     source: PromptSource | None = None
     try:
         open_grading_pool(section)
+        if section.dataset is not None:
+            with contextlib.closing(open_dataset(section.dataset, directory, progress)) as opened:
+                for line in description(opened.table.info):
+                    progress(f"{field}.dataset: {line}")
         if section.jsonl is None:
             if answers:
                 check_answers(open_source(section, directory), section, progress=progress)
             return
-        path = directory / section.jsonl.path
+        path = (directory or Path()) / section.jsonl.path
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
@@ -162,11 +173,11 @@ def _section_problems(
             source.close()
 
 
-def _warm_start_file_problems(spec: RunSpec, directory: Path) -> Iterator[TaskProblem]:
+def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:
     """Problems of ``warmStart.jsonl``: invalid rows, and rows without a solution."""
     if spec.warm_start is None or spec.warm_start.jsonl is None:
         return
-    field, path = "warmStart.jsonl.path", directory / spec.warm_start.jsonl.path
+    field, path = "warmStart.jsonl.path", (directory or Path()) / spec.warm_start.jsonl.path
     try:
         source = JsonlSource(path, keep_valid=True)
     except SourceError as error:
@@ -193,8 +204,8 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
         if spec.recipe.curriculum.sec is not None and opened.train.difficulty(0) is None:
             yield TaskProblem(
                 "recipe.curriculum.sec",
-                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one, or use "
-                "edgeOfCompetence, which measures it",
+                f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one (of a data set: "
+                "columns.difficulty), or use edgeOfCompetence, which measures it",
             )
         if spec.warm_start is not None and spec.warm_start.jsonl is None:
             try:
@@ -221,7 +232,7 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
             field = ".prompt.template"
         case VerifierError():
             field = ".verifier.name"
-        case SourceError() if task.jsonl is None:
+        case SourceError() if task.jsonl is None and task.dataset is None:
             field = ""
     return TaskProblem(where + field, str(error))
 
@@ -241,7 +252,8 @@ def check_answers(
     Args:
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
-        limit: number of prompts, evenly spread; default: all of a file, :data:`GENERATED_PROMPTS` of another source.
+        limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
+            :data:`GENERATED_PROMPTS` of another source.
         progress: as in :func:`task_problems`.
 
     Raises:
@@ -250,7 +262,7 @@ def check_answers(
         GradingError: no grader could be started.
     """
     if limit is None and spec.jsonl is None:
-        limit = GENERATED_PROMPTS
+        limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
@@ -282,6 +294,8 @@ async def _check_answers(
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
+        elif isinstance(source, DatasetSource):
+            problems.add(index, f"{source.place(index)}, {source.table.info.fields['answer']}: {error}", kind)
         else:
             problems.add(index, error, kind)
 

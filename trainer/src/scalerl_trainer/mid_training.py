@@ -424,7 +424,7 @@ def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
     Examples that cannot be generated, have no solution or do not fit a micro-batch are left out.
     """
     found = []
-    opened = open_tasks(spec)
+    opened = open_tasks(spec, model.parent)  # the run's directory
     for one, task in zip(opened.sections, opened.tasks, strict=True):
         tokenizer = ModelTokenizer(model, one.section.prompt, f"{one.field}.prompt")
         count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
@@ -476,7 +476,7 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
     wanted = spec.warm_start
     assert wanted is not None
     most = None if wanted.steps is None else wanted.steps * wanted.batch_size
-    opened = open_tasks(spec)
+    opened = open_tasks(spec, model.parent)  # the run's directory
     given = opened.sections
 
     def pairs(

@@ -132,8 +132,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         OSError: the folder cannot be written.
     """
     target = paths.base_model
-    check_tasks(spec, answers=not _answers_are_checked(target, spec))
-    tasks = open_tasks(spec)
+    check_tasks(spec, paths.root, answers=not _answers_are_checked(target, spec))
+    tasks = open_tasks(spec, paths.root)
     if spec.model.scratch is not None:
         prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
         prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]
@@ -148,7 +148,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     if target.exists():
         _check_prepared(target, identity)
         _restore_cached(target, spec)
-        _check(target, spec, tasks, one_machine)
+        _check(target, paths.root, spec, tasks, one_machine)
         log.info("%s is ready", target)
         return
     staged = target.with_name(f".{target.name}-{os.getpid()}")
@@ -156,7 +156,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     staged.mkdir(parents=True)
     try:
         _write_model(staged, spec, tasks)
-        _check(staged, spec, tasks, one_machine)
+        _check(staged, paths.root, spec, tasks, one_machine)
         (staged / MARKER_FILE).write_text(
             json.dumps({"identity": identity, "answers": _answers_identity(spec, tasks)}) + "\n",
             encoding="utf-8",
@@ -170,14 +170,14 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     log.info("%s is made", target)
 
 
-def _check(directory: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
+def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_machine: bool) -> None:
     # What transformers makes of the files was checked in their own folder, before they were linked here.
     check_model(directory, spec, one_machine, structure=False)
     given = spec.task.tasks
     tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
     check_length(tokenizers[0], spec)
     for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
-        check_prompts(tokenizer, spec, one, task)
+        check_prompts(tokenizer, spec, one, task, root)
     for of_set in tasks.sets:
         tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
         check_set_prompts(tokenizer, spec, of_set)
@@ -207,7 +207,7 @@ def _answers_are_checked(target: Path, spec: RunSpec) -> bool:
     """Whether an earlier preparation of the run has checked the same answers with the same verifiers."""
     try:
         checked = json.loads((target / MARKER_FILE).read_text(encoding="utf-8"))["answers"]
-        return bool(checked == _answers_identity(spec, open_tasks(spec)))
+        return bool(checked == _answers_identity(spec, open_tasks(spec, target.parent)))
     except (OSError, ValueError, KeyError, TypeError, TaskError):
         return False
 
