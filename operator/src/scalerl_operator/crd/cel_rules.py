@@ -27,6 +27,7 @@ from scalerl_api.fields import (
     quantity_input,
 )
 from scalerl_api.pods import (
+    COUNT,
     PLAIN_PATH,
     PLAIN_PATH_MESSAGE,
     RESERVED_LABELS,
@@ -36,6 +37,7 @@ from scalerl_api.pods import (
     RESERVED_VOLUMES,
     ROLE_CONTAINER_MESSAGE,
     ROLE_CONTAINERS,
+    SLICE_SIZE,
     SYSTEM_PATH_MESSAGE,
     SYSTEM_PATHS,
     Named,
@@ -43,6 +45,7 @@ from scalerl_api.pods import (
     enough_memory,
     other_container,
     own_path,
+    slice_size,
     text_value,
     unreserved,
 )
@@ -352,6 +355,12 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
         Rule(
             f"self.all(name, !{list(RESERVED_LABELS)}.exists(taken, name.startsWith(taken)))",
             f"names that start with {', '.join(RESERVED_LABELS)} are the operator's; choose another prefix",
+        ),
+    ),
+    slice_size: (
+        Rule(
+            f"!('{SLICE_SIZE}' in self) || self['{SLICE_SIZE}'].matches('^{COUNT.pattern}$')",
+            f"{SLICE_SIZE} must be a positive number of pods",
         ),
     ),
     other_container: (Rule(f"!(self in {list(ROLE_CONTAINERS)})", ROLE_CONTAINER_MESSAGE),),
