@@ -139,7 +139,10 @@ def test_relative_path_is_refused_on_a_cluster(fields: dict[str, Any], says: str
             "name a is given twice",
         ),
         ({"initContainers": [{"name": "a"}]}, "image"),
-        ({"initContainers": [{"name": "trainer", "image": "i"}]}, "have the names prepare, coordinator"),
+        (
+            {"initContainers": [{"name": "trainer", "image": "i"}]},
+            "have the names prepare, fetch-model, coordinator",
+        ),
         ({"initContainers": [{"name": "a_b", "image": "i"}]}, "lower-case letters, digits and -"),
         (
             {"initContainers": [{"name": "a", "image": "i", "securityContext": {"privileged": True}}]},
