@@ -126,6 +126,21 @@ def test_edit_without_a_restart_is_no_cause() -> None:
     assert memory.unproven_since == 120
 
 
+@pytest.mark.parametrize("recorded", [0, 100])
+def test_steps_that_are_not_recorded_yet_prove_no_edit(recorded: int) -> None:
+    """The status has the first steps seconds later, others up to 15 s later; a drain ends with a step of the spec before."""
+    memory = FIRST if recorded == 0 else replace(FIRST, has_trained=True)
+    observed = replace(LIVE, steps=recorded, edit=SpecEdit(FIELDS), prepare=replace(DONE, stale=True))
+    memory = decide(SPEC, observed, memory).memory
+    assert (memory.has_trained, memory.unproven_since) == (True, 120)
+    draining = replace(observed, edit=SpecEdit(), status=status([], step=121, published_version=121))
+    memory = decide(SPEC, draining, memory).memory
+    assert memory.unproven_since == 121
+    outcome = decide(SPEC, replace(LIVE, **NO_STATUS | {"prepare": FAILED}), memory).memory.outcome
+    assert outcome is not None
+    assert outcome.end is End.HELD
+
+
 def test_resumption_that_fails_holds_the_run() -> None:
     """Nothing was edited: another release of the operator, or a hub that is away."""
     rest = replace(EDITED, rest=Suspension.YES, unproven_since=None)
