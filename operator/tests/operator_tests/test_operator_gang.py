@@ -15,11 +15,12 @@ from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
-from scalerl_api.conditions import Phase
+from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
-from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
@@ -205,9 +206,22 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert metadata["annotations"]["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
     assert "schedulingGates" not in pod_spec(generator)
     assert pod_spec(objects["StatefulSet/coordinator"])["nodeSelector"] == {"a": "b"}
-    blind = await gang.find(Api(), seen(workload), served=True)  # type: ignore[arg-type]
-    assert blind is not None
-    assert blind.admitted, "an operator of a few namespaces may read no flavors"
+    assert made.state.unread_flavors == ""
+
+
+async def test_flavors_that_the_operator_may_not_read_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """As by an operator of a few namespaces: the pods of the gang may land on nodes of another quota."""
+    api, made = Api(), seen(live("QuotaReserved", "Admitted", admission=ADMISSION))
+    for _ in range(2):
+        made.gang = await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    assert made.gang is not None
+    assert made.gang.admitted
+    assert caplog.text.count("may not get the ResourceFlavor cpus, spot,") == 1, "once for an admission"
+    made.observed = RunObservation(trainer=Job(JobState.ACTIVE))
+    holds, why = _admitted(made)
+    assert holds is True
+    assert why.reason is Reason.QUEUE_ADMITTED
+    assert "ClusterRole that may get resourceflavors.kueue.x-k8s.io" in why.message
 
 
 async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
