@@ -30,7 +30,7 @@ from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator, Parts, reconciler
-from scalerl_operator.names import PRIORITY, QUEUE
+from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.settings import Settings
@@ -181,6 +181,38 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     chosen = extra["spec"]["selector"]["matchLabels"]
     assert chosen.items() <= extra["spec"]["template"]["metadata"]["labels"].items()
     assert not chosen.items() <= first["spec"]["template"]["metadata"]["labels"].items()
+    # The first one's selector, which is immutable and was there before gangs, has the labels of both; but a ReplicaSet selects by the
+    # hash of its template too, and a Deployment takes over no ReplicaSet that has another owner.
+    templates = [pods["spec"]["template"]["metadata"]["labels"] for pods in (first, extra)]
+    assert templates[0] != templates[1]
+
+
+def test_no_selector_has_pods_of_another_run_or_role() -> None:
+    from operator_tests.manifests import IMAGES
+    from scalerl_operator.build import render
+
+    desired = replace(EVERYTHING, generators=5, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
+    made = {
+        uid: render(queued(), uid, desired, IMAGES, operator_namespace="o")
+        for uid in (UID, "of an earlier run")
+    }
+    pods = [
+        (uid, obj["metadata"]["labels"][COMPONENT], obj["spec"]["template"]["metadata"]["labels"])
+        for uid, objects in made.items()
+        for obj in objects
+        if "template" in obj["spec" if "spec" in obj else "metadata"]
+    ]
+    checked = set()
+    for uid, objects in made.items():
+        for obj in objects:
+            kind, spec = obj["kind"], obj.get("spec") or {}
+            if kind not in ("Deployment", "StatefulSet", "PodDisruptionBudget", "Service"):
+                continue
+            chosen = spec["selector"].get("matchLabels", spec["selector"])
+            roles = {(u, role) for u, role, labels in pods if chosen.items() <= labels.items()}
+            assert roles == {(uid, obj["metadata"]["labels"][COMPONENT])}, obj["metadata"]["name"]
+            checked.add(kind)
+    assert {"Deployment", "StatefulSet", "PodDisruptionBudget", "Service"} == checked
 
 
 async def test_admitted_pods_go_where_their_flavors_are() -> None:
