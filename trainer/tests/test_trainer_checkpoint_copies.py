@@ -8,6 +8,8 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -599,29 +601,37 @@ def test_slow_store_skips_to_newest(tmp_path: Path, slow: Relay, s3: S3Server, t
     one.upload()
 
 
-def _killed(root: Path, to: str, environ: dict[str, str], sending: Any) -> None:
-    os.environ.update(environ)
-    one = Trainer(root, to, writer="killed")
-    one.save(4, 40 << 20)
-    sending.set()
-    one.upload()
+KILLED = """
+import sys, threading
+from pathlib import Path
+from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpoint_copies import CheckpointCopies
+from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.object_store import ObjectStore
+from scalerl_trainer.uploader import Uploader
+
+root, to, run = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+copies, volume = CheckpointCopies(ObjectStore(to), run, "killed"), CheckpointStore(RunPaths(root), 2)
+Uploader(copies, volume, rank=0, world=1, keep=2, metrics=Metrics()).resumed(4, [2], opened=False)
+threading.Event().wait()
+"""
 
 
-def test_killed_upload_is_no_checkpoint(
-    tmp_path: Path, slow: Relay, s3: S3Server, to: str, forkserver: Any
-) -> None:
+def test_killed_upload_is_no_checkpoint(tmp_path: Path, slow: Relay, s3: S3Server, to: str) -> None:
     one = Trainer(tmp_path, to)
     one.save(2)
     one.upload()
-    sending = forkserver.Event()
-    process = forkserver.Process(
-        target=_killed, args=(tmp_path, to, s3.environ | {"AWS_ENDPOINT_URL": slow.url}, sending)
-    )
-    process.start()
-    assert sending.wait(60)
-    until(s3.uploading, 60, "a multipart upload")
-    process.kill()
-    process.join()
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
+    plain._engine.save = lambda directory: (directory / "weights").write_bytes(bytes(40 << 20))
+    assert plain.start(4, b"s") is None
+    assert plain.finish().error is None
+    argv = [sys.executable, "-c", KILLED, str(tmp_path), to, repr(RUN)]
+    with subprocess.Popen(argv) as process:
+        try:
+            until(s3.uploading, 60, "a multipart upload")
+        finally:
+            process.kill()
     slow.bytes_per_second = 1e9
     assert complete(s3, to) == [2]
     empty(tmp_path)

@@ -90,6 +90,8 @@ class RunState:
     """When the Events of a pod were last read, and the problem."""
     placement: tuple[tuple[str, str], str] = (("", ""), "")
     """uid and admission of the run's Workload, and :attr:`.Gang.placement`."""
+    unread_flavors: str = ""
+    """A message if the operator may not read the ResourceFlavors of that admission."""
     priority_read: tuple[float, str, int | None] = (0.0, "", None)
     """When the class of the run's priority was last read, its name, and its value."""
     unanswered: str = ""
