@@ -466,6 +466,10 @@ def test_earlier_attempt_replaces_no_file_of_the_later_one(tmp_path: Path, s3: S
     earlier.until(lambda: earlier.uploader.problem)
     assert "attempt 1795000000.2 writes" in earlier.uploader.problem
     assert not earlier.uploader.busy
+    copies, volume = earlier.uploader.copies, CheckpointStore(RunPaths(tmp_path / "a"), 2)
+    for record in volume.manifest(6).files:
+        with pytest.raises(AttemptSuperseded):
+            copies.send(volume.directory(6), 6, record)
     assert not [p for p in s3.objects() if p.startswith((f"{prefix}/step-00000006", f"{prefix}/warm"))]
     later.save(6)
     later.upload()
