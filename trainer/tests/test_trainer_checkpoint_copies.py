@@ -319,7 +319,7 @@ def test_copy_damaged_on_its_way_is_read_again(
     for step in (2, 4):
         one.save(step)
         one.upload()
-    get_range, damaged = obstore.get_range, []
+    get_range, damaged = obstore.get_range, list[str]()
 
     def once(store: Any, path: str, **given: Any) -> bytes:
         part = bytes(get_range(store, path, **given))
@@ -341,7 +341,7 @@ def test_store_that_fails_within_a_fetch(
     for step in (2, 4):
         one.save(step)
         one.upload()
-    path, paused = f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004", []
+    path, paused = f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004", list[list[str]]()
     get_range = obstore.get_range
 
     def then_refused(store: Any, path: str, **given: Any) -> Any:
