@@ -319,7 +319,7 @@ def test_copy_damaged_on_its_way_is_read_again(
     for step in (2, 4):
         one.save(step)
         one.upload()
-    get_range, damaged = obstore.get_range, []
+    get_range, damaged = obstore.get_range, list[str]()
 
     def once(store: Any, path: str, **given: Any) -> bytes:
         part = bytes(get_range(store, path, **given))
@@ -341,7 +341,7 @@ def test_store_that_fails_within_a_fetch(
     for step in (2, 4):
         one.save(step)
         one.upload()
-    path, paused = f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004", []
+    path, paused = f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004", list[list[str]]()
     get_range = obstore.get_range
 
     def then_refused(store: Any, path: str, **given: Any) -> Any:
@@ -466,6 +466,10 @@ def test_earlier_attempt_replaces_no_file_of_the_later_one(tmp_path: Path, s3: S
     earlier.until(lambda: earlier.uploader.problem)
     assert "attempt 1795000000.2 writes" in earlier.uploader.problem
     assert not earlier.uploader.busy
+    copies, volume = earlier.uploader.copies, CheckpointStore(RunPaths(tmp_path / "a"), 2)
+    for record in volume.manifest(6).files:
+        with pytest.raises(AttemptSuperseded):
+            copies.send(volume.directory(6), 6, record)
     assert not [p for p in s3.objects() if p.startswith((f"{prefix}/step-00000006", f"{prefix}/warm"))]
     later.save(6)
     later.upload()
