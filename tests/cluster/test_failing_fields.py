@@ -31,6 +31,7 @@ CLASSES = """
 ---
 {apiVersion: node.k8s.io/v1, kind: RuntimeClass, metadata: {name: other}, handler: other}
 """
+ROLES_READY = ("CoordinatorReady", "GeneratorsReady", "TrainerReady")
 REFUSED = ("ObjectRefused", "ReferenceNotFound")
 
 
@@ -55,7 +56,7 @@ async def start(there: Stage) -> Object:
         assert run is not None
         status = run.get("status", {})
         seen = status.get("observedGeneration") == run["metadata"]["generation"]
-        if seen and status["phase"] == "Running" and condition(run, "TrainerReady") == "Ready":
+        if seen and status["phase"] == "Running" and all(condition(run, of) == "Ready" for of in ROLES_READY):
             return run
         assert status.get("phase") != "Failed", status
         await asyncio.sleep(0.1)

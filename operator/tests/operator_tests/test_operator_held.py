@@ -126,6 +126,17 @@ def test_edit_without_a_restart_is_no_cause() -> None:
     assert memory.unproven_since == 120
 
 
+def test_steps_with_the_generators_before_prove_no_edit() -> None:
+    """They train on while those of the edited spec crash."""
+    ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    later = replace(ready, status=status([], step=180), steps=180, started=False)
+    memory = decide(SPEC, later, EDITED).memory
+    assert memory.unproven_since == 180
+    memory = decide(SPEC, replace(later, status=status([], step=189), started=True), memory).memory
+    assert memory.unproven_since == 180
+    assert decide(SPEC, replace(ready, status=status([], step=190)), memory).memory.unproven_since is None
+
+
 @pytest.mark.parametrize("recorded", [0, 100])
 def test_steps_that_are_not_recorded_yet_prove_no_edit(recorded: int) -> None:
     """The status has the first steps seconds later, others up to 15 s later; a drain ends with a step of the spec before."""

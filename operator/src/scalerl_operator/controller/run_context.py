@@ -299,9 +299,15 @@ class RunContext:
             if self.accepted is None
             else self.accepted.spec.generator.replicas,
             steps=self.steps,
+            started=all(self._is_started(role) for role in (Role.COORDINATOR, Role.GENERATOR)),
             edit=self.edit,
             unproven=self.unproven,
         )
+
+    def _is_started(self, role: Role) -> bool:
+        """Whether a pod of a role is ready that was created for the accepted spec, as far as that is known."""
+        hashes = ("", "" if self.accepted is None else spec_hash(self.accepted, role))
+        return any(pod.ready and pod.spec_hash in hashes for pod in self.observed.of(role))
 
     def _service(self, role: Role) -> Service:
         """The lifecycle's input about a role; failures of pods of an earlier spec, which are being replaced, do not count."""

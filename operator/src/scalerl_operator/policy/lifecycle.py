@@ -284,10 +284,12 @@ def _note_training(observed: LifecycleInput, memory: Memory) -> Memory:
 
 
 def _note_proof(observed: LifecycleInput, memory: Memory) -> Memory:
-    """Notes that the run has trained enough steps after its last edit."""
+    """Notes that the run has trained enough steps with its last edit: one of generators restarts them while training continues."""
     status, since = observed.status, memory.unproven_since
     if status is None or since is None:
         return memory
+    if not observed.started:
+        return replace(memory, unproven_since=max(since, status.step))
     proven = observed.trainer.ready and status.step >= since + PROVEN_STEPS
     return replace(memory, unproven_since=None if proven else since)
 
