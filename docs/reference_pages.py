@@ -7,6 +7,7 @@ from typing import Any
 
 from registered_metrics import Registered, registered
 
+from scalerl_api.spec import RunSpec
 from scalerl_api.vllm_options import GROUPS, VLLM_RELEASE, Use
 from scalerl_operator import crd
 
@@ -23,8 +24,7 @@ _EXPORTERS = {
 
 def spec_page() -> str:
     """Every field of a ScaleRLRun's spec."""
-    version = crd.definition()["spec"]["versions"][0]
-    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = crd.schema_of(RunSpec)  # the definition describes repeated sections once
     lines = [
         "# Spec of a run\n\n" + _NOTE,
         "All fields of `spec`, as in `kubectl explain scalerlrun.spec --recursive`. A decimal is a string with quotes. What an edit\n"

@@ -13,6 +13,8 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import SpecError, parse_run, run_from_object
 from scalerl_api.pods import PodTemplate, PullSecret
 from scalerl_api.process import ProcessEnvironment
+from scalerl_api.spec import RunSpec
+from scalerl_api.spec_warnings import cluster_warnings_of
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.vllm_options import GROUPS, free_option
 
@@ -139,7 +141,10 @@ def test_relative_path_is_refused_on_a_cluster(fields: dict[str, Any], says: str
             "name a is given twice",
         ),
         ({"initContainers": [{"name": "a"}]}, "image"),
-        ({"initContainers": [{"name": "trainer", "image": "i"}]}, "have the names prepare, coordinator"),
+        (
+            {"initContainers": [{"name": "trainer", "image": "i"}]},
+            "have the names prepare, fetch-model, coordinator",
+        ),
         ({"initContainers": [{"name": "a_b", "image": "i"}]}, "lower-case letters, digits and -"),
         (
             {"initContainers": [{"name": "a", "image": "i", "securityContext": {"privileged": True}}]},
@@ -326,3 +331,34 @@ def test_every_vllm_option_is_in_the_table_once() -> None:
     options = [option for group in GROUPS for option in group.options]
     assert len(options) == len(set(options))
     assert all(group.effect.endswith(".") for group in GROUPS)
+
+
+BUCKET = {"storage": {"mountedBy": "Coordinator"}, "checkpoint": {"to": "s3://bucket/run"}}
+ACCOUNT = {"podTemplate": {"serviceAccountName": "buckets"}}
+KEY = {"podTemplate": {"serviceAccountName": "buckets", "env": [{"name": "AWS_ACCESS_KEY_ID", "value": "k"}]}}
+HISTORY = {"speculation": {"history": {}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "roles"),
+    [
+        ({**BUCKET, **ACCOUNT}, ["generator"]),
+        ({**BUCKET, "trainer": ACCOUNT}, ["generator"]),
+        ({**BUCKET, "trainer": ACCOUNT, "generator": HISTORY}, ["generator", "coordinator"]),
+        ({**BUCKET, **ACCOUNT, "generator": HISTORY}, ["generator"]),
+        ({**BUCKET, **ACCOUNT, "generator": ACCOUNT}, []),
+        ({**BUCKET, "trainer": KEY}, []),
+        ({**BUCKET, "trainer": {"podTemplate": {"env": KEY["podTemplate"]["env"]}}}, []),
+        ({"checkpoint": {"to": "s3://bucket/run"}, **ACCOUNT}, []),
+    ],
+)
+def test_pods_that_fetch_the_model_without_an_identity_are_warned_of(
+    sections: dict[str, Any], roles: list[str]
+) -> None:
+    spec = {
+        "model": {"scratch": {}},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "exact"}},
+        "budget": {"maxSteps": 1},
+    }
+    found = [problem.where for problem in cluster_warnings_of(RunSpec.model_validate(spec | sections))]
+    assert found == [f"spec.{role}.podTemplate.serviceAccountName" for role in roles]

@@ -11,6 +11,8 @@ import yaml
 from charts import KUBE_VERSION, VALUES, HelmError, abridged, dump, render, snapshot
 from queries import CHART, DASHBOARDS, rules
 
+from scalerl_operator.names import labels as labels_of_run
+
 pytestmark = pytest.mark.cluster
 
 
@@ -269,6 +271,32 @@ def test_two_releases_share_no_name_of_the_cluster(helm):
     assert not first & global_names("other", "a")
     # Namespace and name put together are the same, though neither is.
     assert not global_names("b-scalerl", "a") & global_names("scalerl", "a-b")
+
+
+def test_two_releases_in_a_namespace_select_their_own_pods(helm):
+    """Nor those of a run of the same name."""
+    pods = {}
+    for release in ("scalerl", "scalerl-next"):
+        for obj in render(helm, "--values", str(VALUES["everything"]), release=release):
+            if "template" in obj.get("spec", {}):
+                pods[release, obj["metadata"]["name"]] = obj["spec"]["template"]["metadata"]["labels"]
+    pods["run", "math"] = labels_of_run("scalerl", "uid", "coordinator")
+    seen = set()
+    for release in ("scalerl", "scalerl-next"):
+        for obj in render(helm, "--values", str(VALUES["everything"]), release=release):
+            spec = obj.get("spec", {})
+            selector = spec.get("podSelector") if obj["kind"] == "NetworkPolicy" else spec.get("selector")
+            if (
+                obj["kind"] not in ("Deployment", "PodDisruptionBudget", "NetworkPolicy", "Service")
+                or not selector
+            ):
+                continue
+            chosen = selector.get("matchLabels", selector).items()
+            assert {key[0] for key, labels in pods.items() if chosen <= labels.items()} == {release}, obj[
+                "kind"
+            ]
+            seen.add(obj["kind"])
+    assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy"} <= seen
 
 
 def test_long_release_name_is_shortened_without_clash(helm):

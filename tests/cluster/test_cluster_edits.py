@@ -241,6 +241,7 @@ def test_edit_that_fails_loses_nothing(watched: Watched, edit: Failing) -> None:
     except AssertionError:
         print(run.tell())
         print(json.dumps(run.status().get("conditions"), indent=1))
+        run.patch(edit.revert)  # for the next edit
         raise
     if not edit.trains_on:
         resumed = run.resumed_at()

@@ -105,6 +105,17 @@ async def test_wrong_mount_path_holds_the_run_until_it_is_reverted(there: Stage)
     assert there.coordinator.stop_requests[-1] == "", "the stop of its drain is cancelled"
 
 
+async def test_service_account_of_an_edit_is_taken_back(there: Stage) -> None:
+    """The API server keeps the name in a deprecated field, too."""
+    await there.start(tiny())
+    for name in ("nobody", None):
+        for role in ("coordinator", "generator"):
+            await there.edit(*RUN, {"spec": {role: {"podTemplate": {"serviceAccountName": name}}}})
+        await there.reconcile()
+        found = [o for kind in ("Deployment", "StatefulSet") for o in await there.all(kind)]
+        assert [o["spec"]["template"]["spec"]["serviceAccountName"] for o in found] == [name or "default"] * 2
+
+
 async def test_completed_run_is_given_more_steps(there: Stage) -> None:
     """By ``kubectl patch``, also by an operator that dies at any write."""
     await there.start(tiny(budget={"maxSteps": 3}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from client_side_apply import ANNOTATION, applied_configuration
 from invalid_runs import Case, Object, Warned, cases, merged, warned
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
@@ -127,6 +128,16 @@ def assert_refused(case: Case, error: ApiException) -> None:
     said = refusal(error)
     assert case.field in said, said
     assert case.says in said, said
+
+
+def test_client_side_apply_takes_the_definition(server: Server, control_plane: Any) -> None:
+    """As in test_operator_crd.py, which limits its size."""
+    words = ("apply", "--dry-run=server", "-o", "json", "-f", str(ROOT / "crds" / crd.FILE_NAME))
+    applied = json.loads(control_plane.kubectl(*words))
+    stored = applied["metadata"]["annotations"][ANNOTATION]
+    assert stored == applied_configuration(crd.definition())
+    pod_template = control_plane.kubectl("explain", "scalerlruns.spec.generator.podTemplate")
+    assert "Its fields: as in spec.podTemplate." in " ".join(pod_template.split())
 
 
 def test_base_of_the_table_is_valid(server: Server) -> None:

@@ -22,6 +22,7 @@ from stage import ROOT, Stage, condition, own_control_plane, serve_runs, stage, 
 from testcluster import Cluster
 
 from scalerl_api import wire
+from scalerl_cli.main import main as cli
 from scalerl_operator import main
 from scalerl_operator.kube import connection, errors
 from scalerl_operator.kube.kinds import kind_of
@@ -228,6 +229,16 @@ def urgent(devices: int) -> Object:
     }
 
 
+async def why(team: Team, name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The cause by ``scalerl why``."""
+    capsys.readouterr()
+    words = ["why", name, "-n", team.there.namespace, "--kubeconfig", str(team.cluster.kubeconfig)]
+    assert await asyncio.to_thread(cli, words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    return str(lines[1])
+
+
 def phase(run: Object) -> str:
     return str(run.get("status", {}).get("phase", ""))
 
@@ -240,12 +251,17 @@ def waits(run: Object) -> bool:
     return (phase(run), condition(run, "Admitted")) == ("Pending", "WaitingForQuota")
 
 
-async def test_queued_run_holds_nothing_and_starts_with_its_trainer(team: Team) -> None:
+async def test_queued_run_holds_nothing_and_starts_with_its_trainer(
+    team: Team, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer, generator = f"{RUN}-trainer-1", f"{RUN}-generator"
     await team.quota(1, cpu="0")
     await team.there.create(queued())
     await team.reaches("waits to be prepared", waits)
     assert await team.names("Job", "StatefulSet", "Deployment", "Pod") == {f"{RUN}-prepare"}
+    said = await why(team, RUN, capsys)
+    assert "prepare in the queue queue" in said
+    assert "cpu in flavor default" in said
     await team.quota(1)
     await team.let_in("prepare", 1)
     await team.reaches("prepares", lambda r: phase(r) == "Preparing" and admitted(r))
@@ -456,7 +472,9 @@ async def test_parts_of_two_runs_deadlock(team: Team) -> None:
     assert not await of_run(team, RUN, "generator") + await of_run(team, OTHER, "generator")
 
 
-async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Team) -> None:
+async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(
+    whole: Team, capsys: pytest.CaptureFixture[str]
+) -> None:
     await two_runs(whole, 4)
     await whole.let_in("trainer", 2)
     await whole.let_in("generator", 1)
@@ -467,6 +485,9 @@ async def test_of_two_runs_one_starts_whole_and_the_other_waits_whole(whole: Tea
     while not waits(run := await the_run(whole, second)):
         assert time.monotonic() < deadline, f"{run.get('status')}: {await whole.tell()}"
         await asyncio.sleep(0.2)
+    said = await why(whole, second, capsys)
+    assert "the run as a whole (1 generators) in the queue queue" in said
+    assert f"insufficient unused quota for {GPU} in flavor default" in said
     until = time.monotonic() + 5
     while time.monotonic() < until:
         for kind in ("Pod", "Job", "StatefulSet", "Deployment"):

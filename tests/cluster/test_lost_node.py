@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator.build import render
+from scalerl_operator.controller import apply
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 TOLERATED_SECONDS = 1
@@ -88,7 +91,9 @@ def trainer(run: Object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "silent", [False, pytest.param(True, marks=pytest.mark.full)], ids=["told", "silent"]
 )
-async def test_next_attempt_starts_without_the_lost_pod(there: Stage, silent: bool) -> None:
+async def test_next_attempt_starts_without_the_lost_pod(
+    there: Stage, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """silent: the node stops posting, which its controller takes 40 to 50 s to notice; else the test writes what that does."""
     nodes = Nodes(there)
     async with nodes.there():
@@ -127,6 +132,18 @@ async def test_next_attempt_starts_without_the_lost_pod(there: Stage, silent: bo
         assert attempt.endswith(".2")
         await there.begin("trainer", 2)
         await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+        await there.reconcile()
+        rendered: list[str] = []
+        monkeypatch.setattr(
+            apply, "render", lambda *of, **more: rendered.append("run") or render(*of, **more)
+        )
+        there.calls.counts.clear()
+        for _ in range(5):
+            await there.reconcile()
+        assert (rendered, there.calls.writes) == ([], 0), (
+            "the Job of the lost pod is there for as long as its node is"
+        )
+        monkeypatch.undo()
 
         # A later attempt that fails by itself is judged as ever, while the first one's Job is still there.
         await there.end("trainer", 0, count=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -75,6 +76,10 @@ class S3Server:
     def sent(self, path: str) -> int:
         """Number of completed uploads of a file."""
         return self._log.read_text().count(f"PUT /{BUCKET}/{path} HTTP")
+
+    def read(self, path: str) -> int:
+        """Number of successful reads of an object, or of parts of it."""
+        return len(re.findall(rf'"GET /{BUCKET}/{re.escape(path)} HTTP/[\d.]+" 20', self._log.read_text()))
 
     def objects(self) -> dict[str, bytes]:
         paths = [entry["path"] for page in obstore.list(self._store) for entry in page]

@@ -218,8 +218,11 @@ def test_verify_detects_damage(tmp_path: Path, damage: Any) -> None:
     assert newest_whole(store) == 10
     store.quarantine(20, "test")
     assert store.steps() == [10]
-    assert save(store, 20) == [10, 20]
+    assert save(store, 15) == [10, 15]
+    assert [*store.quarantined().values()] == [20]
+    assert save(store, 20) == [15, 20]
     assert newest_whole(store) == 20
+    assert sorted(path.name for path in store.root.iterdir()) == ["step-00000015", "step-00000020"]
 
 
 def test_commit_keeps_best_step(tmp_path: Path) -> None:

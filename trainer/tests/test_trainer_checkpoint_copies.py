@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import obstore
 import pytest
 from s3_server import BUCKET, S3Server
 from test_trainer_checkpointer import OnlyRank, Weights
@@ -23,21 +27,21 @@ from trainer_run import until
 from scalerl_api import wire
 from scalerl_api.paths import RunPaths
 from scalerl_trainer import checkpointer as checkpointer_module
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointStore, FileRecord, Manifest
+from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
 from scalerl_trainer.checkpoint_copies import (
     RUN_FILE,
     CheckpointCopies,
     PrefixTaken,
-    Uploader,
-    UploadState,
 )
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
+from scalerl_trainer.uploader import Uploader, UploadState
 
 pytestmark = pytest.mark.slow
 
+RETRIED = "another attempt follows"
 RUN = {"namespace": "", "name": "run", "seed": 0, "model": {}}
 
 
@@ -235,9 +239,36 @@ def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None
     assert complete(s3, to) == [2, 4]
 
 
-@pytest.mark.parametrize("how", ["changed", "missing", "manifest", "outside"])
+def away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store cannot be reached, and no pause is waited for."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("scalerl_trainer.object_store._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
+
+
+def on_volume(root: Path) -> list[str]:
+    return sorted(path.name for path in RunPaths(root).checkpoints.iterdir())
+
+
+def replace(store: ObjectStore, step: int, name: str, content: bytes) -> None:
+    """A file, and its record in the manifest."""
+    path = f"step-{step:08d}/{MANIFEST}"
+    manifest = Manifest.decode(store.read(path) or b"")
+    record = FileRecord(name, len(content), hashlib.sha256(content).hexdigest())
+    files = [record if r.path == name else r for r in manifest.files]
+    store.put(f"step-{step:08d}/{name}", content)
+    store.put(path, msgspec.structs.replace(manifest, files=files).encode())
+
+
+@pytest.mark.parametrize(
+    "how", ["changed", "shorter", "longer", "empty", "missing", "manifest", "other", "outside", "unreadable"]
+)
 def test_damaged_copy_falls_back(
-    tmp_path: Path, s3: S3Server, to: str, how: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    s3: S3Server,
+    to: str,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = Trainer(tmp_path, to)
     for step in (2, 4):
@@ -245,31 +276,236 @@ def test_damaged_copy_falls_back(
         one.upload()
     store = ObjectStore(to)
     folder = "step-00000004"
-    if how == "changed":
-        store.put(f"{folder}/weights", b"weights X")
-    elif how == "missing":
+    if how == "missing":
         store.delete([f"{folder}/weights"])
     elif how == "manifest":
         store.put(f"{folder}/{MANIFEST}", b"{}")
-    else:
+    elif how == "other":
+        store.put(f"{folder}/{MANIFEST}", store.read(f"step-00000002/{MANIFEST}") or b"")
+    elif how == "outside":
         record = FileRecord("../../../weights", 9, "0" * 64)
         store.put(f"{folder}/{MANIFEST}", Manifest(2, 4, {}, [record]).encode())
-    empty(tmp_path)
-    again = Trainer(tmp_path, to, writer="b")
-    assert again.version == 2
-    assert "checkpoint 4" in caplog.text
-    assert "damaged" in caplog.text
+    elif how == "unreadable":
+        replace(store, 4, "random-rank00000.msgpack", b"?")
+    else:
+        torn = {"changed": b"weights X", "shorter": b"weights", "longer": b"weights 44", "empty": b""}
+        store.put(f"{folder}/weights", torn[how])
+    for writer in "bc":
+        empty(tmp_path)
+        caplog.clear()
+        again = Trainer(tmp_path, to, writer=writer)
+        assert again.version == 2
+        assert "checkpoint 4" in caplog.text
+        assert "damaged" in caplog.text
+        assert RETRIED not in caplog.text
+        assert on_volume(tmp_path) == ["step-00000002"]
     again.save(4)
     again.upload()
     assert complete(s3, to) == [2, 4]
     empty(tmp_path)
-    assert Trainer(tmp_path, to, writer="c").version == 4, "the damaged one is replaced"
+    assert Trainer(tmp_path, to, writer="d").version == 4, "the damaged one is replaced"
 
     store.put("step-00000002/weights", b"weights X")
     store.put("step-00000004/weights", b"weights X")
     empty(tmp_path)
-    with pytest.raises(NoUsableCheckpoint, match="all checkpoints are damaged"):
-        Trainer(tmp_path, to, writer="d")
+    with pytest.raises(NoUsableCheckpoint, match=r"all checkpoints are damaged: \[2, 4\]"):
+        Trainer(tmp_path, to, writer="e")
+
+
+def test_copy_damaged_on_its_way_is_read_again(
+    tmp_path: Path, s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Trainer(tmp_path, to)
+    for step in (2, 4):
+        one.save(step)
+        one.upload()
+    get_range, damaged = obstore.get_range, list[str]()
+
+    def once(store: Any, path: str, **given: Any) -> bytes:
+        part = bytes(get_range(store, path, **given))
+        if path.endswith("4/weights") and not damaged:
+            damaged.append(path)
+            return part[:-1]
+        return part
+
+    monkeypatch.setattr(obstore, "get_range", once)
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="b").version == 4
+    assert damaged
+
+
+def test_store_that_fails_within_a_fetch(
+    tmp_path: Path, s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Trainer(tmp_path, to)
+    for step in (2, 4):
+        one.save(step)
+        one.upload()
+    path, paused = f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004", list[list[str]]()
+    get_range = obstore.get_range
+
+    def then_refused(store: Any, path: str, **given: Any) -> Any:
+        part = get_range(store, path, **given)
+        if not paused:
+            s3.refuse(0)
+        return part
+
+    def pause(seconds: float) -> None:
+        paused.append(on_volume(tmp_path))
+        s3.refuse(float("inf"))
+
+    monkeypatch.setattr(obstore, "get_range", then_refused)
+    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.READERS", 1)
+    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", pause)
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="b").version == 4
+    assert len(paused) == 1
+    assert s3.read(f"{path}/coordinator.snapshot") == 1, "what is there is not read again"
+    assert on_volume(tmp_path) == ["step-00000004"]
+
+
+def test_copy_without_space_is_not_begun(
+    tmp_path: Path,
+    s3: S3Server,
+    to: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing older is continued from, which would lose steps for a full disk."""
+    one = Trainer(tmp_path, to)
+    for step in (2, 4):
+        one.save(step)
+        one.upload()
+    shutil.rmtree(RunPaths(tmp_path).checkpoint(4))
+    size = sum(r.bytes for r in CheckpointCopies(ObjectStore(to), RUN, "x").manifest(4).files)
+    full = SimpleNamespace(f_bavail=(size - 1) // 10, f_frsize=10, f_flag=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda path: full)
+        message = f"checkpoint 4 needs {size:,} bytes and {(size - 1) // 10 * 10:,} are free: .* or enlarge the volume: '{tmp_path}/checkpoints'"
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(tmp_path, to, writer="b")
+    assert s3.read(f"{to.removeprefix(f's3://{BUCKET}/')}/step-00000004/weights") == 0
+    assert RETRIED not in caplog.text
+    assert Trainer(tmp_path, to, writer="c").version == 4
+    assert on_volume(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_disk_that_fails_within_a_fetch_is_no_failure_of_the_store(
+    tmp_path: Path, s3: S3Server, to: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a quota that statvfs does not show."""
+    one = Trainer(tmp_path, to)
+    for step, size in ((2, 0), (4, 4 << 20)):
+        one.save(step, size)
+        one.upload()
+    shutil.rmtree(RunPaths(tmp_path).checkpoint(4))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            Trainer(tmp_path, to, writer="b")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert on_volume(tmp_path) == ["step-00000002"], "what was read is removed"
+    assert RETRIED not in caplog.text
+    assert Trainer(tmp_path, to, writer="c").version == 4
+
+
+@pytest.mark.parametrize("how", ["changed", "shorter", "missing", "index", "half"])
+def test_damaged_weights_after_a_warm_start_are_left_out(
+    tmp_path: Path, s3: S3Server, to: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only recipe.kl needs them, and says that they are missing."""
+    weights = RunPaths(tmp_path).warm_started_weights
+    weights.write_bytes(b"warm")
+    one = Trainer(tmp_path, to)
+    one.save(2)
+    one.upload()
+    store, path, index = ObjectStore(to), f"warm-started/{weights.name}", "warm-started/files.json"
+    match how:
+        case "missing":
+            store.delete([path])
+        case "index":
+            store.put(index, b'{"files": [')
+        case "half":  # killed before the index
+            store.delete([index])
+        case _:
+            store.put(path, {"changed": b"wirm", "shorter": b"war"}[how])
+    before = s3.objects()
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="b").version == 2
+    assert not weights.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+    assert ("the weights after the warm start are not read" in caplog.text) == (how != "half")
+    after = s3.objects()
+    assert {p for p in before if before[p] != after.get(p)} == {
+        f"{to.removeprefix(f's3://{BUCKET}/')}/writer.json"
+    }, "nothing is removed"
+
+    weights.write_bytes(b"cold")  # put back by hand, of the same size
+    back = Trainer(tmp_path, to, writer="c")
+    back.save(4)
+    back.upload()
+    empty(tmp_path)
+    assert Trainer(tmp_path, to, writer="d").version == 4
+    assert weights.read_bytes() == b"cold"
+
+
+def test_earlier_attempt_replaces_no_file_of_the_later_one(tmp_path: Path, s3: S3Server, to: str) -> None:
+    """Both have a checkpoint of the same step."""
+    earlier = Trainer(tmp_path / "a", to, writer="1795000000.1-a")
+    for step in (2, 4):
+        earlier.save(step)
+        earlier.upload()
+    prefix = to.removeprefix(f"s3://{BUCKET}/")
+    later = Trainer(tmp_path / "b", to, writer="1795000000.2-b")
+    assert later.version == 4
+    RunPaths(tmp_path / "a").warm_started_weights.write_bytes(b"warm")
+    earlier.uploader.copies._warm_started_sent = False
+    earlier.save(6)
+    earlier.until(lambda: earlier.uploader.problem)
+    assert "attempt 1795000000.2 writes" in earlier.uploader.problem
+    assert not earlier.uploader.busy
+    copies, volume = earlier.uploader.copies, CheckpointStore(RunPaths(tmp_path / "a"), 2)
+    for record in volume.manifest(6).files:
+        with pytest.raises(AttemptSuperseded):
+            copies.send(volume.directory(6), 6, record)
+    assert not [p for p in s3.objects() if p.startswith((f"{prefix}/step-00000006", f"{prefix}/warm"))]
+    later.save(6)
+    later.upload()
+    assert complete(s3, to) == [4, 6]
+
+
+def test_damaged_checkpoint_whose_copy_cannot_be_read_ends_the_start(
+    tmp_path: Path, s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one on the volume would train steps of a copy again."""
+    one = Trainer(tmp_path, to)
+    for step in (2, 4):
+        one.save(step)
+        one.upload()
+    (RunPaths(tmp_path).checkpoint(4) / "weights").write_bytes(b"weights X")
+    with monkeypatch.context() as gone:
+        away(gone)
+        for writer in "bc":  # the second one finds the folder that the first one has renamed
+            with pytest.raises(
+                StoreError,
+                match=rf"checkpoint 4 in {tmp_path}/checkpoints is damaged, .* cannot be read.* from checkpoint 2 .* "
+                rf"remove damaged-step-00000004-\w+\. {to}: GenericError",
+            ):
+                Trainer(tmp_path, to, writer=writer)
+    again = Trainer(tmp_path, to, writer="d")
+    assert again.version == 4
+    assert not again.uploader.busy
+    with monkeypatch.context() as gone:
+        away(gone)
+        assert Trainer(tmp_path, to, writer="e").version == 4, "the damaged one is not newer"
+        shutil.rmtree(RunPaths(tmp_path).checkpoint(4))
+        with pytest.raises(StoreError, match="from checkpoint 2"):
+            Trainer(tmp_path, to, writer="f")
+        for path in RunPaths(tmp_path).checkpoints.glob("damaged-*"):
+            shutil.rmtree(path)
+        assert Trainer(tmp_path, to, writer="g").version == 2, "as the message says"
 
 
 def test_prefix_of_another_run_is_refused(tmp_path: Path, s3: S3Server, to: str) -> None:
@@ -307,7 +543,8 @@ def test_failing_store_does_not_stop_checkpoints(tmp_path: Path, s3: S3Server, t
     one.upload()
     assert (one.uploader.uploaded, one.uploader.problem) == (8, "")
     assert complete(s3, to) == [2, 8]
-    assert not [p for p in s3.objects() if "step-00000004" in p], "remains are removed"
+    prefix = to.removeprefix(f"s3://{BUCKET}/")
+    assert not [p for p in s3.objects() if p.startswith(f"{prefix}/step-00000004")], "remains are removed"
 
 
 def test_one_failure_does_not_give_up_an_upload(tmp_path: Path, s3: S3Server, to: str) -> None:
@@ -335,10 +572,8 @@ def test_store_unreachable_at_start(
     one = Trainer(tmp_path, to)
     one.save(2)
     one.upload()
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
     with monkeypatch.context() as gone:
-        gone.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        gone.setattr("scalerl_trainer.object_store._RETRIES", {"max_retries": 0})
+        away(gone)
         again = Trainer(tmp_path, to, writer="b")
         assert again.version == 2, "the volume has it"
         with pytest.raises(StoreError, match=f"no valid checkpoint, and {to}: GenericError"):
@@ -371,14 +606,19 @@ def test_slow_store_skips_to_newest(tmp_path: Path, slow: Relay, s3: S3Server, t
 
 
 KILLED = """
-    import sys
-    from pathlib import Path
-    import test_trainer_checkpoint_copies as tests
+import sys, threading
+from pathlib import Path
+from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoint import CheckpointStore
+from scalerl_trainer.checkpoint_copies import CheckpointCopies
+from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.object_store import ObjectStore
+from scalerl_trainer.uploader import Uploader
 
-    one = tests.Trainer(Path(sys.argv[1]), sys.argv[2], writer="killed")
-    one.save(4, 40 << 20)
-    print("sending", flush=True)
-    one.upload()
+root, to, run = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+copies, volume = CheckpointCopies(ObjectStore(to), run, "killed"), CheckpointStore(RunPaths(root), 2)
+Uploader(copies, volume, rank=0, world=1, keep=2, metrics=Metrics()).resumed(4, [2], opened=False)
+threading.Event().wait()
 """
 
 
@@ -386,16 +626,16 @@ def test_killed_upload_is_no_checkpoint(tmp_path: Path, slow: Relay, s3: S3Serve
     one = Trainer(tmp_path, to)
     one.save(2)
     one.upload()
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    argv = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), to]
-    with subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "sending\n"
-        deadline = time.monotonic() + 60
-        while not s3.uploading():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.kill()
+    plain: Any = Checkpointer(CheckpointStore(RunPaths(tmp_path), 2), OnlyRank(60.0), Weights())
+    plain._engine.save = lambda directory: (directory / "weights").write_bytes(bytes(40 << 20))
+    assert plain.start(4, b"s") is None
+    assert plain.finish().error is None
+    argv = [sys.executable, "-c", KILLED, str(tmp_path), to, repr(RUN)]
+    with subprocess.Popen(argv) as process:
+        try:
+            until(s3.uploading, 60, "a multipart upload")
+        finally:
+            process.kill()
     slow.bytes_per_second = 1e9
     assert complete(s3, to) == [2]
     empty(tmp_path)
@@ -449,6 +689,7 @@ def test_ranks_send_their_parts(tmp_path: Path, s3: S3Server, to: str) -> None:
     assert sum(parts) == sum(r.bytes for r in CheckpointStore(RunPaths(tmp_path), 2).manifest(2).files)
 
 
+@pytest.mark.full  # on one machine; on a cluster's way test_trainer_main_own_directory.py has it in CI
 def test_killed_run_continues_on_empty_volume(new_run: Any, slow: Relay, s3: S3Server, to: str) -> None:
     """All processes are killed in the middle of an upload, and the volume is lost: two real ranks, a real coordinator."""
     slow.bytes_per_second = 1e9

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -196,6 +197,39 @@ def test_hub_has_best_in_main_and_last_in_branch(tmp_path: Path, hub: HubServer)
         assert weights == [f"step-{version:08d}.safetensors"], "shards of the model before are gone"
     assert hub.commits[0] == ("last", "last: version 20, reward 0.5000")
     assert len(hub.commits) == 4, "one commit each"
+
+
+def models(folder: Path, uri: str = "") -> dict[str, tuple[ExportedModel, Path]]:
+    version = int(folder.name.removeprefix("step-"))
+    return {"last": (ExportedModel(version=version, reward=0.5, path="p", uri=uri, time="t"), folder)}
+
+
+def test_folder_with_other_files_is_copied_again(tmp_path: Path) -> None:
+    """As of a backup that was restored into the target: the status says that the model is there."""
+    to, source = tmp_path / "to", folder_of(tmp_path, 10)
+    uris = open_target(str(to)).put(models(source))
+    copy = to / source.name
+    kept = {file.name: file.read_bytes() for file in source.iterdir()}
+    for spoil in (
+        lambda: (copy / "config.json").write_text("{"),
+        lambda: (copy / "old").touch(),
+        lambda: shutil.rmtree(copy),
+    ):
+        spoil()
+        assert open_target(str(to)).put(models(source, uris[10])) == uris
+        assert {file.name: file.read_bytes() for file in copy.iterdir()} == kept
+
+
+def test_removed_copy_of_a_model_that_is_gone_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    """As after the loss of a trainer's own directory."""
+    to, first, second = tmp_path / "to", folder_of(tmp_path, 10), folder_of(tmp_path, 20)
+    uri = open_target(str(to)).put(models(first))[10]
+    shutil.rmtree(first)
+    shutil.rmtree(to / first.name)
+    best = models(first, uri)["last"]
+    uris = open_target(str(to)).put({"best": best, **models(second)})
+    assert uris[20] == str(to / second.name)
+    assert sorted(folder.name for folder in to.iterdir()) == [second.name]
 
 
 def test_hub_errors(tmp_path: Path, hub: HubServer) -> None:

@@ -277,9 +277,10 @@ def test_checkpoint_that_is_damaged_twice_keeps_no_attempt_from_beginning(tmp_pa
     """The copy from the object store that replaces it is damaged too."""
     paths, fence = prepared(tmp_path, again=False)
     store = CheckpointStore(paths, 2, Quick(), fence)
+    copy = shutil.copytree(store.directory(20), tmp_path / "copy")
     for _ in range(2):
         store.quarantine(20, "damaged")
-        save(store, 20, "copy")
+        shutil.copytree(copy, store.directory(20))
     assert not [*fence.folder.glob("damaged*")]
     assert len(store.quarantined()) == 2
     # As an earlier release left them: one in the attempt's folder whose name is taken.
@@ -287,6 +288,10 @@ def test_checkpoint_that_is_damaged_twice_keeps_no_attempt_from_beginning(tmp_pa
     shutil.copytree(paths.checkpoints / name, fence.folder / name)
     later = begin(paths.checkpoints, SECOND)
     assert len(store.quarantined()) == 3
+    assert not [*later.folder.iterdir()]
+    store = CheckpointStore(paths, 2, Quick(), later)
+    save(store, 15, "later")
+    assert len(store.quarantined()) == 0, "20 is committed"
     assert not [*later.folder.iterdir()]
 
 

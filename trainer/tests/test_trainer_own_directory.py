@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from s3_server import BUCKET, S3Server
@@ -113,6 +114,26 @@ def test_upload_that_fails_leaves_no_index(tmp_path: Path, s3: S3Server) -> None
     assert not fetch(store, "model", tmp_path / "there")
     upload(store, "model", folder.iterdir())
     assert fetch(store, "model", tmp_path / "there")
+
+
+def test_unreadable_index_is_replaced(tmp_path: Path, s3: S3Server) -> None:
+    store, folder = ObjectStore(f"s3://{BUCKET}/unreadable"), folder_of(tmp_path)
+    store.put("model/files.json", b'{"files": [')
+    upload(store, "model", folder.iterdir())
+    assert fetch(store, "model", tmp_path / "there")
+
+
+def test_folder_without_space_is_not_begun(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, folder = ObjectStore(f"s3://{BUCKET}/space"), folder_of(tmp_path)
+    upload(store, "model", folder.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2049, f_frsize=1))
+        with pytest.raises(OSError, match=r"space/model needs 2,050 bytes and 2,049 are free: .* enlarge"):
+            fetch(store, "model", tmp_path / "new/there")
+    assert s3.read("space/model/a.safetensors") == 0
+    assert fetch(store, "model", tmp_path / "new/there")
 
 
 # --- preparation and init container --------------------------------------------------------------------------

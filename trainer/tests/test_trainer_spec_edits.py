@@ -72,10 +72,10 @@ def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edi
     )
 
 
-PREPARATION = {"prepare.py", "checks.py", "model_checks.py"}
-"""Of the Job before the run; :data:`scalerl_api.edits.EDITS` has the fields that repeat it."""
+BEFORE_THE_RUN = {"prepare.py", "checks.py", "model_checks.py", "fork.py"}
+"""Of the Job before the run, with the fields that repeat it in :data:`scalerl_api.edits.EDITS`, and of a run without a checkpoint."""
 SOURCES = sorted(
-    path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in PREPARATION
+    path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in BEFORE_THE_RUN
 )
 ANNOTATED = {
     *(

@@ -12,6 +12,8 @@ MAY_DIFFER: Final = frozenset(
     {
         "model.dtype",
         "model.attention",
+        "model.cache.claimName",
+        "model.cache.readOnly",
         "model.contextTokens",
         "task.verifier.timeoutSeconds",
         "task.verifier.memory",
@@ -21,7 +23,7 @@ MAY_DIFFER: Final = frozenset(
         "task.mix.verifier.workers",
     }
 )
-"""Fields of model and task that may differ, because they only determine how weights are stored and completions are scored.
+"""Fields of model and task that may differ, because they only determine where and how weights are stored, and how completions are scored.
 contextTokens only bounds recipe.maxCompletionTokens, which is in the digest of the evaluation set. All other fields of
 model and task must agree."""
 

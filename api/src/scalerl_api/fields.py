@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.alias_generators import to_camel, to_snake
 from pydantic_core import to_jsonable_python
 
-_DECIMAL = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"
+_DECIMAL = r"^[+-]?([0-9]+[.]?[0-9]*|[.][0-9]+)([eE][+-]?[0-9]{1,2})?$"
 _QUANTITY = r"^([0-9]+)(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 _QUANTITY_FACTORS = {
     None: 1,
@@ -74,8 +74,8 @@ class Rule:
         if self.changes:
             entry["reason"] = "FieldValueForbidden"
         if self.kept:
-            before = re.sub(r"\bself\b", "oldSelf.value()", self.cel)
-            entry["rule"] = f"({self.cel}) || (oldSelf.hasValue() && !({before}))"
+            before = re.sub(r"\bself\b", "old", self.cel)
+            entry["rule"] = f"({self.cel}) || oldSelf.optMap(old, !({before})).orValue(false)"
             entry["optionalOldSelf"] = True
         return entry
 
@@ -199,7 +199,7 @@ A_DECIMAL = Matches(
     _DECIMAL, 'must be a decimal number in quotes, like "0.1" or "3e-4", its exponent of two digits at most'
 )
 """Syntax of a decimal. The short exponent keeps every value within the range of a float."""
-DECIMAL_FORM = 'A fraction or an exponent is written in quotes: "0.5", "3e-4".'
+DECIMAL_FORM = 'Fractions in quotes: "0.5", "3e-4".'
 """Sentence for descriptions. A schema with ``x-kubernetes-int-or-string`` rejects a JSON number with a fraction, and the API
 server's error ("must be of type integer,string") does not explain what to write instead."""
 DecimalString = Annotated[

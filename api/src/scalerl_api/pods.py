@@ -52,7 +52,7 @@ _AMOUNT = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+
 _SMALL = {None: 1.0, "m": 1e-3, "k": 1e3, "Ki": 1024.0}
 """Units of amounts that may be less than 1Mi, as factors."""
 _DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-_OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+_OBJECT_NAME = r"^[a-z0-9]+((-+|[.])[a-z0-9]+)*$"
 
 SLICE_SIZE = "kueue.x-k8s.io/podset-slice-size"
 """Annotation of Kueue that the operator reads as a number."""

@@ -69,6 +69,7 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     return [
         *_of_trackers(spec),
         *_of_paths(paths, mounted),
+        *_of_identities(spec),
     ]
 
 
@@ -101,6 +102,26 @@ def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:
             "coordinator.podTemplate.env has no WANDB_API_KEY",
             "give it from a Secret, or set offline: true",
         )
+
+
+def _of_identities(spec: RunSpec) -> Iterator[SpecProblem]:
+    """Pods that fetch the prepared model have the variables of the trainer, but not its service account."""
+    trainer = (spec.trainer.pod_template or PodTemplate()).over(spec.pod_template)
+    keys = trainer.env_from or any(entry["name"] == "AWS_ACCESS_KEY_ID" for entry in trainer.env)
+    if spec.storage.mounted_by != "Coordinator" or trainer.service_account_name is None or keys:
+        return
+    accounts = {"generator": (spec.generator.pod_template or PodTemplate()).service_account_name}
+    if spec.generator.speculation is not None and spec.generator.speculation.history is not None:
+        own = (spec.coordinator.pod_template or PodTemplate()).over(spec.pod_template)
+        accounts["coordinator"] = own.service_account_name
+    for role, account in accounts.items():
+        if account is None:
+            yield SpecProblem(
+                f"spec.{role}.podTemplate.serviceAccountName",
+                f"is not given, and fetch-model in a {role}'s pod reads the model from checkpoint.to; the trainer's account "
+                f"{trainer.service_account_name} is not that pod's",
+                "give an account that may read the bucket, or keys in trainer.podTemplate.env, which fetch-model alone gets",
+            )
 
 
 def _of_paths(paths: dict[str, str | None], mounted: set[str]) -> list[SpecProblem]:

@@ -30,6 +30,7 @@ from scalerl_cli.clusters.session import (
 )
 from scalerl_cli.clusters.submit import submit
 from scalerl_cli.clusters.volume import Entry, Volume, reader_pod
+from scalerl_cli.clusters.why import explain
 from scalerl_cli.main import main, parser
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import Kind
@@ -425,6 +426,65 @@ NEW_KIND = {
         "versions": [{"name": "v1"}],
     },
 }
+
+
+class Queue(Session):
+    """A queue of Kueue: first another's pod, then the run's preparation. It serves only the older version of the visibility API."""
+
+    def __init__(self) -> None: ...
+
+    def raw(self, path: str, what: str) -> Object:
+        if "/v1beta1/namespaces/a/localqueues/gpus/" not in path:
+            raise errors.NotFound("no such version", code=404)
+        owners = [
+            {"kind": "Job", "name": "run-2-prepare", "uid": "2"},
+            {"kind": "Job", "name": "run-prepare", "uid": "3"},
+        ]
+        return {
+            "items": [
+                {"metadata": {"ownerReferences": [owner]}, "positionInLocalQueue": n}
+                for n, owner in enumerate(owners)
+            ]
+        }
+
+    def list(
+        self, kind: Kind | str, namespace: str | None, labels: str = "", fields: str = ""
+    ) -> list[Object]:
+        if kind != "Workload":
+            return [{"metadata": {"uid": "4"}, "status": {}}]
+        owners = [
+            {"kind": "Job", "name": "run-2-prepare", "uid": "2"},
+            {"kind": "Pod", "name": "run-generator-1-2", "uid": "4"},
+        ]
+        return [
+            {
+                "metadata": {"ownerReferences": [owner]},
+                "status": {
+                    "conditions": [
+                        {"type": "QuotaReserved", "status": "False", "message": f"{owner['name']} lacks it"}
+                    ]
+                },
+            }
+            for owner in owners
+        ]
+
+
+def test_queued_run_has_its_position_and_what_it_lacks() -> None:
+    condition = {
+        "type": "Admitted",
+        "status": "False",
+        "reason": "WaitingForQuota",
+        "message": "prepare in the queue gpus",
+    }
+    labels = {"kueue.x-k8s.io/queue-name": "gpus"}
+    run = Run(
+        {
+            "metadata": {"name": "run", "namespace": "a", "uid": "1", "labels": labels},
+            "status": {"phase": "Pending", "conditions": [condition]},
+        }
+    )
+    cause, _ = explain(Queue(), run)
+    assert cause == "prepare in the queue gpus; position 2 in the queue gpus; run-generator-1-2 lacks it"
 
 
 def submitted(path: Path, *objects: Mapping[str, Any], **given: Any) -> tuple[Cluster, argparse.Namespace]:

@@ -66,6 +66,8 @@ WAIT_LOG_SECONDS: Final = 10.0
 _REFUSED: Final = {
     401: "no valid bearer token",
     403: "the token's user may not get the path /metrics: bind it to the chart's ClusterRole for metrics",
+    500: "the operator may not create tokenreviews.authentication.k8s.io and subjectaccessreviews.authorization.k8s.io: bind its "
+    "service account to a ClusterRole with both, as the chart does with rbac.create",
     503: "the API server does not say whose token this is; try again",
 }
 """Answers to scrapes that are refused, by HTTP status."""

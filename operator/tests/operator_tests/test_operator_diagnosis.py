@@ -9,10 +9,17 @@ import pytest
 from operator_tests.builders import pod
 from operator_tests.manifests import UID, cluster_run, context
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.diagnosis import RECENT_CREATION_SECONDS, RECENT_SECONDS, diagnose
+from scalerl_api.status import RunStatus
+from scalerl_operator.controller.diagnosis import (
+    RECENT_CREATION_SECONDS,
+    RECENT_SECONDS,
+    START_CHECK_SECONDS,
+    diagnose,
+    next_start_check,
+)
 from scalerl_operator.controller.observe import observe, rfc3339
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.names import COMPONENT, RUN_UID, Names
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 from scalerl_operator.workloads import Role
 
@@ -58,3 +65,23 @@ async def test_unstarted_pod_is_explained_by_a_recent_event(age: float, expected
     waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
     starting = pod("a", Role.COORDINATOR, waiting, phase="Pending")
     assert await reason(Events("FailedMount", "timed out", age), Pod=starting) == expected
+
+
+@pytest.mark.parametrize(
+    ("age", "wait"), [(20, START_CHECK_SECONDS[0]), (200, 100), (9000, START_CHECK_SECONDS[1])]
+)
+def test_events_are_read_soon_after_each_start_of_a_run_that_has_trained_for_days(
+    age: float, wait: float
+) -> None:
+    started = RunStatus(start_time=rfc3339(NOW - 500_000))
+    found = context(cluster_run(), unix_seconds=NOW, before=started)
+    found.decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), prepare=True)
+    metadata = {"name": "a", "uid": "u", "creationTimestamp": rfc3339(NOW - age), "labels": {RUN_UID: UID}}
+    found.objects["Job", Names(found.name).prepare] = {"kind": "Job", "metadata": metadata, "spec": {}}
+    assert next_start_check(found) == wait
+    found.objects.clear()
+    waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    starting = pod("a", Role.PREPARE, waiting, phase="Pending")
+    starting["metadata"]["creationTimestamp"] = rfc3339(NOW - age)
+    found.observed = observe({("Pod", "a"): starting}, UID, dict.fromkeys(Role, ""))
+    assert next_start_check(found) == wait

@@ -222,6 +222,7 @@ def test_edit_that_fails_is_held_and_its_revert_goes_on(edited: Edited) -> None:
         assert world.reconcile().to_object() == found.to_object(), "it stays held, also for another operator"
 
     world.edit(edited.before)
+    assert world.reconcile().trained_spec is None
     found = world.until_ready()
     assert (found.step, found.trained_spec) == (STEPS, None)
     assert found.trainer.attempt >= attempt
@@ -253,6 +254,23 @@ def test_pod_of_a_reverted_edit_fails_nothing() -> None:
     assert pod["status"]["phase"] == "Failed"
     assert world.reconcile().phase == "Running"
     assert world.until_ready().step == STEPS
+
+
+@pytest.mark.parametrize("path", ["generator.extraArgs", "trace"])
+def test_spec_whose_pods_never_work_is_not_the_one_to_go_back_to(path: str) -> None:
+    """Training goes on with the generators, or the coordinator, of the spec before; then another edit fails."""
+    edited = next(edited for edited in RESTARTING if edited.path == path)
+    world = started(edited.before)
+    trained = RunStatus.read(world.obj["status"]).accepted_spec
+    world.edit(edited.manifest)
+    for _ in range(5):
+        world.coordinator = msgspec.structs.replace(world.coordinator, step=world.coordinator.step + 20)
+        found = world.reconcile()  # the new pod stays pending
+    assert found.trained_spec == trained
+    world.work()
+    world.reconcile()
+    world.coordinator = msgspec.structs.replace(world.coordinator, step=world.coordinator.step + 20)
+    assert world.reconcile().trained_spec is None
 
 
 def test_run_that_was_given_more_steps_goes_on() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from operator_tests import builders
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.apply import fingerprint
+from scalerl_operator.controller.observe import PodView, RunObservation, pod_view
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
@@ -101,6 +104,23 @@ def test_fingerprint_changes_with_content_and_existence(change: Callable[[Object
 def test_nothing_is_created_while_something_terminates(kind: str) -> None:
     assert said(place(put(kind, "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is None
     assert said(place(put("Pod", "metadata", deletionTimestamp="2026-01-01T00:00:00Z"))) is not None
+
+
+def test_job_that_a_lost_node_keeps_disables_nothing() -> None:
+    """Its node may be away for days, while each reconcile would render and compare all objects."""
+    deleted = put("Job", "metadata", deletionTimestamp="2026-01-01T00:00:00Z")
+
+    def kept(*pods: PodView) -> int | None:
+        made = place(deleted)
+        made.observed = RunObservation(pods=pods)
+        return said(made)
+
+    running = pod_view(builders.pod(job="a"), 0.0)
+    lost = replace(running, lost=True)
+    assert kept(lost) is not None
+    assert kept(running) is None
+    assert kept(lost, running) is None, "its gang still has to be ended"
+    assert kept() is None
 
 
 def test_fingerprint_changes_with_its_inputs() -> None:

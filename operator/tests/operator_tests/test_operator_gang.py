@@ -15,11 +15,12 @@ from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
-from scalerl_api.conditions import Phase
+from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
-from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.observe import RunObservation, observe
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
@@ -29,7 +30,7 @@ from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator, Parts, reconciler
-from scalerl_operator.names import PRIORITY, QUEUE
+from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
 from scalerl_operator.settings import Settings
@@ -180,6 +181,38 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     chosen = extra["spec"]["selector"]["matchLabels"]
     assert chosen.items() <= extra["spec"]["template"]["metadata"]["labels"].items()
     assert not chosen.items() <= first["spec"]["template"]["metadata"]["labels"].items()
+    # The first one's selector, which is immutable and was there before gangs, has the labels of both; but a ReplicaSet selects by the
+    # hash of its template too, and a Deployment takes over no ReplicaSet that has another owner.
+    templates = [pods["spec"]["template"]["metadata"]["labels"] for pods in (first, extra)]
+    assert templates[0] != templates[1]
+
+
+def test_no_selector_has_pods_of_another_run_or_role() -> None:
+    from operator_tests.manifests import IMAGES
+    from scalerl_operator.build import render
+
+    desired = replace(EVERYTHING, generators=5, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
+    made = {
+        uid: render(queued(), uid, desired, IMAGES, operator_namespace="o")
+        for uid in (UID, "of an earlier run")
+    }
+    pods = [
+        (uid, obj["metadata"]["labels"][COMPONENT], obj["spec"]["template"]["metadata"]["labels"])
+        for uid, objects in made.items()
+        for obj in objects
+        if "template" in obj["spec" if "spec" in obj else "metadata"]
+    ]
+    checked = set()
+    for uid, objects in made.items():
+        for obj in objects:
+            kind, spec = obj["kind"], obj.get("spec") or {}
+            if kind not in ("Deployment", "StatefulSet", "PodDisruptionBudget", "Service"):
+                continue
+            chosen = spec["selector"].get("matchLabels", spec["selector"])
+            roles = {(u, role) for u, role, labels in pods if chosen.items() <= labels.items()}
+            assert roles == {(uid, obj["metadata"]["labels"][COMPONENT])}, obj["metadata"]["name"]
+            checked.add(kind)
+    assert {"Deployment", "StatefulSet", "PodDisruptionBudget", "Service"} == checked
 
 
 async def test_admitted_pods_go_where_their_flavors_are() -> None:
@@ -205,9 +238,22 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert metadata["annotations"]["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
     assert "schedulingGates" not in pod_spec(generator)
     assert pod_spec(objects["StatefulSet/coordinator"])["nodeSelector"] == {"a": "b"}
-    blind = await gang.find(Api(), seen(workload), served=True)  # type: ignore[arg-type]
-    assert blind is not None
-    assert blind.admitted, "an operator of a few namespaces may read no flavors"
+    assert made.state.unread_flavors == ""
+
+
+async def test_flavors_that_the_operator_may_not_read_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """As by an operator of a few namespaces: the pods of the gang may land on nodes of another quota."""
+    api, made = Api(), seen(live("QuotaReserved", "Admitted", admission=ADMISSION))
+    for _ in range(2):
+        made.gang = await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    assert made.gang is not None
+    assert made.gang.admitted
+    assert caplog.text.count("may not get the ResourceFlavor cpus, spot,") == 1, "once for an admission"
+    made.observed = RunObservation(trainer=Job(JobState.ACTIVE))
+    holds, why = _admitted(made)
+    assert holds is True
+    assert why.reason is Reason.QUEUE_ADMITTED
+    assert "ClusterRole that may get resourceflavors.kueue.x-k8s.io" in why.message
 
 
 async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:

@@ -126,6 +126,32 @@ def test_edit_without_a_restart_is_no_cause() -> None:
     assert memory.unproven_since == 120
 
 
+def test_steps_with_the_generators_before_prove_no_edit() -> None:
+    """They train on while those of the edited spec crash."""
+    ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
+    later = replace(ready, status=status([], step=180), steps=180, started=False)
+    memory = decide(SPEC, later, EDITED).memory
+    assert memory.unproven_since == 180
+    memory = decide(SPEC, replace(later, status=status([], step=189), started=True), memory).memory
+    assert memory.unproven_since == 180
+    assert decide(SPEC, replace(ready, status=status([], step=190)), memory).memory.unproven_since is None
+
+
+@pytest.mark.parametrize("recorded", [0, 100])
+def test_steps_that_are_not_recorded_yet_prove_no_edit(recorded: int) -> None:
+    """The status has the first steps seconds later, others up to 15 s later; a drain ends with a step of the spec before."""
+    memory = FIRST if recorded == 0 else replace(FIRST, has_trained=True)
+    observed = replace(LIVE, steps=recorded, edit=SpecEdit(FIELDS), prepare=replace(DONE, stale=True))
+    memory = decide(SPEC, observed, memory).memory
+    assert (memory.has_trained, memory.unproven_since) == (True, 120)
+    draining = replace(observed, edit=SpecEdit(), status=status([], step=121, published_version=121))
+    memory = decide(SPEC, draining, memory).memory
+    assert memory.unproven_since == 121
+    outcome = decide(SPEC, replace(LIVE, **NO_STATUS | {"prepare": FAILED}), memory).memory.outcome
+    assert outcome is not None
+    assert outcome.end is End.HELD
+
+
 def test_resumption_that_fails_holds_the_run() -> None:
     """Nothing was edited: another release of the operator, or a hub that is away."""
     rest = replace(EDITED, rest=Suspension.YES, unproven_since=None)

@@ -282,7 +282,7 @@ def test_scheduler_spread_and_claims_of_pods() -> None:
 def test_only_the_generators_own_account_is_in_their_pods_and_the_actor_has_no_token() -> None:
     objects = placed()
     accounts = {key: pod_spec(objects[key]).get("serviceAccountName") for key in PODS}
-    assert accounts == dict.fromkeys(PODS, "reader") | {"Deployment/generator": None}
+    assert accounts == dict.fromkeys(PODS, "reader") | {"Deployment/generator": "default"}
     own = cluster_run(podTemplate=PLACED, generator={"podTemplate": {"serviceAccountName": "weights"}})
     generator = rendered(own)["Deployment/generator"]
     assert pod_spec(generator)["serviceAccountName"] == "weights"

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from scalerl_operator.kube import errors
-from scalerl_operator.kube.scrape_access import FRESH_SECONDS, MAX_ANSWERS, ScrapeAccess
+from scalerl_operator.kube import errors, scrape_access
+from scalerl_operator.kube.scrape_access import (
+    FRESH_SECONDS,
+    MAX_ANSWERS,
+    REVIEWS_AT_ONCE,
+    STALE_SECONDS,
+    ScrapeAccess,
+)
+from scalerl_operator.main import _REFUSED
 
 
 class Api:
@@ -17,12 +24,19 @@ class Api:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.away, self.at_once, self.most_at_once = False, 0, 0
+        self.role, self.answers = True, asyncio.Event()
+        self.answers.set()
 
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
-        await asyncio.sleep(0)
-        self.at_once -= 1
+        try:
+            await asyncio.sleep(0)
+            await self.answers.wait()
+        finally:
+            self.at_once -= 1
+        if not self.role:
+            raise errors.Forbidden("tokenreviews is forbidden", code=403)
         if self.away:
             raise errors.Unreachable("no connection")
         self.asked.append(obj["kind"])
@@ -68,12 +82,52 @@ async def test_answers_count_for_a_minute(api: Api) -> None:
     assert len(api.asked) == 7
 
 
-async def test_many_tokens_cost_one_call_at_a_time_and_bounded_memory(api: Api) -> None:
+async def test_allowed_token_is_served_for_an_hour_of_an_outage(api: Api) -> None:
+    now = 0.0
+    access = ScrapeAccess(api, lambda: now)  # type: ignore[arg-type]
+    assert await access.status("Bearer good") == 200
+    api.away, now = True, STALE_SECONDS - 1
+    assert await access.status("Bearer good") == 200
+    now = STALE_SECONDS
+    assert await access.status("Bearer good") == 503
+
+
+async def test_slow_review_does_not_hold_up_the_others(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those beside it nor, however many tokens are tried, one that was allowed before."""
+    monkeypatch.setattr(scrape_access, "WAIT_SECONDS", 0.5)
+    now = 0.0
+    access = ScrapeAccess(api, lambda: now)  # type: ignore[arg-type]
+    assert await access.status("Bearer good") == 200
+    now = FRESH_SECONDS
+    api.answers.clear()
+    tried = [asyncio.create_task(access.status(f"Bearer {n}")) for n in range(100)]
+    scrapes = [asyncio.create_task(access.status("Bearer good")) for _ in range(2)]
+    while api.at_once < REVIEWS_AT_ONCE + len(scrapes):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert set(await asyncio.gather(*scrapes)) == {200}, "it was allowed a minute ago"
+    assert set(await asyncio.gather(*tried)) == {503}
+    assert api.most_at_once == REVIEWS_AT_ONCE + len(scrapes)
+    assert api.at_once == 0
+
+
+async def test_operator_that_may_not_ask_is_no_outage(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    access = ScrapeAccess(api, lambda: now)  # type: ignore[arg-type]
+    assert await access.status("Bearer good") == 200
+    api.role, now = False, FRESH_SECONDS
+    assert [await access.status(f"Bearer {token}") for token in ("good", "other", "good")] == [500] * 3
+    assert caplog.text.count("tokenreviews is forbidden") == 1
+    assert "ClusterRole" in _REFUSED[500]
+    api.role = True
+    assert await access.status("Bearer good") == 200
+
+
+async def test_many_tokens_cost_few_calls_at_a_time_and_bounded_memory(api: Api) -> None:
     access = ScrapeAccess(api, lambda: 0.0)  # type: ignore[arg-type]
     assert await access.status("Bearer good") == 200
     tried = await asyncio.gather(*(access.status(f"Bearer {n}") for n in range(1000)))
     assert set(tried) == {401}
-    assert api.most_at_once == 1
+    assert api.most_at_once <= REVIEWS_AT_ONCE
     assert len(access._answers) <= MAX_ANSWERS
     asked = len(api.asked)
     assert await access.status("Bearer good") == 200

@@ -28,7 +28,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``batch``         converts a shard of a step from the wire to tensors
     ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
-                      ``checkpoint_copies`` the copies in an object store
+                      ``checkpoint_copies`` the copies in an object store, ``uploader`` sends them
     ``exporter``      exports models of evaluated versions; ``export`` writes them, ``export_targets`` copies them elsewhere
     ``object_store``  a prefix of a bucket, for both
 

@@ -25,18 +25,13 @@ from scalerl_trainer.checkpoint import (
     VolumeState,
     files_in,
 )
-from scalerl_trainer.checkpoint_copies import (
-    PrefixTaken,
-    Uploader,
-    check_paths,
-    lower_priority,
-    read_with_retries,
-)
+from scalerl_trainer.checkpoint_copies import PrefixTaken, lower_priority, read_with_retries
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
 from scalerl_trainer.object_store import StoreError
 from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +125,18 @@ class _Outcome:
     """What a rank's part of a task came to."""
 
     ended: bool = False
-    damaged: str = ""
-    taken: str = ""
-    """Message of a ``PrefixTaken``."""
-    superseded: str = ""
-    """Message of an ``AttemptSuperseded``."""
-    error: str = ""
+    failure: str = ""
+    """One of ``_FAILURES``, ``damaged``, or empty."""
+    message: str = ""
+
+
+_FAILURES: dict[str, type[TrainerError]] = {
+    "superseded": AttemptSuperseded,
+    "taken": PrefixTaken,
+    "disk": CheckpointError,
+    "store": StoreError,
+}
+"""Errors of a task that are raised on all ranks; the first counts."""
 
 
 class Checkpointer:
@@ -297,7 +298,9 @@ class Checkpointer:
             NoUsableCheckpoint: all checkpoints are damaged, including those quarantined by an earlier start (a run that had
                 checkpoints never restarts from step 0 by itself), or the newest valid one does not fit this run.
             PrefixTaken: the object store has another run's checkpoints under the prefix.
-            StoreError: the volume has no valid checkpoint, and the object store cannot be read.
+            AttemptSuperseded: a later attempt has begun.
+            StoreError: the object store cannot be read, and the volume has no valid checkpoint, or a damaged one that is newer.
+            CheckpointError: a checkpoint of the object store cannot be written to the volume.
             Stopped: a rank is to stop.
         """
         if self._ranks.is_leader:
@@ -306,32 +309,55 @@ class Checkpointer:
         remote = self._remote_steps()
         for step in sorted({*steps, *remote.steps}, reverse=True):
             if (step in steps and self._is_valid(step)) or (
-                step in remote.steps and self._fetch(step) and self._is_valid(step)
+                step in remote.steps and self._fetch(step) and self._is_valid(step, copied=True)
             ):
+                if remote.error:
+                    self._check_none_newer(step, steps, remote.error)
                 directory = self._store.directory(step)
                 self._engine.load(directory)
                 load_random_state(directory, self._ranks.rank)  # again: loading may have drawn numbers
                 self.last_step = self.committed_step = step
                 self._resumed(step, remote)
                 return step
-        quarantined = self._ranks.broadcast(
-            self._store.quarantined() if self._ranks.is_leader else None, list[str]
-        )
         if remote.error:
             raise StoreError(f"{self._store.root} has no valid checkpoint, and {remote.error}")
+        quarantined = self._quarantined()
         if steps or quarantined or remote.steps:
             raise NoUsableCheckpoint(
-                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted(steps)} (the log of the "
-                f"start that renamed them has the reasons). Restore a good copy as step-*, or {self._otherwise}"
+                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted({*steps, *remote.steps})} (the "
+                "log of the start that found it has the reasons). Restore a good copy as step-*, or "
+                f"{self._otherwise}"
             )
         self._resumed(None, remote)
         return None
 
-    def _is_valid(self, step: int) -> bool:
-        """Whether a checkpoint on the volume is valid; one that is not is quarantined."""
+    def _check_none_newer(self, step: int, steps: list[int], error: str) -> None:
+        """Raise ``StoreError`` if a checkpoint after ``step`` is damaged, of which the store, which failed with ``error``, may have a copy."""
+        newer = {name: found for name, found in self._quarantined().items() if found > step}
+        newer |= {
+            f"step-{found:08d}": found for found in steps if found > step and found not in newer.values()
+        }
+        if newer:
+            raise StoreError(
+                f"checkpoint {max(newer.values())} in {self._store.root} is damaged, and the store, which may have a copy, cannot be read. "
+                "The trainer continues from that copy once the store answers. To continue from checkpoint "
+                f"{step} instead, and train the steps since again, remove {', '.join(newer)}. {error}"
+            )
+
+    def _quarantined(self) -> dict[str, int]:
+        return self._ranks.broadcast(
+            self._store.quarantined() if self._ranks.is_leader else None, dict[str, int]
+        )
+
+    def _is_valid(self, step: int, *, copied: bool = False) -> bool:
+        """Whether a checkpoint on the volume is valid; one that is not is quarantined, or removed if the store has it."""
         errors = [e for e in self._ranks.all_gather(self._verify(step), str) if e]
         if errors and self._ranks.is_leader:
-            self._store.quarantine(step, errors[0])
+            if copied:
+                log.error("checkpoint %d is damaged in its copy and is not used: %s", step, errors[0])
+                self._store.remove(step)
+            else:
+                self._store.quarantine(step, errors[0])
         return not errors
 
     # --- the object store -----------------------------------------------------------------------------------
@@ -352,22 +378,19 @@ class Checkpointer:
                 copies.claim()
                 found[0] = _Remote(copies.steps())
 
-        outcomes = self._together(lambda: read_with_retries(list_steps, self._stopped))
-        if superseded := next((o.superseded for o in outcomes if o.superseded), ""):
-            raise AttemptSuperseded(superseded)
-        if taken := next((o.taken for o in outcomes if o.taken), ""):
-            raise PrefixTaken(taken)
-        remote = self._ranks.broadcast(found[0] if self._ranks.is_leader else None, _Remote)
-        if error := outcomes[0].error:
+        try:
+            self._read_together(list_steps)
+        except StoreError as error:
             log.error("continuing without the copies of checkpoints, if the volume has some: %s", error)
-            return _Remote(error=error)
-        return remote
+            return _Remote(error=str(error))
+        return self._ranks.broadcast(found[0] if self._ranks.is_leader else None, _Remote)
 
     def _fetch(self, step: int) -> bool:
-        """Read a checkpoint from the store, each rank its part, and put it on the volume; False if it is damaged.
+        """Read a checkpoint from the store, each rank its part, and put it on the volume; False, and nothing, if it is damaged.
 
         Raises:
-            StoreError: the store could not be read, or the volume not written.
+            CheckpointError: the volume cannot be written, or has no space.
+            StoreError: the store could not be read.
             Stopped
         """
         assert self.uploader is not None
@@ -375,8 +398,7 @@ class Checkpointer:
 
         def begin() -> None:
             if self._ranks.is_leader:
-                manifest = Manifest.decode(copies.manifest(step))
-                check_paths(manifest)
+                manifest = copies.manifest(step)
                 copies.fetch_warm_started(self._store.warm_started_weights)
                 begun[0] = _Fetch(manifest, str(self._store.stage_copy(manifest).directory))
 
@@ -386,27 +408,36 @@ class Checkpointer:
         if fetched.manifest is not None:
             manifest, staged = fetched.manifest, StagedCheckpoint(step, Path(fetched.directory))
             records = manifest.files[self._ranks.rank :: self._ranks.world]
-            damaged = self._read_together(lambda: copies.fetch(step, staged.directory, records))
-            if not damaged:
 
-                def commit() -> None:
-                    if self._ranks.is_leader:
-                        self._store.commit_copy(staged, manifest)
+            def commit() -> None:
+                if self._ranks.is_leader:
+                    self._store.commit_copy(staged, manifest)
 
-                self._read_together(commit)
+            try:
+                damaged = self._read_together(lambda: copies.fetch(step, staged.directory, records))
+                if not damaged:
+                    self._read_together(commit)
+            finally:
+                if self._ranks.is_leader:  # after a commit it is gone
+                    self._store.discard(staged)
         if damaged:
             log.error("checkpoint %d in %s is damaged and is not used: %s", step, copies.to, damaged)
             return False
         return True
 
     def _read_together(self, read: Callable[[], None]) -> str:
-        """Call ``read`` with retries on all ranks; returns why the checkpoint is damaged. Raises ``StoreError``, ``Stopped``."""
+        """Call ``read`` on all ranks, with retries while the store fails; returns why the checkpoint is damaged.
+
+        Raises:
+            AttemptSuperseded, PrefixTaken, CheckpointError, StoreError: see ``_FAILURES``; on all ranks.
+            Stopped
+        """
         outcomes = self._together(lambda: read_with_retries(read, self._stopped))
-        if superseded := next((o.superseded for o in outcomes if o.superseded), ""):
-            raise AttemptSuperseded(superseded)
-        if error := next((o.error for o in outcomes if o.error), ""):
-            raise StoreError(error)
-        return next((o.damaged for o in outcomes if o.damaged), "")
+        messages = {o.failure: o.message for o in reversed(outcomes)}
+        for failure, error in _FAILURES.items():
+            if failure in messages:
+                raise error(messages[failure])
+        return messages.get("damaged", "")
 
     def _together(self, task: Callable[[], None]) -> list[_Outcome]:
         """Call ``task`` on all ranks; returns their outcomes. It may take longer than the timeout of a collective.
@@ -422,14 +453,12 @@ class Checkpointer:
                 task()
                 outcome[0] = _Outcome(ended=True)
             except CheckpointError as error:
-                outcome[0] = _Outcome(ended=True, damaged=str(error) or "damaged")
-            except PrefixTaken as error:
-                outcome[0] = _Outcome(ended=True, taken=str(error))
-            except AttemptSuperseded as error:
-                outcome[0] = _Outcome(ended=True, superseded=str(error))
+                outcome[0] = _Outcome(ended=True, failure="damaged", message=str(error) or "damaged")
             except Exception as error:
-                text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-                outcome[0] = _Outcome(ended=True, error=text)
+                kinds = (kind for kind, raised in _FAILURES.items() if isinstance(error, raised))
+                failure = next(kinds, "disk" if isinstance(error, OSError) else "store")
+                text = str(error) if isinstance(error, TrainerError | OSError) else repr(error)
+                outcome[0] = _Outcome(ended=True, failure=failure, message=text)
 
         thread = threading.Thread(target=guarded, name="read", daemon=True)
         thread.start()

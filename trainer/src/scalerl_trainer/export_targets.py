@@ -70,8 +70,8 @@ class Folder:
             for model, source in _distinct(models):
                 target = self._root / source.name
                 uris[model.version] = str(target)
-                if model.uri and target.is_dir():
-                    continue
+                if model.uri and (not source.is_dir() or _sizes(source) == _sizes(target)):
+                    continue  # copied already; of a model whose folder is gone, the copy cannot be made again
                 staged = self._root / f"{STAGED}{source.name}"
                 shutil.rmtree(staged, ignore_errors=True)
                 try:
@@ -157,6 +157,10 @@ class Bucket:
 def _distinct(models: Models) -> Iterable[tuple[ExportedModel, Path]]:
     """The models without duplicates, since the last is often also the best."""
     return {model.version: (model, folder) for model, folder in models.values()}.values()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir()} if folder.is_dir() else {}
 
 
 def _is_unwanted(path: str, wanted: set[str]) -> bool:

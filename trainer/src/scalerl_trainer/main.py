@@ -57,7 +57,7 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, Uploader, identity
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -91,6 +91,7 @@ from scalerl_trainer.spec_settings import (
     publish_settings,
 )
 from scalerl_trainer.stored_files import EXPORTS
+from scalerl_trainer.uploader import Uploader
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")

@@ -9,6 +9,8 @@ and only a lifecycle rule of the bucket removes.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -67,9 +69,13 @@ class ObjectStore:
             )
 
     def put(self, path: str, content: bytes | Path) -> None:
-        """Write an object; a file is sent in parts, and never whole in memory."""
+        """Write an object; a file is sent in parts, and never whole in memory. Raises OSError if the file cannot be opened."""
+        if isinstance(content, Path):
+            with content.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+        else:
+            size = len(content)
         with self._translated():
-            size = content.stat().st_size if isinstance(content, Path) else len(content)
             self._obstore.put(
                 self._store,
                 path,
@@ -95,16 +101,24 @@ class ObjectStore:
             except self._absent:
                 return None
 
-    def download(self, path: str, size: int, target: Path) -> bool:
-        """Write the first ``size`` bytes of an object to a file, part by part; False if there is no such object."""
-        with self._translated(), target.open("wb") as file:
+    def download(self, path: str, size: int, target: Path) -> str | None:
+        """Write the first ``size`` bytes of an object to a file, part by part; returns their SHA-256, None if there is no such object.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        digest = hashlib.sha256()
+        with target.open("wb") as file:
             for start in range(0, size, _PART_BYTES):
                 length = min(_PART_BYTES, size - start)
-                try:
-                    file.write(self._obstore.get_range(self._store, path, start=start, length=length))
-                except self._absent:
-                    return False
-        return True
+                with self._translated():
+                    try:
+                        part = self._obstore.get_range(self._store, path, start=start, length=length)
+                    except self._absent:
+                        return None
+                file.write(part)
+                digest.update(part)
+        return digest.hexdigest()
 
     def sizes(self, folder: str | None = None) -> dict[str, int]:
         """Sizes of all objects below ``folder`` by path."""

@@ -2,11 +2,11 @@
 
 ======================= ========================================================================================
 ``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
+``warm-started/``       the weights after a warm start, by :mod:`.checkpoint_copies`, as are the checkpoints beside these folders
 ``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
 ======================= ========================================================================================
 
-Beside the checkpoints of :mod:`.checkpoint_copies`. ``model/`` has a ``files.json``, written last, with the size and SHA-256 of
-every file.
+The first two have a ``files.json``, written last, with the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from pathlib import Path
 
 import msgspec
 
-from scalerl_trainer.checkpoint import Disk, FileRecord
+from scalerl_trainer.checkpoint import Disk, FileRecord, check_space
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
 MODEL = "model"
 EXPORTS = "hf"
 _INDEX = "files.json"
 _FILES_AT_A_TIME = 4
+
+
+class DamagedError(StoreError):
+    """What a folder in the store has is not what was written."""
 
 
 class StoredFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +52,10 @@ def upload(store: ObjectStore, folder: str, files: Iterable[Path]) -> None:
     plain = [file for file in ordered if file.name not in links]
     records = [FileRecord(file.name, file.stat().st_size, Disk().sha256(file)) for file in plain]
     content = StoredFolder(records, links)
-    before = index_of(store, folder)
+    try:
+        before = index_of(store, folder)
+    except DamagedError:
+        before = StoredFolder([], {})
     if before == content:
         return
     if before is not None:  # an index must not name files that are replaced below
@@ -59,12 +66,12 @@ def upload(store: ObjectStore, folder: str, files: Iterable[Path]) -> None:
 
 
 def index_of(store: ObjectStore, folder: str) -> StoredFolder | None:
-    """The content of a folder; None if it was never uploaded as a whole. Raises ``StoreError``."""
+    """The content of a folder; None if it was never uploaded as a whole. Raises ``DamagedError``."""
     found = store.read(f"{folder}/{_INDEX}")
     try:
         return None if found is None else msgspec.json.decode(found, type=StoredFolder)
     except msgspec.MsgspecError as error:
-        raise StoreError(f"{store.to}/{folder}/{_INDEX} cannot be read: {error}") from error
+        raise DamagedError(f"{store.to}/{folder}/{_INDEX} cannot be read: {error}") from error
 
 
 def fetch(store: ObjectStore, folder: str, target: Path, *, leave_out: str = "") -> bool:
@@ -76,8 +83,8 @@ def fetch(store: ObjectStore, folder: str, target: Path, *, leave_out: str = "")
         leave_out: suffix of files that are not fetched; empty for none.
 
     Raises:
-        OSError: the files cannot be written.
-        StoreError: a file is missing or does not match its SHA-256, or the store cannot be read.
+        OSError: the files cannot be written, or have no space.
+        DamagedError: a file is missing or does not match its SHA-256.
     """
     content = index_of(store, folder)
     if content is None:
@@ -90,20 +97,22 @@ def fetch(store: ObjectStore, folder: str, target: Path, *, leave_out: str = "")
     links = {name: link for name, link in content.links.items() if wanted(name)}
     for name in (*(record.path for record in records), *links):
         if Path(name).name != name:
-            raise StoreError(f"{store.to}/{folder}/{_INDEX} has {name!r}, which is not the name of a file")
-    if all(_is_there(target / record.path, record) for record in records):
+            raise DamagedError(f"{store.to}/{folder}/{_INDEX} has {name!r}, which is not the name of a file")
+    if all(is_there(target / record.path, record) for record in records):
         return True
     staged = target.with_name(f".{target.name}-{os.getpid()}")
     for path in (staged, target):
         shutil.rmtree(path, ignore_errors=True)
-    staged.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_space(target.parent, sum(record.bytes for record in records), f"{store.to}/{folder}")
+    staged.mkdir()
 
     def download(record: FileRecord) -> None:
         file = staged / record.path
-        if not store.download(f"{folder}/{record.path}", record.bytes, file):
-            raise StoreError(f"{store.to}/{folder}/{record.path} is missing")
-        if Disk().sha256(file) != record.sha256:
-            raise StoreError(f"{store.to}/{folder}/{record.path} does not match its SHA-256")
+        digest = store.download(f"{folder}/{record.path}", record.bytes, file)
+        if digest != record.sha256:
+            problem = "is missing" if digest is None else "does not match its SHA-256"
+            raise DamagedError(f"{store.to}/{folder}/{record.path} {problem}")
 
     try:
         with ThreadPoolExecutor(_FILES_AT_A_TIME) as threads:
@@ -116,5 +125,6 @@ def fetch(store: ObjectStore, folder: str, target: Path, *, leave_out: str = "")
     return True
 
 
-def _is_there(file: Path, record: FileRecord) -> bool:
+def is_there(file: Path, record: FileRecord) -> bool:
+    """Whether the file of an earlier attempt is complete."""
     return file.is_file() and file.stat().st_size == record.bytes and Disk().sha256(file) == record.sha256

@@ -27,7 +27,6 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
-from scalerl_trainer.checkpoint_copies import UploadState
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -36,6 +35,7 @@ from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
 from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.uploader import UploadState
 
 
 class Command(Enum):

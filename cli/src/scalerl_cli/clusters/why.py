@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
@@ -13,6 +14,7 @@ from scalerl_cli.clusters.runs import ENDED_PHASES, Run, advice, find, plain, si
 from scalerl_cli.clusters.session import Session
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
+from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, QUEUE, selector
@@ -83,11 +85,8 @@ def _explain(session: Session, run: Run) -> tuple[str, str]:
         parts.append(f"stopped: {run.status['stopReason']}")
     if run.phase not in (*ENDED_PHASES, Phase.SUSPENDED):
         pods = _pods(session, run)
-        parts += [
-            text
-            for text in (_unscheduled(pods), _queue(session, run), _preparation(session, run, pods))
-            if text
-        ]
+        found = (_unscheduled(pods), *_queue(session, run, pods), _preparation(session, run, pods))
+        parts += [text for text in found if text]
     shown = [part for at, part in enumerate(parts) if not any(part in other for other in parts[:at])]
     return behind + "; ".join(shown), advice(
         condition
@@ -111,24 +110,38 @@ def _unscheduled(pods: list[Object]) -> str:
     return ""
 
 
-def _queue(session: Session, run: Run) -> str:
-    """Position of the run in its queue, from Kueue's visibility API, where it is served and the user may read it."""
+def _queue(session: Session, run: Run, pods: list[Object]) -> tuple[str, ...]:
+    """Position of the run in its queue, by Kueue's visibility API, and what it lacks, by its Workloads, as far as the user may read them."""
     queue = (run.obj["metadata"].get("labels") or {}).get(QUEUE)
     if not queue or run.reason != Reason.WAITING_FOR_QUOTA:
-        return ""
+        return ()
+    uids = {run.uid, *(pod["metadata"]["uid"] for pod in pods)}
+    lacks: list[str] = []
+    with contextlib.suppress(errors.ApiError):
+        for workload in session.list(WORKLOAD, run.namespace):
+            for one in (workload.get("status") or {}).get("conditions") or ():
+                waits = (one.get("type"), one.get("status")) == ("QuotaReserved", "False")
+                if waits and _is_of_run(workload, run, uids):
+                    lacks.append(str(one.get("message") or ""))
+    return _position(session, run, queue, uids), *lacks
+
+
+def _position(session: Session, run: Run, queue: str, uids: set[str]) -> str:
     for version in ("v1beta2", "v1beta1"):
         path = _VISIBILITY.format(version=version, namespace=run.namespace, queue=queue)
         with contextlib.suppress(errors.ApiError):
             for item in session.raw(path, f"get pendingworkloads {run.namespace}/{queue}").get("items") or ():
-                owners = item["metadata"].get("ownerReferences") or ()
-                # The Workload of the run, or of its preparation.
-                of_run = (owner.get("uid") == run.obj["metadata"].get("uid") for owner in owners)
-                if any(of_run) or any(
-                    str(o.get("name", "")).startswith(f"{run.names.stem}-") for o in owners
-                ):
+                if _is_of_run(item, run, uids):
                     return f"position {int(item['positionInLocalQueue']) + 1} in the queue {queue}"
             return ""
     return ""
+
+
+def _is_of_run(workload: Object, run: Run, uids: set[str]) -> bool:
+    """Whether a Workload is that of the run, of one of its pods, or of one of its Jobs, which a user need not be allowed to read."""
+    jobs = re.compile(f"{re.escape(run.names.prepare)}|{re.escape(run.names.trainer)}-[0-9]+")
+    owners = workload["metadata"].get("ownerReferences") or ()
+    return any(o["uid"] in uids or (o["kind"] == "Job" and jobs.fullmatch(o["name"])) for o in owners)
 
 
 def _preparation(session: Session, run: Run, pods: list[Object]) -> str:

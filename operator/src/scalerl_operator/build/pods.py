@@ -160,6 +160,9 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
 
 
 def _placement(scope: Scope, role: Role, given: PodTemplate) -> Object:
+    # The API server copies the name to a deprecated field, and an apply that left it out would not take it back. The templates of
+    # Jobs are never changed.
+    account = "default" if role in (Role.COORDINATOR, Role.GENERATOR) else None
     own_pods = {"labelSelector": {"matchLabels": names.selector(scope.uid, role)}}
     wanted = {
         "nodeSelector": given.node_selector,
@@ -167,7 +170,7 @@ def _placement(scope: Scope, role: Role, given: PodTemplate) -> Object:
         "affinity": given.affinity,
         "topologySpreadConstraints": [own_pods | spread for spread in given.topology_spread_constraints],
         "schedulerName": given.scheduler_name,
-        "serviceAccountName": given.service_account_name,
+        "serviceAccountName": given.service_account_name or account,
         "resourceClaims": [
             claim.model_dump(by_alias=True, exclude_none=True) for claim in given.resource_claims
         ],

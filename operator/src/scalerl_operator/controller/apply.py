@@ -21,7 +21,7 @@ from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang import is_wanted
-from scalerl_operator.controller.observe import JOB_NAME, is_settled, label, seconds
+from scalerl_operator.controller.observe import JOB_NAME, is_abandoned, is_settled, label, seconds
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -412,7 +412,8 @@ async def _curve(context: RunContext, points: Sequence[EvaluationPoint]) -> Obje
 
 def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | None:
     """Hash of the inputs of rendering and of the contents of the run's objects: while it is the same, applying them changes
-    nothing. None while an object is being deleted.
+    nothing. None while an object is being deleted, except the Job of an attempt that only pods on lost nodes keep, which may take
+    as long as the node is away.
 
     Left out are pods, which are not rendered, the curve, which every reconcile compares, and of a Job, which is immutable, all
     but its uid and its labels.
@@ -422,7 +423,7 @@ def fingerprint(context: RunContext, desired: Desired, images: Images) -> int | 
     for (kind, name), obj in context.objects.items():
         if kind == "Pod" or (kind, name) == curve:
             continue
-        if is_deleted(obj):
+        if is_deleted(obj) and not (kind == "Job" and is_abandoned(obj, context.observed.pods)):
             return None
         metadata = obj["metadata"]
         job = (metadata["uid"], tuple(sorted((metadata.get("labels") or {}).items())))

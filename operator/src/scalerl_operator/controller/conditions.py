@@ -116,7 +116,7 @@ def _admitted(context: RunContext) -> Value:
     admitted = any(job.state is not JobState.ABSENT for job in jobs.values())
     if not (admitted or _was_true(context, ConditionType.ADMITTED)):
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    return True, Problem(Reason.QUEUE_ADMITTED, context.state.unanswered)
+    return True, Problem(Reason.QUEUE_ADMITTED, context.state.unanswered or context.state.unread_flavors)
 
 
 def _prepared(context: RunContext) -> Value:

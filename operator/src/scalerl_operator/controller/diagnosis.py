@@ -59,15 +59,18 @@ async def diagnose(api: KubeApi, context: RunContext) -> Problem | None:
 
 
 def next_start_check(context: RunContext) -> float | None:
-    """Seconds to the next read of Events, which are not watched, while a pod is missing or starts; longer, the longer the start
-    takes."""
-    observed = context.observed
+    """Seconds to the next read of Events, which are not watched, while a pod is missing or starts; longer, the longer that start
+    takes, which may be the hundredth of the run."""
+    observed, now = context.observed, context.unix_seconds
+    begun = [pod.created for pod in observed.pods if pod.creating and not pod.leaving]
     preparing = context.decision.prepare and observed.prepare.state is not JobState.COMPLETE
-    missing = preparing and not observed.of(Role.PREPARE)
-    if not missing and not any(pod.creating and not pod.leaving for pod in observed.pods):
+    if preparing and not observed.of(Role.PREPARE):
+        job = context.objects.get(("Job", Names(context.name).prepare))
+        begun.append(now if job is None else seconds(job["metadata"].get("creationTimestamp")))
+    if not begun:
         return None
     first, longest = START_CHECK_SECONDS
-    return min(max(first, (context.unix_seconds - seconds(context.before.start_time)) / 2), longest)
+    return min(max(first, (now - max(begun)) / 2), longest)
 
 
 def _first_waiting(context: RunContext) -> tuple[str, str, tuple[str, ...]] | None:

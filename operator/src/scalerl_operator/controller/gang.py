@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 _WITH_WORKLOADS: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING, Phase.FINISHING, Phase.SUSPENDING)
 PRIORITY_SECONDS: Final = 30.0
 """Between two requests for the class of one run's priority, until it has a Workload."""
+UNREAD_FLAVORS: Final = (
+    "the operator may not get the ResourceFlavor {}, whose node labels and tolerations the pods therefore lack: bind its service "
+    "account to a ClusterRole that may get resourceflavors.kueue.x-k8s.io, or write them into spec.podTemplate"
+)
 _REQUEUED: Final = ("Preempted", "NodeFailures")
 """Reasons of evictions after which Kueue queues a Workload at once; after others it decides when."""
 
@@ -57,7 +61,11 @@ async def find(api: KubeApi, context: RunContext, *, served: bool) -> Gang | Non
         return Gang(generators, priority=priority)
     known = (live["metadata"]["uid"], json.dumps(admission, sort_keys=True))
     if context.state.placement[0] != known:
-        context.state.placement = (known, await _placement(api, admission))
+        placement, unread = await _placement(api, admission)
+        context.state.placement = (known, placement)
+        context.state.unread_flavors = UNREAD_FLAVORS.format(", ".join(unread)) if unread else ""
+        if unread:
+            log.warning("%s/%s: %s", context.namespace, context.name, context.state.unread_flavors)
     return Gang(generators, context.state.placement[1], admitted=not evicted, priority=priority)
 
 
@@ -77,16 +85,23 @@ async def _priority(api: KubeApi, context: RunContext) -> int | None:
     return value
 
 
-async def _placement(api: KubeApi, admission: Object) -> str:
-    """:attr:`.Gang.placement`."""
+async def _placement(api: KubeApi, admission: Object) -> tuple[str, list[str]]:
+    """:attr:`.Gang.placement`, and the names of ResourceFlavors that the operator may not read, as with a role for single
+    namespaces."""
     flavors: dict[str, Object] = {}
+    unread: list[str] = []
     found = {}
     for assigned in admission["podSetAssignments"]:
         selector: Object = {}
         tolerations: list[Object] = []
         for flavor in sorted(set((assigned.get("flavors") or {}).values())):
             if flavor not in flavors:
-                flavors[flavor] = await _flavor(api, flavor)
+                try:
+                    found_flavor = await api.get("ResourceFlavor", None, flavor)
+                except errors.Forbidden:
+                    found_flavor = None
+                    unread.append(flavor)
+                flavors[flavor] = (found_flavor or {}).get("spec") or {}
             selector |= flavors[flavor].get("nodeLabels") or {}
             tolerations += flavors[flavor].get("tolerations") or []
         found[assigned["name"]] = {
@@ -94,15 +109,7 @@ async def _placement(api: KubeApi, admission: Object) -> str:
             "tolerations": tolerations,
             "topology": assigned.get("topologyAssignment") is not None,
         }
-    return json.dumps(found, sort_keys=True)
-
-
-async def _flavor(api: KubeApi, name: str) -> Object:
-    """The spec of a ResourceFlavor; empty where the operator may not read it, as with a role for single namespaces."""
-    try:
-        return ((await api.get("ResourceFlavor", None, name)) or {}).get("spec") or {}
-    except errors.Forbidden:
-        return {}
+    return json.dumps(found, sort_keys=True), unread
 
 
 def observed_in_queue(context: RunContext, observed: RunObservation) -> RunObservation:

@@ -169,7 +169,7 @@ def observe(
 
     def job(role: Role) -> Job:
         jobs = [o for (kind, _), o in own.items() if kind == "Job" and label(o, COMPONENT) == role]
-        abandoned = [o for o in jobs if role is Role.TRAINER and _is_abandoned(o, pods)]
+        abandoned = [o for o in jobs if role is Role.TRAINER and is_abandoned(o, pods)]
         jobs = [o for o in jobs if o not in abandoned]
         last = max(map(_attempt, abandoned), default=0)
         # The operator creates one at a time; if there are more, the last that has not ended counts.
@@ -420,7 +420,7 @@ def _attempt(job: Object) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _is_abandoned(job: Object, pods: Iterable[PodView]) -> bool:
+def is_abandoned(job: Object, pods: Iterable[PodView]) -> bool:
     """Whether only pods on lost nodes keep a deleted Job. Its attempt is fenced out by the next one (:mod:`scalerl_trainer.fence`)."""
     left = [pod for pod in pods if pod.job == job["metadata"]["name"] and not pod.over]
     return _job_state(job) is JobState.LEAVING and bool(left) and all(pod.lost for pod in left)

@@ -90,6 +90,8 @@ class RunState:
     """When the Events of a pod were last read, and the problem."""
     placement: tuple[tuple[str, str], str] = (("", ""), "")
     """uid and admission of the run's Workload, and :attr:`.Gang.placement`."""
+    unread_flavors: str = ""
+    """A message if the operator may not read the ResourceFlavors of that admission."""
     priority_read: tuple[float, str, int | None] = (0.0, "", None)
     """When the class of the run's priority was last read, its name, and its value."""
     unanswered: str = ""
@@ -297,9 +299,15 @@ class RunContext:
             if self.accepted is None
             else self.accepted.spec.generator.replicas,
             steps=self.steps,
+            started=all(self._is_started(role) for role in (Role.COORDINATOR, Role.GENERATOR)),
             edit=self.edit,
             unproven=self.unproven,
         )
+
+    def _is_started(self, role: Role) -> bool:
+        """Whether a pod of a role is ready that was created for the accepted spec, as far as that is known."""
+        hashes = ("", "" if self.accepted is None else spec_hash(self.accepted, role))
+        return any(pod.ready and pod.spec_hash in hashes for pod in self.observed.of(role))
 
     def _service(self, role: Role) -> Service:
         """The lifecycle's input about a role; failures of pods of an earlier spec, which are being replaced, do not count."""

@@ -6,6 +6,7 @@ They have the same fields and messages as the checks of :mod:`scalerl_api`. Chec
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -199,17 +200,32 @@ REFUSED_EDITS: Final[Mapping[tuple[type[BaseModel], str], Rule]] = _refused_edit
 
 # --- checks of one field -------------------------------------------------------------------------
 
-_INT_OR_STRING: Final = {
-    "anyOf": [{"type": "integer"}, {"type": "string"}],
-    "x-kubernetes-int-or-string": True,
-}
+_INT_OR_STRING: Final = {"x-kubernetes-int-or-string": True}
 _AMOUNT: Final = "quantity(string(self))"
 
 
 def add(schema: dict[str, Any], rules: Iterable[Rule]) -> None:
     """Appends rules to a schema's ``x-kubernetes-validations``."""
-    for rule in rules:
-        schema.setdefault("x-kubernetes-validations", []).append(rule.as_validation())
+    if entries := _entries(*rules):
+        schema.setdefault("x-kubernetes-validations", []).extend(entries)
+
+
+def _entries(*rules: Rule) -> list[dict[str, Any]]:
+    entries = [rule.as_validation() for rule in rules]
+    return [
+        entry | {key: compact(entry[key]) for key in ("rule", "messageExpression") if key in entry}
+        for entry in entries
+    ]
+
+
+def compact(cel: str) -> str:
+    """CEL without the spaces around operators, outside of its strings.
+
+    >>> compact("self.a >= 1 || !(self.b in ['a || b', 'c'])")
+    "self.a>=1||!(self.b in ['a || b','c'])"
+    """
+    parts = re.split(r"('(?:[^'\\]|\\.)*')", cel)
+    return "".join(p if at % 2 else re.sub(r" *([-|&<>=!?:,+*]+) *", r"\1", p) for at, p in enumerate(parts))
 
 
 def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
@@ -229,7 +245,8 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
             value = "self" if schema.get("type") == "string" else "string(self)"
             add(schema, [Rule(_matches(check, value), check.message)])
         case InRange():
-            add(schema, [_in_range(check)])
+            # One rule, with the check of the form: its regular expression would otherwise stand here twice, for each decimal.
+            schema["x-kubernetes-validations"] = _entries(_in_range(check))
         case AtLeast(least=least):
             holds = f"{_AMOUNT}.compareTo(quantity('{least}')) >= 0"
             add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be at least {least}")])
@@ -269,8 +286,8 @@ def _in_range(bounds: InRange) -> Rule:
     given = [(limit, sign, text) for limit, sign, text in stated if math.isfinite(limit)]
     holds = " && ".join(f"double(self) {sign} {float(limit)!r}" for limit, sign, _ in given)
     message = " and ".join(f"{text} {limit:g}" for limit, _, text in given)
-    # A value that is not a decimal is refused by the rule for its form; here its conversion would fail.
-    return Rule(f"!{_matches(A_DECIMAL, 'string(self)')} || ({holds})", f"must be {message}")
+    form = A_DECIMAL.message.removeprefix("must be ")
+    return Rule(f"{_matches(A_DECIMAL, 'string(self)')} && {holds}", f"must be {message}: {form}")
 
 
 def _named(check: Named) -> dict[str, Any]:
@@ -282,14 +299,13 @@ def _named(check: Named) -> dict[str, Any]:
         )
     ]
     if check.taken:
-        message = f"the operator itself sets {', '.join(check.taken)}; leave it out"
-        rules.append(Rule(f"!(self in {list(check.taken)})", message))
+        rules.append(Rule(f"!(self in {list(check.taken)})", "the operator itself sets it; leave it out"))
     return {
         "type": "string",
         "description": f"Name of the {check.what}.",
         "minLength": 1,
         "maxLength": 253,
-        "x-kubernetes-validations": [rule.as_validation() for rule in rules],
+        "x-kubernetes-validations": _entries(*rules),
     }
 
 
@@ -305,32 +321,32 @@ _MOUNT: Final[dict[str, Any]] = {
         "description": "Name of a volume.",
         "minLength": 1,
         "maxLength": 253,
-        "x-kubernetes-validations": [
-            Rule(f"!self.startsWith('{RESERVED_VOLUMES}')", RESERVED_MOUNT_MESSAGE).as_validation()
-        ],
+        "x-kubernetes-validations": _entries(
+            Rule(f"!self.startsWith('{RESERVED_VOLUMES}')", RESERVED_MOUNT_MESSAGE)
+        ),
     },
     "mountPath": {
         "type": "string",
         "description": "Absolute path in the container.",
         "minLength": 1,
         "maxLength": 1024,
-        "x-kubernetes-validations": [
-            Rule("self.startsWith('/')", "must be absolute").as_validation(),
+        "x-kubernetes-validations": _entries(
+            Rule("self.startsWith('/')", "must be absolute"),
             # A relative path is refused by the rule above.
             Rule(
                 f"!self.startsWith('/') || self.matches('^{_escaped(PLAIN_PATH.pattern)}$')",
                 PLAIN_PATH_MESSAGE,
-            ).as_validation(),
+            ),
             Rule(
-                f"!{list(RESERVED_PATHS)}.exists(taken, self == taken || self.startsWith(taken + '/') || "
+                f"!{list(RESERVED_PATHS)}.exists(taken, (self + '/').startsWith(taken + '/') || "
                 "taken.startsWith(self.endsWith('/') ? self : self + '/'))",
                 RESERVED_PATH_MESSAGE,
-            ).as_validation(),
+            ),
             Rule(
                 f"!{list(SYSTEM_PATHS)}.exists(taken, self == taken || self == taken + '/')",
                 SYSTEM_PATH_MESSAGE,
-            ).as_validation(),
-        ],
+            ),
+        ),
     },
 }
 
@@ -342,13 +358,14 @@ _OPTION: Final = "[self.split('=')[0].split('.')[0].replace('_', '-')]"
 _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
     free_option: (
         Rule(f"!self.contains('{HEAD_TYPE}')", HEAD_MESSAGE),
-        Rule(f"{_OPTION}.all(name, !(name in {list(SET_OPTIONS)}))", f"this option {SET_MESSAGE}"),
-        Rule(f"{_OPTION}.all(name, !(name in {list(BREAKING_OPTIONS)}))", f"this option {BREAKS_MESSAGE}"),
         Rule(
             # vLLM's parser replaces underscores in names that begin with --.
             "!self.startsWith('-') || self.matches('^-[0-9]+$') || (!self.startsWith('-_') && "
-            f"{_OPTION}.all(name, name in {[*ALLOWED_OPTIONS, *SET_OPTIONS, *BREAKING_OPTIONS]}))",
+            f"{_OPTION}.all(name, name in {list(ALLOWED_OPTIONS)}))",
             f"this {UNKNOWN_MESSAGE}",
+            expression=f"{_OPTION}.exists(name, name in {list(SET_OPTIONS)}) ? 'this option {SET_MESSAGE}' : "
+            f"{_OPTION}.exists(name, name in {list(BREAKING_OPTIONS)}) ? 'this option {BREAKS_MESSAGE}' : "
+            f"'this {UNKNOWN_MESSAGE}'",
         ),
     ),
     unreserved: (

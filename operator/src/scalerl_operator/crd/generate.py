@@ -56,6 +56,12 @@ _COLUMNS: Final = (
 
 _EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
 """Models with the names of the previous release."""
+_REPEATED: Final = (
+    *((f"{role}.podTemplate", "podTemplate") for role in ("generator", "trainer", "coordinator")),
+    ("task.mix[]", "task"),
+    ("evaluation.sets[].task", "task"),
+)
+"""Sections of the spec with the fields of an earlier section, whose descriptions are written there alone."""
 _COSTLY: Final = (".all(", ".exists(", ".startsWith(")
 """Functions whose cost an API server cannot estimate for a previous value."""
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
@@ -79,6 +85,10 @@ def definition() -> dict[str, Any]:
         },
     }
     cel_rules.add(schema, cel_rules.OF_THE_OBJECT)
+    for path, first in _REPEATED:
+        _drop_descriptions(_at(schema, f"spec.{path}"), _at(schema, f"spec.{first}"))
+        field = _at(schema, f"spec.{path.removesuffix('[]')}")
+        field["description"] += f" Its fields: as in spec.{first}."
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -256,6 +266,14 @@ def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Sc
     return model.model_json_schema(schema_generator=_Structural, mode=mode)
 
 
+def _at(schema: Schema, path: str) -> Schema:
+    """The schema at a path such as ``task.mix[]``."""
+    for part in path.split("."):
+        schema = schema["properties"][part.removesuffix("[]")]
+        schema = schema["items"] if part.endswith("[]") else schema
+    return schema
+
+
 # --- descriptions --------------------------------------------------------------------------------
 
 
@@ -284,3 +302,16 @@ def _plain(docstring: str) -> str:
     plain = re.sub(r":[a-z]+:`~?([^`]*)`", r"`\1`", docstring)
     plain = re.sub(r" \[[PS?]\]", "", plain.replace("``", "`"))
     return " ".join(plain.split())
+
+
+def _drop_descriptions(schema: Schema, first: Schema) -> None:
+    """Removes the descriptions that are the same in another schema: a client-side ``kubectl apply`` stores the whole definition in
+    an annotation, of which an object may have 256 KiB."""
+    if schema.get("description") == first.get("description"):
+        schema.pop("description", None)
+    for name, nested in first.get("properties", {}).items():
+        if name in schema.get("properties", {}):
+            _drop_descriptions(schema["properties"][name], nested)
+    for key in ("items", "additionalProperties"):
+        if isinstance(first.get(key), dict) and key in schema:
+            _drop_descriptions(schema[key], first[key])

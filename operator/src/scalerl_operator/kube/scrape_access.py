@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,9 +21,17 @@ from scalerl_operator.kube.types import Object
 PATH: Final = "/metrics"
 FRESH_SECONDS: Final = 60.0
 """How long an answer of the API server counts."""
+STALE_SECONDS: Final = 3600.0
+"""How long an allowed token is served while the API server does not answer."""
+WAIT_SECONDS: Final = 8.0
+"""For a review, with the wait for others: less than Prometheus' default timeout of a scrape, 10 s."""
+REVIEWS_AT_ONCE: Final = 4
+"""Of tokens that are not known as allowed, and as many of those that are, which do not wait for tokens that are tried at random."""
 MAX_ANSWERS: Final = 64
 """Answers kept; a token that is tried at random drives out no allowed one."""
 MAX_TOKEN_BYTES: Final = 16_384
+
+log = logging.getLogger(__name__)
 
 
 class ScrapeAccess:
@@ -31,26 +40,35 @@ class ScrapeAccess:
     def __init__(self, api: KubeApi, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._clock = api, clock
         self._answers: dict[bytes, tuple[float, int]] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._reviews = {allowed: asyncio.Semaphore(REVIEWS_AT_ONCE) for allowed in (False, True)}
+        self._may_review = True
 
     async def status(self, authorization: str) -> int:
-        """The HTTP status of a request: 200; 401 without a valid token; 403 without the right; 503 while the API server does not
-        answer, except to a token that it has allowed before."""
+        """The HTTP status of a request: 200; 401 without a valid token; 403 without the right; 500 if the operator itself may not
+        ask; 503 while the API server does not answer, except to a token that it has allowed in the last hour."""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip() or len(token) > MAX_TOKEN_BYTES:
             return 401
         key = hashlib.sha256(token.strip().encode()).digest()
         if (known := self._known(key)) is not None:
             return known
-        async with self._one_at_a_time:  # tokens that are tried at random cost one call at a time
-            if (known := self._known(key)) is not None:
-                return known
-            try:
+        at, last = self._answers.get(key, (0.0, 0))
+        allowed = last == 200 and self._clock() - at < STALE_SECONDS
+        try:
+            async with asyncio.timeout(WAIT_SECONDS), self._reviews[allowed]:
+                if (known := self._known(key)) is not None:
+                    return known
                 answer = await self._review(token.strip())
-            except errors.ApiError:
-                return 200 if self._answers.get(key, (0.0, 0))[1] == 200 else 503
-            self._keep(key, answer)
-            return answer
+        except errors.Forbidden as error:
+            if self._may_review:
+                log.warning("scrapes of %s are refused: %s", PATH, error)
+            self._may_review = False
+            return 500
+        except (errors.ApiError, TimeoutError):
+            return 200 if allowed else 503
+        self._may_review = True
+        self._keep(key, answer)
+        return answer
 
     def _known(self, key: bytes) -> int | None:
         at, answer = self._answers.get(key, (0.0, 0))

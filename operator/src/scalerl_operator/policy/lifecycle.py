@@ -90,10 +90,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if observed.trainer.abandoned > memory.last_recorded_attempt:
         # Deleted before its end was recorded, as by a suspension. Its number is not used again: a greater one fences it out.
         memory = replace(memory, last_recorded_attempt=observed.trainer.abandoned)
-    if observed.steps > 0:
-        memory = replace(memory, has_trained=True)
-    if memory.has_trained and observed.edit.restarts:
-        memory = replace(memory, unproven_since=observed.steps)
+    memory = _note_training(observed, memory)
     if memory.outcome is not None:
         return _after_outcome(observed, memory, memory.outcome)
     if observed.deleting or observed.suspend or observed.edit.mends:
@@ -275,17 +272,30 @@ def _generators(observed: LifecycleInput) -> int:
     return 0 if unsaved else observed.generators_wanted
 
 
-def _note_progress(observed: LifecycleInput, memory: Memory) -> Memory:
+def _note_training(observed: LifecycleInput, memory: Memory) -> Memory:
+    """Notes that the run has trained, and until when: with the spec before its last edit, or still while it drains for that edit.
+    The recorded steps may be older than the coordinator's."""
+    status, steps = observed.status, observed.steps
+    if status is not None:
+        steps = max(steps, status.step)
+    trained = memory.has_trained or steps > 0 or (status is not None and status.supervised_steps > 0)
+    edited = trained and (observed.edit.restarts or observed.prepare.stale)
+    return replace(memory, has_trained=trained, unproven_since=steps if edited else memory.unproven_since)
+
+
+def _note_proof(observed: LifecycleInput, memory: Memory) -> Memory:
+    """Notes that the run has trained enough steps with its last edit: one of generators restarts them while training continues."""
     status, since = observed.status, memory.unproven_since
-    if status is None:
+    if status is None or since is None:
         return memory
-    trained = memory.has_trained or status.step > 0 or status.supervised_steps > 0
-    proven = since is None or (observed.trainer.ready and status.step >= since + PROVEN_STEPS)
-    return replace(memory, has_trained=trained, unproven_since=None if proven else since)
+    if not observed.started:
+        return replace(memory, unproven_since=max(since, status.step))
+    proven = observed.trainer.ready and status.step >= since + PROVEN_STEPS
+    return replace(memory, unproven_since=None if proven else since)
 
 
 def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
-    status, memory = observed.status, _note_progress(observed, memory)
+    status, memory = observed.status, _note_proof(observed, memory)
     if status is not None and not status.stop_reason:
         memory = replace(memory, resumed=False)
     wanted = _stop_reason(spec, observed, resumed=memory.resumed)

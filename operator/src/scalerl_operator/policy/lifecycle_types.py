@@ -83,6 +83,7 @@ class LifecycleInput:
     status: of the coordinator; None while it does not answer.
     stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
     steps: trained, as recorded in the run's status.
+    started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
     edit: of the spec, since the last reconcile.
     unproven: fields that have been edited and have not trained :data:`.lifecycle.PROVEN_STEPS` steps yet.
     """
@@ -101,6 +102,7 @@ class LifecycleInput:
     stop: str = ""
     generators_wanted: int = 1
     steps: int = 0
+    started: bool = True
     edit: SpecEdit = field(default_factory=SpecEdit)
     unproven: tuple[str, ...] = ()
 
