@@ -267,6 +267,11 @@ class RunSpec(Model):
         ]
 
     @property
+    def has_dataset(self) -> bool:
+        """Whether the preparation makes tables of ``task.dataset``, which the other processes read."""
+        return any(task.dataset is not None for task in self.tasks)
+
+    @property
     def completion_limits(self) -> list[int]:
         """Maximum completion lengths that leases can have, in tokens, ascending: the recipe's, and those of tasks of a mix."""
         own = {t.max_completion_tokens for t in self.task.mix or () if t.max_completion_tokens is not None}

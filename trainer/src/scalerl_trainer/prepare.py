@@ -4,8 +4,8 @@ The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. 
 (:mod:`.fork`). Exit code: 0 on success; 2 for bad input, with a line for each problem that names the field; 1 if no grader could
 be started, a download failed its verification, or the object store failed.
 
-If the directory is this pod's alone (``storage.mountedBy: Coordinator``), the model is uploaded to ``checkpoint.to``; a repeated
-preparation fetches it from there.
+If the directory is this pod's alone (``storage.mountedBy: Coordinator``), model and tables are uploaded to ``checkpoint.to``; a
+repeated preparation fetches them from there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
 from scalerl_trainer.object_store import ObjectStore, StoreError
-from scalerl_trainer.stored_files import MODEL, fetch, upload
+from scalerl_trainer.stored_files import fetch, of_run, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -73,11 +73,12 @@ def main() -> int:
         take_over(environment.paths, spec, Path(source) if source else None)
         one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
         store = ObjectStore(to) if environment.own_directory and to is not None else None
-        if store is not None and fetch(store, MODEL, environment.paths.base_model):
-            log.info("%s/%s is the model of an earlier preparation", to, MODEL)
+        for folder in of_run(spec) if store is not None else ():
+            if fetch(store, folder, environment.paths.root / folder):
+                log.info("%s/%s is that of an earlier preparation", to, folder)
         prepare(environment.paths, spec, one_machine=one_machine)
-        if store is not None:
-            upload(store, MODEL, environment.paths.base_model.iterdir())
+        for folder in of_run(spec) if store is not None else ():
+            upload(store, folder, (environment.paths.root / folder).iterdir())
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
     except (GradingError, CacheError, StoreError) as problem:
         log.error("%s", problem)

@@ -2,11 +2,12 @@
 
 ======================= ========================================================================================
 ``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
+``data/``               the tables of ``task.dataset``, likewise
 ``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
 ======================= ========================================================================================
 
-Beside the checkpoints of :mod:`.checkpoint_copies`. ``model/`` has a ``files.json``, written last, with the size and SHA-256 of
-every file.
+Beside the checkpoints of :mod:`.checkpoint_copies`. ``model/`` and ``data/`` have a ``files.json``, written last, with the size and
+SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from scalerl_api.spec import RunSpec
+from scalerl_tasks.dataset.source import FOLDER as DATA
 from scalerl_trainer.checkpoint import Disk, FileRecord
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -34,6 +37,11 @@ class StoredFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[FileRecord]
     links: dict[str, str]
     """Target by name of each link: to the volume of ``model.cache``, which has the file."""
+
+
+def of_run(spec: RunSpec) -> tuple[str, ...]:
+    """The folders that the preparation uploads."""
+    return (MODEL, DATA) if spec.has_dataset else (MODEL,)
 
 
 def upload(store: ObjectStore, folder: str, files: Iterable[Path]) -> None:
