@@ -71,6 +71,8 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "metadata": {"metadata": ["a"]},
     "filter.where": {"filter": {"where": ["a > 1"]}},
     "filter.duplicates": {"filter": {"duplicates": "Keep"}},
+    "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
+    "filter.overlap": {"filter": {"overlap": 13}},
 }
 
 OTHER: Final[dict[str, Object]] = {

@@ -64,7 +64,7 @@ from scalerl_tasks.sources import (
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
-from scalerl_tasks.task_checks import TaskProblem, check_answers, task_problems
+from scalerl_tasks.task_checks import Rejected, TaskProblem, check_answers, task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
@@ -94,6 +94,7 @@ __all__ = [
     "PromptError",
     "PromptSource",
     "ReasoningGymSource",
+    "Rejected",
     "RenderedPrompt",
     "RunTasks",
     "SectionError",

@@ -16,7 +16,7 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -24,7 +24,6 @@ from scalerl_tasks.split import (
     choose_held_out,
     open_train,
     select_prompts,
-    split_held_out,
 )
 from scalerl_tasks.verifiers import VerifierConfig
 
@@ -177,7 +176,8 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
     given = spec.held_out
-    train, held_out = split_held_out(source, given.size, given.seed, others, _held_out_graphs(given))
+    held_out = choose_held_out(source, given.size, given.seed, _held_out_graphs(given))
+    train = open_train(source, held_out, given.size, given.seed, others, _overlap(source))
     return Task(train, held_out, spec.prompt.template, spec.prompt.system)
 
 
@@ -220,9 +220,13 @@ def _open_mix(
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
             size, seed = one.section.held_out.size, one.section.held_out.seed
-            train = open_train(source, held_out[at], size, seed, excluded)
+            train = open_train(source, held_out[at], size, seed, excluded, _overlap(source))
             tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
     return tuple(tasks)
+
+
+def _overlap(source: PromptSource) -> list[int]:
+    return source.overlap if isinstance(source, DatasetSource) else []
 
 
 def _held_out_graphs(given: HeldOutSpec) -> HeldOutGraphs | None:

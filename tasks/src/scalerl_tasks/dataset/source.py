@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import logging
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset.layouts import recognize
 from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
-from scalerl_tasks.dataset.rows import Mapper, RowProblem
-from scalerl_tasks.dataset.table import Table, TableInfo, TableWriter
+from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
+from scalerl_tasks.dataset.table import LeftOut, Table, TableInfo, TableWriter
 from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
 from scalerl_tasks.prompts import Prompt, check_index
 from scalerl_tasks.row_problems import RowProblems
@@ -31,24 +32,41 @@ FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
 _PROGRESS_SECONDS = 10.0
+_OF_THE_RUN = {"filter": {"max_rejected", "overlap"}}
+"""Fields that do not change the table: of a run, they say which of its rows are left out."""
 
 
 class DatasetSource:
-    """A :class:`~scalerl_tasks.PromptSource` over a table."""
+    """A :class:`~scalerl_tasks.PromptSource` over the rows of a table that are not left out."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, table: Table, left_out: LeftOut | None = None) -> None:
+        self.table, self.left_out = table, left_out
+        rows = [] if left_out is None else left_out.rows
+        # The p-th row that is kept is p + (number of rows left out before it); at these positions that number increases.
+        self._steps = array("Q", (row - rank for rank, row in enumerate(rows)))
+        self._digest = table.info.digest
+        if rows:
+            self._digest = hashlib.sha256(f"{self._digest}/{rows}".encode()).hexdigest()
 
     @property
     def digest(self) -> str:
-        return self.table.info.digest
+        return self._digest
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.table) - len(self._steps)
+
+    @property
+    def overlap(self) -> list[int]:
+        """Indices of prompts that overlap with held-out ones of the run."""
+        return [] if self.left_out is None else self.left_out.overlap or []
+
+    def row(self, index: int) -> TableRow:
+        """The row of the prompt at ``index``."""
+        check_index(index, len(self))
+        return self.table[index + bisect.bisect_right(self._steps, index)]
 
     def __getitem__(self, index: int, /) -> Prompt:
-        check_index(index, len(self.table))
-        row = self.table[index]
+        row = self.row(index)
         return Prompt(
             id=row.id,
             text=row.prompt,
@@ -62,12 +80,11 @@ class DatasetSource:
         )
 
     def difficulty(self, index: int, /) -> float | None:
-        check_index(index, len(self.table))
-        return self.table[index].difficulty
+        return self.row(index).difficulty
 
     def place(self, index: int) -> str:
         """File and row of the prompt at ``index``."""
-        row, info = self.table[index], self.table.info
+        row, info = self.row(index), self.table.info
         return f"{info.files[row.file]}, {info.words[row.file]} {row.row:,}"
 
     def close(self) -> None:
@@ -90,12 +107,17 @@ def open_dataset(
         SourceError: no file, or one that cannot be read; an expression that cannot be parsed, or without a value in any row; no row
             left; no room for the table. A :class:`JsonlError` for rows that cannot be used.
     """
-    settings = json.dumps([_VERSION, spec.model_dump(mode="json")], sort_keys=True)
+    settings = json.dumps(
+        # Without defaults, so that a field of a later release does not change the name of a run's table.
+        [_VERSION, spec.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_RUN)],
+        sort_keys=True,
+    )
     kept = None
     if directory is not None:
         kept = directory / FOLDER / f"{_key(settings)}.rows"
         if kept.exists():
-            return DatasetSource(Table(kept))
+            table = Table(kept)
+            return DatasetSource(table, LeftOut.of(table))
     files, revision = _files(spec, directory or Path())
     stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
     identity = [
@@ -242,8 +264,9 @@ def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int)
     return dropped
 
 
-def description(info: TableInfo) -> list[str]:
-    """Lines about a table: rows, layout, mapping, and what was left out."""
+def description(source: DatasetSource) -> list[str]:
+    """Lines about a data set: rows, layout, mapping, and what was left out."""
+    info, left_out = source.table.info, source.left_out
     mapping = ", ".join(f"{name} = {text}" for name, text in info.fields.items())
     pattern = f", answerPattern {info.pattern}" if info.pattern else ""
     layout = f"recognized as {info.layout}" if info.layout else "mapped as given"
@@ -255,6 +278,14 @@ def description(info: TableInfo) -> list[str]:
     if info.labels:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
     lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
+    if left_out is not None:
+        lines += [
+            f"{count:,} rows left out, rejected by the verifier: {reason}"
+            for reason, count in left_out.rejected.items()
+        ]
+        lines += left_out.examples
+        if left_out.overlap:
+            lines.append(f"{len(left_out.overlap):,} rows not trained on: they overlap with held-out prompts")
     if info.programs:
         lines.append(
             "the answers are tests of programs: a verifier that runs programs is needed to grade them"
