@@ -61,6 +61,7 @@ from scalerl_tasks.sources import (
     open_source,
     open_task,
     open_tasks,
+    open_warm_start,
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
@@ -123,6 +124,7 @@ __all__ = [
     "open_task",
     "open_tasks",
     "open_verifier",
+    "open_warm_start",
     "render_prompt",
     "select_prompts",
     "split_held_out",

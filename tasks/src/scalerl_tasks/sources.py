@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset import DatasetSource, open_dataset
-from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
+from scalerl_tasks.errors import (
+    EvaluationSetError,
+    JsonlError,
+    MixedTaskError,
+    SourceError,
+    TaskError,
+    VerifierError,
+)
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
@@ -72,6 +79,29 @@ def open_source(
             )
         )
     raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
+
+
+def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource | DatasetSource | None:
+    """Open the separate problems of ``warmStart``; None if there are none. ``directory``: as for :func:`open_source`.
+
+    Raises:
+        SourceError: as :func:`open_source`.
+    """
+    given = spec.warm_start
+    if given is None or not given.own:
+        return None
+    if given.jsonl is not None:
+        return JsonlSource((directory or Path()) / given.jsonl.path)
+    assert given.dataset is not None
+    columns = given.dataset.columns
+    if columns.answer is None and columns.solution is not None:
+        columns = columns.model_copy(update={"answer": columns.solution})
+    try:
+        return open_dataset(given.dataset.model_copy(update={"columns": columns}), directory)
+    except JsonlError:
+        raise
+    except SourceError as error:
+        raise SourceError(str(error).replace("task.dataset", "warmStart.dataset")) from error
 
 
 def verifier_config(spec: ProblemSpec) -> VerifierConfig:

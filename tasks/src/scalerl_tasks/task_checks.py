@@ -41,7 +41,7 @@ from scalerl_tasks.grading.grading_pool import GradingPool
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks
+from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks, open_warm_start
 
 if TYPE_CHECKING:
     from scalerl_api.source import DatasetSource as DatasetSpec
@@ -211,28 +211,36 @@ def _say(progress: Progress, prefix: str, text: str) -> None:
 
 
 def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:
-    """Problems of ``warmStart.jsonl``: invalid rows, and rows without a solution."""
-    if spec.warm_start is None or spec.warm_start.jsonl is None:
+    """Problems of the separate problems of ``warmStart``: invalid rows, and rows without a solution."""
+    given = spec.warm_start
+    if given is None or not given.own:
         return
-    field, path = "warmStart.jsonl.path", (directory or Path()) / spec.warm_start.jsonl.path
+    field, source = given.own, None
     try:
-        source = JsonlSource(path, keep_valid=True)
-    except SourceError as error:
-        yield TaskProblem(field, str(error))
-        return
-    try:
-        yield from (TaskProblem(field, text) for text in source.problems.texts)
-        missing = RowProblems(path, source.problems.rows)
+        if given.jsonl is not None:
+            field, path = f"{field}.path", (directory or Path()) / given.jsonl.path
+            source = JsonlSource(path, keep_valid=True)
+            yield from (TaskProblem(field, text) for text in source.problems.texts)
+            missing = RowProblems(path, source.problems.rows)
+        else:
+            source = open_warm_start(spec, directory)
+            assert source is not None
+            missing = RowProblems("the data set", len(source))
         for index in range(len(source)):
             if not source[index].solution:
                 text = (
-                    f"{path}, line {source.line(index)} has no solution: give each line a solution, or leave "
-                    "warmStart.jsonl out to train on the task's own"
+                    f"{source.place(index)} has no solution: give each row a solution, or leave {given.own} out to train on the task's "
+                    "own"
                 )
-                missing.add(source.line(index), text, "without solution")
+                missing.add(
+                    source.line(index) if isinstance(source, JsonlSource) else index, text, "without solution"
+                )
         yield from (TaskProblem(field, text) for text in missing.texts)
+    except SourceError as error:
+        yield TaskProblem(field, str(error))
     finally:
-        source.close()
+        if source is not None:
+            source.close()
 
 
 def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
@@ -244,7 +252,7 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
                 f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one (of a data set: "
                 "columns.difficulty), or use edgeOfCompetence, which measures it",
             )
-        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+        if spec.warm_start is not None and not spec.warm_start.own:
             try:
                 opened.train[0].worked_solution  # noqa: B018
             except ValueError as error:

@@ -27,7 +27,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
 from scalerl_api.status import ModelStatus
-from scalerl_tasks import GradingError, JsonlSource, PromptSource, RunTasks, Task, TaskError, open_tasks
+from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
@@ -156,7 +156,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        _write_model(staged, spec, tasks)
+        _write_model(staged, paths.root, spec, tasks)
         _check(staged, paths.root, spec, tasks, one_machine)
         (staged / MARKER_FILE).write_text(
             json.dumps({"identity": identity, "answers": _answers_identity(spec, tasks)}) + "\n",
@@ -182,7 +182,7 @@ def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_mach
     for of_set in tasks.sets:
         tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
         check_set_prompts(tokenizer, spec, of_set)
-    check_mid_training_file(tokenizers[0], spec, tasks.tasks[0])
+    check_mid_training_file(tokenizers[0], spec, tasks.tasks[0], root)
 
 
 def _identity(spec: RunSpec, tasks: RunTasks) -> str:
@@ -230,16 +230,16 @@ def _check_prepared(target: Path, identity: str) -> None:
 # --- the three sources -----------------------------------------------------------------------------------
 
 
-def _write_model(directory: Path, spec: RunSpec, tasks: RunTasks) -> None:
+def _write_model(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks) -> None:
     model = spec.model
     if model.scratch is not None:
         from scalerl_trainer.models.scratch import write_scratch
 
-        own = spec.warm_start.jsonl if spec.warm_start is not None else None
+        own = open_warm_start(spec, root)
         solved = spec.warm_start is not None and own is None
         texts = chain.from_iterable(_texts(task, task.train, with_solutions=solved) for task in tasks.tasks)
         if own is not None:
-            texts = chain(texts, _texts(tasks.tasks[0], JsonlSource(Path(own.path)), with_solutions=True))
+            texts = chain(texts, _texts(tasks.tasks[0], own, with_solutions=True))
         try:
             write_scratch(
                 directory,
