@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import decimal
 import gzip
 import json
 import lzma
@@ -12,6 +13,7 @@ import sys
 import textwrap
 
 import pyarrow
+import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -529,7 +531,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             {},
             "the columns are no known layout: a, b; say where prompt and answer are",
         ),
-        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer are"),
+        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer is"),
         (
             [{"prompt": "p", "answer": "1"}],
             {"columns": {"solution": "solutoin"}},
@@ -567,6 +569,21 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             "is one JSON object of 'prompt', 'answer'; write a list",
         ),
         ([""], {}, "no rows"),
+        (
+            [{"prompt": "p", "answer": None}, {"prompt": "q", "answer": "1"}],
+            {},
+            "line 1, answer: is null; correct columns.answer, or drop such rows with filter.where: answer != null",
+        ),
+        (
+            [{"prompt": "p", "m": {"a": 1}}, {"prompt": "q", "m": {}}],
+            {"columns": {"prompt": "prompt", "answer": "m.a"}},
+            "line 2, m.a: m has no 'a' (it is empty); correct columns.answer",
+        ),
+        (
+            [{"prompt": "p", "answer": "1"}, '{"prompt": "p2", "answer": "1", "x": "\\ud800"}'],
+            {},
+            "line 2: cannot be written as JSON",
+        ),
     ],
 )
 def test_dataset_bad_row_is_named(tmp_path, rows, fields, says):
@@ -591,7 +608,7 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.jsonl", '{"prompt": "p", "answer": "1"}'.encode("utf-16"), "is UTF-16; convert it"),
         ("d.jsonl", b'{"prompt": "p\xe4", "answer": "1"}', "byte 0xe4 is not UTF-8"),
         ("d.parquet", b"PAR1 and then nothing", "cannot be read as Parquet"),
-        ("d.parquet", b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
+        ("d.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("d.arrow", b"ARROW1 nothing more", "cannot be read as Arrow"),
         ("d.jsonl.gz", gzip.compress(b'{"prompt": "p", "answer": "1"}\n' * 999)[:60], "cannot be read"),
         ("d.json", b'[{"prompt": "p", "answer": "1"}, {"pro', "row 2: bad JSON"),
@@ -599,6 +616,18 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.csv", b"prompt,answer\np,1\nq,2,3\n", "line 3: has 3 fields, the header 2"),
         ("d.csv", b"prompt,prompt\np,1\n", "two columns of one name"),
         ("d.txt", b"x", "unknown ending; files are .jsonl"),
+        ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("d.csv", b"prompt;answer\np;1\n", "its fields are separated by ';'; write it with commas"),
+        (
+            "d.json",
+            b'{"prompt": ["p", "q"], "answer": ["1", "2"]}',
+            "is one JSON object of 'prompt', 'answer'",
+        ),
+        (
+            "d.json",
+            b'{"data": [{"prompt": "p", "answer": "1"}]}',
+            "is one JSON object of 'data'; write a list",
+        ),
     ],
 )
 def test_dataset_bad_file_is_named(tmp_path, name, content, says):
@@ -607,6 +636,33 @@ def test_dataset_bad_file_is_named(tmp_path, name, content, says):
         open_dataset(spec(name), tmp_path)
     assert says in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_dataset_of_every_type_of_a_column(tmp_path):
+    """Of Parquet: what JSON and Python have no type for becomes text, or is named."""
+    columns = {
+        "prompt": pa.array(["p"]).dictionary_encode(),
+        "answer": pa.array([decimal.Decimal("1.10")]),
+        "time": pa.array([1], pa.timestamp("ns")),
+        "bytes": pa.array([b"\xff"]),
+        "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+    }
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "d.parquet")
+    one = open_dataset(spec("d.parquet"), tmp_path)[0]
+    assert (one.text, one.answer) == ("p", "1.10")
+    assert one.metadata == {"time": "1970-01-01 00:00:00.000000001", "bytes": "/w==", "map": [["k", 1]]}
+    nested = pa.array([{"t": 1}], pa.struct([("t", pa.timestamp("ns"))]))
+    pyarrow.parquet.write_table(pa.table(columns | {"nested": nested}), tmp_path / "e.parquet")
+    with pytest.raises(SourceError, match=r"e\.parquet, row 1: cannot be read: Nanosecond"):
+        open_dataset(spec("e.parquet"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "verl", "big-math"])
+def test_dataset_layout_is_recognized_though_the_first_row_has_nulls(tmp_path, name):
+    row, layout, prompt, *_ = LAYOUTS[name]
+    where = {"filter": {"where": ["answer != null"]}}
+    source = opened(tmp_path, [dict.fromkeys(row), row | {"more": 1}], **where)
+    assert (source.table.info.layout, source[0].text, len(source)) == (layout, prompt, 1)
 
 
 def test_dataset_without_a_file_is_named(tmp_path):

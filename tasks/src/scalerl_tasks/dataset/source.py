@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl_tasks.dataset.layouts import recognize
 from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
@@ -32,6 +33,8 @@ FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
 _PROGRESS_SECONDS = 10.0
+_HEAD = 100
+"""Rows by whose values the layout is recognized."""
 _OF_THE_RUN = {"filter": {"max_rejected", "overlap"}}
 """Fields that do not change the table: of a run, they say which of its rows are left out."""
 
@@ -185,53 +188,52 @@ def _write(
     chat = False
     columns: list[str] = []
     started = reported = time.monotonic()
+    rows = ((at, path, *row) for at, path in enumerate(files) for row in read_rows(path))
     with TableWriter(target) as table:
-        for at, path in enumerate(files):
-            word = row_word(path)
-            for number, given in read_rows(path):
-                read += 1
-                if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
-                    reported = now
-                    progress(
-                        f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {word} {number:,}"
-                    )
-                if isinstance(given, JsonlError):
-                    problems.add_error(given)
+        head = list(itertools.islice(rows, _HEAD))
+        first = _first_values(given for *_, given in head if isinstance(given, dict))
+        if first:
+            mapper, columns = Mapper(spec, first, recognize(first)), list(first)
+        for at, path, number, given in itertools.chain(head, rows):
+            read += 1
+            if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
+                reported = now
+                progress(
+                    f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {row_word(path)} {number:,}"
+                )
+            if isinstance(given, JsonlError):
+                problems.add_error(given)
+                continue
+            if mapper is None:
+                mapper, columns = Mapper(spec, given, recognize(given)), list(given)
+            try:
+                row = mapper.map(given, at, number)
+                raw = None if row is None else table.encode(row)
+            except RowProblem as problem:
+                problems.add_error(_row_error(path, number, str(problem), problem.field, problem.kind))
+                continue
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
+                problems.add_error(_row_error(path, number, what, None, "not JSON"))
+                continue
+            if row is None or raw is None:
+                continue
+            key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
+            other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
+            if not prompts.add(key[:8]):
+                repeated += 1
+                conflicting += not other
+                if spec.filter.duplicates == "Drop":
                     continue
-                if mapper is None:
-                    mapper, columns = Mapper(spec, given, recognize(given)), list(given)
-                try:
-                    row = mapper.map(given, at, number)
-                except RowProblem as problem:
-                    problems.add_error(
-                        DatasetError(
-                            path, str(problem), row=number, word=word, field=problem.field, kind=problem.kind
-                        )
-                    )
-                    continue
-                if row is None:
-                    continue
-                key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
-                other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
-                if not prompts.add(key[:8]):
-                    repeated += 1
-                    conflicting += not other
-                    if spec.filter.duplicates == "Drop":
-                        continue
-                    if mapper.texts.get("id") is None:
-                        row.id += f"-{at}-{number}"
-                if "id" in mapper.texts and not ids.add(
-                    hashlib.blake2b(row.id.encode(), digest_size=8).digest()
-                ):
-                    what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
-                    problems.add_error(
-                        DatasetError(
-                            path, what, row=number, word=word, field=mapper.texts["id"], kind="repeated id"
-                        )
-                    )
-                    continue
-                chat = chat or bool(row.system or row.turns)
-                table.add(row)
+                if mapper.texts.get("id") is None:
+                    row.id += f"-{at}-{number}"
+                    raw = table.encode(row)
+            if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
+                what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
+                problems.add_error(_row_error(path, number, what, mapper.texts["id"], "repeated id"))
+                continue
+            chat = chat or bool(row.system or row.turns)
+            table.add(raw)
         problems.rows = read
         problems.check()
         if mapper is None:
@@ -248,6 +250,20 @@ def _write(
         if mapper.layout is not None:
             info.layout, info.programs = mapper.layout.name, mapper.layout.programs
         table.finish(info)
+
+
+def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The first value of each column that is not null."""
+    first: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if first.get(name) is None:
+                first[name] = value
+    return first
+
+
+def _row_error(path: Path, number: int, problem: str, field: str | None, kind: str) -> DatasetError:
+    return DatasetError(path, problem, row=number, word=row_word(path), field=field, kind=kind)
 
 
 def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int) -> dict[str, int]:

@@ -139,9 +139,12 @@ class TableWriter:
         """Number of rows so far."""
         return len(self._offsets) - 1
 
-    def add(self, row: TableRow) -> None:
+    def encode(self, row: TableRow) -> bytes:
+        """A row for :meth:`add`. Raises ``ValueError``, ``TypeError``, ``OverflowError`` or ``RecursionError`` if it is no JSON."""
+        return self._encoder.encode(row) + b"\n"
+
+    def add(self, raw: bytes) -> None:
         """Write a row."""
-        raw = self._encoder.encode(row) + b"\n"
         self._hash.update(raw)
         self._end += len(raw)
         self._offsets.append(self._end)
