@@ -199,8 +199,10 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         say("  answers: not checked: they are tests of programs")
         return True
     if arguments.files[0].suffix not in _RUN_FILES and arguments.verifier is None:
-        numbers = all(_NUMBER.fullmatch(source[i].answer.strip()) for i in range(min(_GUESSED, len(source))))
-        verifier = section.verifier.model_copy(update={"name": "number" if numbers else "math-verify"})
+        first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
+        numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
+        name = "number" if numbers >= 0.95 * len(first) else "math-verify"
+        verifier = section.verifier.model_copy(update={"name": name})
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
     rejected = tasks.Rejected()
