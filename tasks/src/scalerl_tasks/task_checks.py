@@ -215,7 +215,8 @@ def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator
     given = spec.warm_start
     if given is None or not given.own:
         return
-    field, source = given.own, None
+    field = given.own
+    source: JsonlSource | DatasetSource | None = None
     try:
         if given.jsonl is not None:
             field, path = f"{field}.path", (directory or Path()) / given.jsonl.path

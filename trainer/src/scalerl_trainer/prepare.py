@@ -73,12 +73,13 @@ def main() -> int:
         take_over(environment.paths, spec, Path(source) if source else None)
         one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
         store = ObjectStore(to) if environment.own_directory and to is not None else None
-        for folder in of_run(spec) if store is not None else ():
-            if fetch(store, folder, environment.paths.root / folder):
+        folders = () if store is None else tuple((store, folder) for folder in of_run(spec))
+        for given, folder in folders:
+            if fetch(given, folder, environment.paths.root / folder):
                 log.info("%s/%s is that of an earlier preparation", to, folder)
         prepare(environment.paths, spec, one_machine=one_machine)
-        for folder in of_run(spec) if store is not None else ():
-            upload(store, folder, (environment.paths.root / folder).iterdir())
+        for given, folder in folders:
+            upload(given, folder, (environment.paths.root / folder).iterdir())
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
     except (GradingError, CacheError, StoreError) as problem:
         log.error("%s", problem)

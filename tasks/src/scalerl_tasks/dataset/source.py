@@ -331,10 +331,11 @@ class _Seen:
         return True
 
     def _grow(self) -> None:
-        values = [value for value in self._slots if value]
         self._mask = 2 * self._mask + 1
-        slots = array("Q", bytes(8 * (self._mask + 1)))
-        for value in values:
+        slots = array("Q", [0]) * (self._mask + 1)
+        for value in self._slots:
+            if not value:
+                continue
             at = value & self._mask
             while slots[at]:
                 at = (at + 1) & self._mask
