@@ -12,7 +12,7 @@ import pytest
 import yaml
 from runs import assert_nothing_left, start_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 RUN = """\
 apiVersion: scalerl.dev/v1alpha1

@@ -71,6 +71,8 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "metadata": {"metadata": ["a"]},
     "filter.where": {"filter": {"where": ["a > 1"]}},
     "filter.duplicates": {"filter": {"duplicates": "Keep"}},
+    "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
+    "filter.overlap": {"filter": {"overlap": 13}},
 }
 
 OTHER: Final[dict[str, Object]] = {
@@ -116,6 +118,12 @@ OTHER: Final[dict[str, Object]] = {
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
     "warmStart.jsonl.path": {"warmStart": {"steps": 1, "jsonl": {"path": "/data/a.jsonl"}}},
+    **{
+        f"warmStart.dataset.{path}": {
+            "warmStart": {"steps": 1, "dataset": {"files": ["/data/a.csv"]} | section}
+        }
+        for path, section in _OF_DATASET.items()
+    },
     "budget.maxComputeTokens": {"budget": {"maxComputeTokens": 1_000_000}},
     "budget.split.beta": {
         "warmStart": {"steps": 1},

@@ -205,6 +205,9 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
     for field, task in tasks.items():
         files = task.dataset.files or () if task.dataset else ()
         found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
+    own = None if spec.warm_start is None else spec.warm_start.dataset
+    for at, path in enumerate(() if own is None else own.files or ()):
+        found[f"spec.warmStart.dataset.files[{at}]"] = path
     return found
 
 

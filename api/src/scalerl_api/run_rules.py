@@ -218,14 +218,14 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
-        "!has(self.warmStart) || !has(self.warmStart.jsonl) || !has(self.task.mix) || "
+        "!has(self.warmStart) || !(has(self.warmStart.jsonl) || has(self.warmStart.dataset)) || !has(self.task.mix) || "
         "self.task.mix.all(t, t.prompt == self.task.mix[0].prompt)",
-        "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl "
-        "out, to train on the prompts of the mix, or give all tasks the same prompt",
-        "warmStart.jsonl",
+        "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl, or "
+        "dataset, out, to train on the prompts of the mix, or give all tasks the same prompt",
+        "warmStart",
         lambda spec: (
             spec.warm_start is None
-            or spec.warm_start.jsonl is None
+            or not spec.warm_start.own
             or all(t.prompt == spec.task.mix[0].prompt for t in spec.task.mix or ())
         ),
     ),

@@ -180,6 +180,18 @@ class ColumnsSpec(Model):
     """Values by which results are broken down, by the label's name."""
 
 
+ShareDecimal = Annotated[
+    DecimalString,
+    AfterValidator(
+        Matches(
+            r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
+            'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
+        )
+    ),
+]
+"""A share from 0 to 1. Shares are compared and summed exactly, so the number of digits is limited."""
+
+
 class DatasetFilterSpec(Model):
     """Rows that are left out; the preparation counts them by reason."""
 
@@ -188,6 +200,12 @@ class DatasetFilterSpec(Model):
     value to compare is left out."""
     duplicates: Literal["Drop", "Keep"] = "Drop"
     """Rows whose prompt an earlier row has."""
+    max_rejected: ShareDecimal = "0.05"
+    """Maximum share of rows whose reference answer, as a reply, does not score 1 by the verifier. They are left out; a run with more
+    of them is refused."""
+    overlap: Annotated[int, Field(ge=4, le=100)] | None = None
+    """Training rows that share as many consecutive words with a held-out prompt, or with one of an evaluation set, are left out, such
+    as 13; default: only those with the same text."""
 
 
 class DatasetSource(Model):
@@ -218,17 +236,6 @@ class DatasetSource(Model):
 
     rules = (exactly_one("files", "hub"),)
 
-
-ShareDecimal = Annotated[
-    DecimalString,
-    AfterValidator(
-        Matches(
-            r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
-            'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
-        )
-    ),
-]
-"""A share from 0 to 1. Shares are compared and summed exactly, so the number of digits is limited."""
 
 OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
 """Contexts for which :mod:`scalerl_tasks.opgraph` has a vocabulary."""

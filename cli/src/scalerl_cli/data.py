@@ -106,9 +106,8 @@ def _show(
         source: tasks.PromptSource
         if section.dataset is not None:
             source = tasks.open_dataset(section.dataset, None, lambda text: None)
-            info = source.table.info
-            say(f"  columns: {', '.join(info.columns)}")
-            for line in description(info):
+            say(f"  columns: {', '.join(source.table.info.columns)}")
+            for line in description(source):
                 say(f"  {line}")
         else:
             source = tasks.open_source(section)
@@ -200,17 +199,23 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         say("  answers: not checked: they are tests of programs")
         return True
     if arguments.files[0].suffix not in _RUN_FILES and arguments.verifier is None:
-        numbers = all(_NUMBER.fullmatch(source[i].answer.strip()) for i in range(min(_GUESSED, len(source))))
-        verifier = section.verifier.model_copy(update={"name": "number" if numbers else "math-verify"})
+        first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
+        numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
+        name = "number" if numbers >= 0.95 * len(first) else "math-verify"
+        verifier = section.verifier.model_copy(update={"name": name})
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
+    rejected = tasks.Rejected()
     try:
-        tasks.check_answers(source, section, count, progress=lambda text: say(text, error=True))
+        tasks.check_answers(
+            source, section, count, progress=lambda text: say(f"  {text}", error=True), rejected=rejected
+        )
     except tasks.AnswersError as error:
         for text in error.texts:
             say(f"  {text}", error=True)
         return False
-    say(f"  answers: {count:,} checked by {section.verifier.name}: each scores 1 as a reply")
+    each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
+    say(f"  answers: {count:,} checked by {section.verifier.name}: {each} scores 1 as a reply")
     return True
 
 

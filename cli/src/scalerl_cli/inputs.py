@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import SourcesSpec
+from scalerl_api.source import DatasetSource, SourcesSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -54,6 +54,9 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     if spec.warm_start is not None and (own := spec.warm_start.jsonl) is not None:
         own = own.model_copy(update={"path": _absolute(base, own.path)})
         spec = spec.model_copy(update={"warm_start": spec.warm_start.model_copy(update={"jsonl": own})})
+    if spec.warm_start is not None and (data := spec.warm_start.dataset) is not None:
+        given = spec.warm_start.model_copy(update={"dataset": _with_absolute_files(base, data)})
+        spec = spec.model_copy(update={"warm_start": given})
     return run.model_copy(update={"spec": spec})
 
 
@@ -73,13 +76,17 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
 
 
 def _with_absolute_path(base: Path, task: Section) -> Section:
-    if task.dataset is not None and task.dataset.files is not None:
-        files = [_absolute(base, path) for path in task.dataset.files]
-        return task.model_copy(update={"dataset": task.dataset.model_copy(update={"files": files})})
+    if task.dataset is not None:
+        return task.model_copy(update={"dataset": _with_absolute_files(base, task.dataset)})
     if task.jsonl is None:
         return task
     jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})
     return task.model_copy(update={"jsonl": jsonl})
+
+
+def _with_absolute_files(base: Path, given: DatasetSource) -> DatasetSource:
+    files = None if given.files is None else [_absolute(base, path) for path in given.files]
+    return given.model_copy(update={"files": files})
 
 
 def _absolute(base: Path, path: str) -> str:

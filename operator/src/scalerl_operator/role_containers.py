@@ -112,7 +112,10 @@ def _listen(port: str) -> str:
 
 
 def _uses_hub(spec: RunSpec) -> bool:
-    return spec.model.hub is not None or any(task.dataset and task.dataset.hub for task in spec.tasks)
+    data = [task.dataset for task in spec.tasks]
+    if spec.warm_start is not None:
+        data.append(spec.warm_start.dataset)
+    return spec.model.hub is not None or any(one is not None and one.hub is not None for one in data)
 
 
 def _prepare(spec: RunSpec) -> Workload:

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset import DatasetSource, open_dataset
-from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
+from scalerl_tasks.errors import (
+    EvaluationSetError,
+    JsonlError,
+    MixedTaskError,
+    SourceError,
+    TaskError,
+    VerifierError,
+)
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -24,7 +31,6 @@ from scalerl_tasks.split import (
     choose_held_out,
     open_train,
     select_prompts,
-    split_held_out,
 )
 from scalerl_tasks.verifiers import VerifierConfig
 
@@ -73,6 +79,29 @@ def open_source(
             )
         )
     raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
+
+
+def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource | DatasetSource | None:
+    """Open the separate problems of ``warmStart``; None if there are none. ``directory``: as for :func:`open_source`.
+
+    Raises:
+        SourceError: as :func:`open_source`.
+    """
+    given = spec.warm_start
+    if given is None or not given.own:
+        return None
+    if given.jsonl is not None:
+        return JsonlSource((directory or Path()) / given.jsonl.path)
+    assert given.dataset is not None
+    columns = given.dataset.columns
+    if columns.answer is None and columns.solution is not None:
+        columns = columns.model_copy(update={"answer": columns.solution})
+    try:
+        return open_dataset(given.dataset.model_copy(update={"columns": columns}), directory)
+    except JsonlError:
+        raise
+    except SourceError as error:
+        raise SourceError(str(error).replace("task.dataset", "warmStart.dataset")) from error
 
 
 def verifier_config(spec: ProblemSpec) -> VerifierConfig:
@@ -177,7 +206,8 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
     given = spec.held_out
-    train, held_out = split_held_out(source, given.size, given.seed, others, _held_out_graphs(given))
+    held_out = choose_held_out(source, given.size, given.seed, _held_out_graphs(given))
+    train = open_train(source, held_out, given.size, given.seed, others, _overlap(source))
     return Task(train, held_out, spec.prompt.template, spec.prompt.system)
 
 
@@ -220,9 +250,13 @@ def _open_mix(
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
             size, seed = one.section.held_out.size, one.section.held_out.seed
-            train = open_train(source, held_out[at], size, seed, excluded)
+            train = open_train(source, held_out[at], size, seed, excluded, _overlap(source))
             tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
     return tuple(tasks)
+
+
+def _overlap(source: PromptSource) -> list[int]:
+    return source.overlap if isinstance(source, DatasetSource) else []
 
 
 def _held_out_graphs(given: HeldOutSpec) -> HeldOutGraphs | None:

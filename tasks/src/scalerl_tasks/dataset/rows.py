@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,7 +65,7 @@ class Mapper:
 
     Args:
         spec: the section ``dataset``.
-        first: the first row.
+        first: the first row, or the first value of each column.
         layout: the layout that it was recognized as.
 
     Raises:
@@ -136,7 +137,8 @@ class Mapper:
             except NoValue as reason:
                 self._problems.setdefault(name, str(reason))
                 if name in REQUIRED:
-                    problems.append(RowProblem(expression.text, str(reason), f"without {name}"))
+                    what = f"{reason}; correct columns.{name}, or drop such rows with filter.where: {name} != null"
+                    problems.append(RowProblem(expression.text, what, f"without {name}"))
             except RowProblem as problem:
                 problems.append(problem)
         if not self._passes(row, values):
@@ -272,13 +274,15 @@ class Mapper:
             value = str(value).lower()
         elif isinstance(value, float):
             value = str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-        elif isinstance(value, int):
+        elif isinstance(value, int | Decimal):
             value = str(value)
         if not isinstance(value, str):
             hint = (
                 f"; use {where}[0], or json({where}) for all of it"
                 if isinstance(value, list)
                 else f"; use a path, such as {where}.value"
+                if isinstance(value, dict)
+                else ""
             )
             raise RowProblem(
                 where, f"is {kind(value)}: {shown(value)}, not text or a number{hint}", "type of answer"
