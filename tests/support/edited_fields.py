@@ -55,6 +55,7 @@ _MIX: Final[Object] = {
     "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
 }
 
+_PYTHON: Final[Object] = {"name": None, "python": {"path": "/code/reward.py", "function": "score"}}
 _HUB: Final[Object] = {"files": None, "hub": {"name": "a/b"}}
 _OF_DATASET: Final[dict[str, Object]] = {
     "files": {},
@@ -109,6 +110,14 @@ OTHER: Final[dict[str, Object]] = {
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
+    "task.verifier.range": {"task": {"verifier": _PYTHON | {"range": [-1, 1]}}},
+    **{
+        f"task.verifier.python.{name}": {"task": {"verifier": _PYTHON}}
+        for name in ("path", "function", "signature", "parameters")
+    },
+    "task.verifier.python.module": {
+        "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
+    },
     "from.run": {"from": {"run": "other"}},
     "from.step": {"from": {"run": "other", "step": 50}},
     "warmStart.steps": {"warmStart": {"steps": 1}},

@@ -204,8 +204,7 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "mix",
                 "prompt",
                 "heldOut",
-                "verifier.name",
-                "mix[].verifier.name",
+                *(f"{of}verifier.{name}" for of in ("", "mix[].") for name in ("name", "python", "range")),
             )
         ),
         *(
@@ -220,7 +219,7 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "jsonl",
                 "dataset",
                 "opGraph",
-                "verifier.name",
+                *(f"verifier.{name}" for name in ("name", "python", "range")),
                 "prompt",
                 "size",
                 "seed",

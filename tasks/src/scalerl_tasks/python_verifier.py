@@ -109,7 +109,7 @@ class PythonVerifier:
         self._parameters = self._checked_parameters()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def score(self, prompt: Prompt, completion: str, /) -> Reward:
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
         """The reward of a completion.
 
         Raises:
@@ -134,7 +134,8 @@ class PythonVerifier:
     def score_group(self, prompt: Prompt, completions: Sequence[str]) -> list[Reward]:
         """The reward, or the error, of each completion of a group."""
         if not self._of_a_group:
-            return self._run(self._gathered(prompt, completions))
+            gathered: list[Reward] = self._run(self._gathered(prompt, completions))
+            return gathered
         try:
             found = self._function(**self._chosen(prompt, self._of_many(prompt, completions)))
             if inspect.isawaitable(found):
