@@ -210,7 +210,8 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         for text in error.texts:
             say(f"  {text}", error=True)
         return False
-    say(f"  answers: {count:,} checked by {section.verifier.name}: each scores 1 as a reply")
+    what = "each scores 1 as a reply" if section.verifier.name else "each gets a reward as a reply"
+    say(f"  answers: {count:,} checked by {section.verifier.label}: {what}")
     return True
 
 
