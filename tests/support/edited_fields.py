@@ -55,6 +55,7 @@ _MIX: Final[Object] = {
     "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
 }
 
+_HTTP: Final[Object] = {"task": {"verifier": {"name": None, "http": {"url": "http://rewards:8000/score"}}}}
 _PYTHON: Final[Object] = {"name": None, "python": {"path": "/code/reward.py", "function": "score"}}
 _HUB: Final[Object] = {"files": None, "hub": {"name": "a/b"}}
 _OF_DATASET: Final[dict[str, Object]] = {
@@ -117,6 +118,17 @@ OTHER: Final[dict[str, Object]] = {
     },
     "task.verifier.python.module": {
         "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
+    },
+    **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency", "retries")},
+    **{
+        f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
+        for name in ("name", "parameters")
+    },
+    "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
+    "task.combine": {"task": {"combine": "Product"}},
+    **{
+        f"task.plugin.{name}": {"task": {"reasoningGym": None, "plugin": {"name": "a"}}}
+        for name in ("name", "parameters")
     },
     "from.run": {"from": {"run": "other"}},
     "from.step": {"from": {"run": "other", "step": 50}},
