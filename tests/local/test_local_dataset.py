@@ -130,7 +130,7 @@ def test_trl_script_trains_and_a_changed_reward_begins_another_curve(tmp_path: P
     with start_run(tmp_path, spec) as run:
         assert run.finish(500) == 0, run.tail()
         last = run.metrics()[-1]
-        assert last["verdict_reward"] == pytest.approx(40 * last["reward_mean"] - 40, abs=1e-4)
+        assert last["reward_part_reward"] == pytest.approx(40 * last["reward_mean"] - 40, abs=1e-4)
     (tmp_path / "train_grpo.py").write_text(TRL_SCRIPT.replace("20 -", "10 -"))
     spec["spec"]["budget"]["maxSteps"] = 10
     with start_run(tmp_path, spec, "--resume") as run:

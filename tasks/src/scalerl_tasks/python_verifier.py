@@ -107,6 +107,8 @@ class PythonVerifier:
         self.whole = self._of_a_group or self._is_async
         """Whether completions are scored a group at a time, by :meth:`score_group`."""
         self._parameters = self._checked_parameters()
+        own = _ARGUMENTS.get(self._form, frozenset())
+        self._own_names = [name for name in own if self._takes_all or name in self._takes]
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
@@ -224,6 +226,8 @@ class PythonVerifier:
         Raises:
             VerifierError: TRL: the row lacks a column that it needs.
         """
+        if self._form != "trl":  # checked when it was opened
+            return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
         if missing := self._required - given.keys():
             raise VerifierError(
