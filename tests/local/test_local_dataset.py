@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
+from free_port import free_port
 from runs import assert_nothing_left, start_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -138,4 +141,48 @@ def test_trl_script_trains_and_a_changed_reward_begins_another_curve(tmp_path: P
         digests = [row["eval_version"] for row in run.curve()]
         assert len(digests) == 3
         assert digests[0] == digests[1] != digests[2]
+    assert_nothing_left(run.directory)
+
+
+SERVICE = """
+import sys
+from aiohttp import web
+
+async def score(request):
+    rows = (await request.json())["completions"]
+    return web.json_response({"scores": [10.0 * (len(row["completion"]) % 2) for row in rows]})
+
+app = web.Application(client_max_size=1 << 28)
+app.router.add_post("/score", score)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
+"""
+
+
+@pytest.mark.full
+def test_run_waits_while_its_reward_service_is_down(tmp_path: Path) -> None:
+    """Nothing is scored 0 meanwhile; the status says what it waits for; it ends with all its steps."""
+    port = free_port()
+    (tmp_path / "service.py").write_text(SERVICE)
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i} plus 1 is", "answer": str(i + 1)}) + "\n" for i in range(300))
+    )
+    spec = yaml.safe_load(TRL_RUN)
+    task = spec["spec"]["task"]
+    task["dataset"] = {"files": [str(tmp_path / "train.jsonl")]}
+    del task["verifier"]
+    service = {"http": {"url": f"http://127.0.0.1:{port}/score"}, "range": [0, 10], "label": "parity"}
+    task["verifiers"] = [{"name": "number", "weight": "0.5"}, service]
+    with start_run(tmp_path, spec) as run:
+        run.until(lambda: "completions wait" in run.tail(400), 300, "it waited")
+        assert not run.metrics()
+        process = subprocess.Popen([sys.executable, str(tmp_path / "service.py"), str(port)])
+        try:
+            assert run.finish(400) == 0, run.tail()
+        finally:
+            process.terminate()
+            process.wait()
+        steps = run.metrics()
+        assert len(steps) == 5
+        assert not any(step.get("grading_errors") for step in steps)
+        assert any(step["reward_part_parity"] > 0 for step in steps)
     assert_nothing_left(run.directory)

@@ -83,7 +83,7 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
 
 def verifier_config(
     spec: ProblemSpec,
-    given: VerifierSpec,
+    given: VerifierSpec | None = None,
     prompt: PromptSpec | None = None,
     directory: Path | None = None,
 ) -> VerifierConfig | RewardService:
@@ -91,11 +91,11 @@ def verifier_config(
 
     Args:
         spec: the section.
-        given: its verifier, or one of several.
+        given: one of several verifiers; default: the first.
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
-    prompt = prompt or spec.prompt
+    given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
     if (own := given.python) is not None:
         return VerifierConfig(
