@@ -233,7 +233,7 @@ async def run_actor(
         )
         gc.collect()
         gc.freeze()  # exempt the imported objects, which stay, from later collections
-        heartbeats = _owned(stack, registration.run(tasks.digest, list(tasks.grading)))
+        heartbeats = _owned(stack, registration.run(tasks.digest, tasks.grading))
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _run_leasing(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
@@ -197,7 +197,7 @@ class Registration:
             self._clear_member()
             self._wake.set()
 
-    async def run(self, task_digest: str, grading: list[str]) -> None:
+    async def run(self, task_digest: str, grading: Sequence[str] = ()) -> None:
         """Register and send heartbeats, until cancelled.
 
         Args:
@@ -230,7 +230,7 @@ class Registration:
                 async with asyncio.timeout(timeout_seconds):
                     await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=False))
 
-    async def _once(self, task_digest: str, grading: list[str]) -> None:
+    async def _once(self, task_digest: str, grading: Sequence[str]) -> None:
         if self._registered_start != self._state.start_count:
             self._clear_member()
         if self.member_id is None:
@@ -239,14 +239,14 @@ class Registration:
             return
         await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=self._state.up))
 
-    async def _register(self, task_digest: str, grading: list[str]) -> None:
+    async def _register(self, task_digest: str, grading: Sequence[str]) -> None:
         start = self._state.start_count
         reply = await self._coordinator.register(
             Register(
                 name=self._name,
                 control_url=self._control_url,
                 task_digest=task_digest,
-                grading=grading,
+                grading=list(grading),
                 held_leases=sorted(self.held_leases),
             )
         )
