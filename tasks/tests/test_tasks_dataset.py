@@ -650,7 +650,12 @@ def test_dataset_of_every_type_of_a_column(tmp_path):
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "d.parquet")
     one = open_dataset(spec("d.parquet"), tmp_path)[0]
     assert (one.text, one.answer) == ("p", "1.10")
-    assert one.metadata == {"time": "1970-01-01 00:00:00.000000001", "bytes": "/w==", "map": [["k", 1]]}
+    assert one.metadata == {
+        "answer": "1.10",
+        "time": "1970-01-01 00:00:00.000000001",
+        "bytes": "/w==",
+        "map": [["k", 1]],
+    }
     nested = pa.array([{"t": 1}], pa.struct([("t", pa.timestamp("ns"))]))
     pyarrow.parquet.write_table(pa.table(columns | {"nested": nested}), tmp_path / "e.parquet")
     with pytest.raises(SourceError, match=r"e\.parquet, row 1: cannot be read: Nanosecond"):

@@ -202,7 +202,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
         numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
         name = "number" if numbers >= 0.95 * len(first) else "math-verify"
-        verifier = section.verifier.model_copy(update={"name": name})
+        verifier = VerifierSpec.model_validate({"name": name})
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
     rejected = tasks.Rejected()
@@ -215,7 +215,11 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
             say(f"  {text}", error=True)
         return False
     each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
-    say(f"  answers: {count:,} checked by {section.verifier.name}: {each} scores 1 as a reply")
+    named = all(one.name is not None for one in section.scoring)
+    what = "scores 1 as a reply" if named else "gets a reward as a reply"
+    say(
+        f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {each} {what}"
+    )
     return True
 
 

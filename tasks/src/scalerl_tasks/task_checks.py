@@ -37,20 +37,28 @@ from scalerl_tasks.errors import (
     UnknownTaskError,
     VerifierError,
 )
-from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks, open_warm_start
+from scalerl_tasks.sources import (
+    RunTasks,
+    grading_digest,
+    open_grading_pool,
+    open_source,
+    open_tasks,
+    open_warm_start,
+)
 
 if TYPE_CHECKING:
-    from scalerl_api.source import DatasetSource as DatasetSpec
     from scalerl_api.spec import ProblemSpec, RunSpec
 
 GENERATED_PROMPTS = 1000
 """Number of evenly spaced prompts that are checked of a generated source."""
 DATASET_PROMPTS = 20_000
 """The same for a data set without a run's directory; in one, and by ``scalerl data``, all are checked."""
+OWN_CODE_PROMPTS = 200
+"""The same for a verifier of the user's own code, which may take seconds for each."""
 PROGRESS_SECONDS = 10.0
 """Interval of the lines about a check that takes long."""
 _MAX_WORKERS = 32
@@ -165,40 +173,44 @@ def _section_problems(
     """
     source: PromptSource | None = None
     try:
-        open_grading_pool(section)
+        open_grading_pool(section, directory=directory)
+        scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
             for line in description(source):
                 progress(f"{field}.dataset: {line}")
             open_source(section, directory)  # whether the prompt format fits
-            key = (str(source.table.path), section.verifier.model_dump_json())
+            key, of_table, limit = (str(source.table.path), scoring), None, None
+            own = _own_code(section)  # it is asked about some rows, at each start, and no row is left out
             # Rows are left out once for the whole run.
-            if answers and source.left_out is None and key not in checked:
+            if answers and key not in checked and (own or source.left_out is None):
                 checked[key] = ()
-                of_table = None if directory is None else rejected.setdefault(source.table.path, Rejected())
-                limit = None if directory is None else len(source)
+                if directory is not None and not own:
+                    of_table, limit = rejected.setdefault(source.table.path, Rejected()), len(source)
                 say = partial(_say, progress, f"{field}.dataset: ")
-                check_answers(source, section, limit, progress=say, rejected=of_table)
+                check_answers(source, section, limit, directory=directory, progress=say, rejected=of_table)
             return
         if section.jsonl is None:
             if answers:
-                check_answers(open_source(section, directory), section, progress=progress)
+                check_answers(
+                    open_source(section, directory), section, directory=directory, progress=progress
+                )
             return
         path = (directory or Path()) / section.jsonl.path
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
-        key = (str(path.resolve()), section.verifier.name)
+        key = (str(path.resolve()), scoring)
         if answers and key not in checked:
             checked[key] = ()
             try:
-                check_answers(source, section, progress=progress)
+                check_answers(source, section, directory=directory, progress=progress)
             except AnswersError as error:
                 checked[key] = error.texts
         for text in checked.get(key, ()):
-            yield TaskProblem(f"{field}.verifier.name", text)
+            yield TaskProblem(f"{field}{_verifier_field(section)}", text)
     except AnswersError as error:
-        yield from (TaskProblem(f"{field}.verifier.name", text) for text in error.texts)
+        yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
     except (SourceError, VerifierError) as error:
         yield _source_problem(field, section, error)
     finally:
@@ -263,6 +275,15 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
             yield TaskProblem(f"{one.field}.task", problem)
 
 
+def _verifier_field(task: ProblemSpec) -> str:
+    if task.verifier is None:
+        return ".verifiers"
+    return next(
+        (f".verifier.{name}" for name in ("python", "plugin", "http") if getattr(task.verifier, name)),
+        ".verifier.name",
+    )
+
+
 def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
     """The problem of the task at ``where``, with the field that has to be corrected."""
     field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
@@ -277,7 +298,7 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
         case TemplateError():
             field = ".prompt.template"
         case VerifierError():
-            field = ".verifier.name"
+            field = _verifier_field(task)
         case SourceError() if task.jsonl is None and task.dataset is None:
             field = ""
     return TaskProblem(where + field, str(error))
@@ -291,6 +312,7 @@ def check_answers(
     spec: ProblemSpec,
     limit: int | None = None,
     *,
+    directory: Path | None = None,
     progress: Progress = lambda text: None,
     rejected: Rejected | None = None,
 ) -> None:
@@ -302,7 +324,8 @@ def check_answers(
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
         limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
-            :data:`GENERATED_PROMPTS` of another source.
+            :data:`GENERATED_PROMPTS` of another source, :data:`OWN_CODE_PROMPTS` with a verifier of the user's own code.
+        directory: base of a relative path of a verifier.
         progress: as in :func:`task_problems`.
 
     Raises:
@@ -310,16 +333,18 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
-    if limit is None and spec.jsonl is None:
+    if limit is None and _own_code(spec):
+        limit = OWN_CODE_PROMPTS
+    elif limit is None and spec.jsonl is None:
         limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
     if isinstance(source, DatasetSource) and spec.dataset is not None:
         found = Rejected()
-        asyncio.run(_check_answers(source, spec, count, found, progress))
+        asyncio.run(_check_answers(source, spec, directory, count, found, progress))
         texts = found.texts(spec, count, len(source))
-        if found.too_many(spec.dataset, count, len(source)):
+        if found.too_many(spec, count, len(source)):
             raise AnswersError(texts)
         for text in texts:
             progress(text)
@@ -328,7 +353,7 @@ def check_answers(
         return
     rows = count + source.problems.total if isinstance(source, JsonlSource) else count
     problems = RowProblems(where, rows)
-    asyncio.run(_check_answers(source, spec, count, problems, progress))
+    asyncio.run(_check_answers(source, spec, directory, count, problems, progress))
     if problems.total:
         raise AnswersError(problems.texts)
 
@@ -369,9 +394,13 @@ class Rejected:
         examples = [text for first in self._first.values() for _, text in first]
         return LeftOut(digest, sorted(self.rows), dict(self._counts.most_common()), examples)
 
-    def too_many(self, spec: DatasetSpec, checked: int, total: int) -> bool:
-        """Whether the run is refused. A sample has to exceed the share by three standard deviations."""
-        allowed = float(spec.filter.max_rejected) * checked
+    def too_many(self, spec: ProblemSpec, checked: int, total: int) -> bool:
+        """Whether the run is refused. A sample has to exceed the share by three standard deviations; the user's own code has to
+        score each row."""
+        assert spec.dataset is not None
+        if _own_code(spec):
+            return bool(self.rows or self.note)
+        allowed = float(spec.dataset.filter.max_rejected) * checked
         return bool(self.note) or len(self.rows) > allowed + (
             3 * math.sqrt(allowed) if checked < total else 0
         )
@@ -385,8 +414,14 @@ class Rejected:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in self._counts.most_common())
         of = f"{checked:,} rows" if checked == total else f"{checked:,} sampled rows of {total:,}"
         share, limit = len(self.rows) / max(checked, 1), spec.dataset.filter.max_rejected
-        text = f"{len(self.rows):,} of {of} ({share:.2%}) have answers that do not score 1 by {spec.verifier.name}: {reasons}"
-        if self.too_many(spec.dataset, checked, total):
+        own, titles = _own_code(spec), _titles(spec)
+        what = (
+            f"answers that get no reward by {titles}" if own else f"answers that do not score 1 by {titles}"
+        )
+        text = f"{len(self.rows):,} of {of} ({share:.2%}) have {what}: {reasons}"
+        if own:
+            text += "; correct the code, or drop such rows by filter.where"
+        elif self.too_many(spec, checked, total):
             text += (
                 f"; that is more than filter.maxRejected ({limit}): set columns.answer, answerPattern or another verifier, drop them "
                 "by filter.where, or raise filter.maxRejected to have them left out"
@@ -394,6 +429,14 @@ class Rejected:
         else:
             text += "; a run leaves such rows out"
         return [*listed, text + (f"; {self.note}" if self.note else "")]
+
+
+def _own_code(spec: ProblemSpec) -> bool:
+    return any(one.name is None for one in spec.scoring)
+
+
+def _titles(spec: ProblemSpec) -> str:
+    return " and ".join(one.title for one in spec.scoring)
 
 
 def _reason(error: str) -> str:
@@ -406,10 +449,15 @@ def _reason(error: str) -> str:
 
 
 async def _check_answers(
-    source: PromptSource, spec: ProblemSpec, count: int, problems: RowProblems | Rejected, progress: Progress
+    source: PromptSource,
+    spec: ProblemSpec,
+    directory: Path | None,
+    count: int,
+    problems: RowProblems | Rejected,
+    progress: Progress,
 ) -> None:
     workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
-    total, once = len(source), spec.verifier.name in _OF_THE_ANSWER
+    total, once = len(source), all(one.name in _OF_THE_ANSWER for one in spec.scoring)
     known: dict[bytes, str | None] = {}
     """Result by key of the answer."""
     waiting: dict[bytes, list[int]] = {}
@@ -422,7 +470,7 @@ async def _check_answers(
         done += 1
         if error is None:
             return
-        kind = f"answers that {spec.verifier.name} cannot use"
+        kind = f"answers that {_titles(spec)} cannot use"
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
@@ -432,7 +480,7 @@ async def _check_answers(
         else:
             problems.add(index, error, kind)
 
-    async def check(pool: GradingPool, chunk: dict[bytes, Prompt]) -> None:
+    async def check(pool: GroupGrader, chunk: dict[bytes, Prompt]) -> None:
         todo = iter(chunk.items())
 
         def checked(error: str | None) -> None:
@@ -448,7 +496,7 @@ async def _check_answers(
 
         await pool.check(list(chunk.values()), checked)
 
-    async with open_grading_pool(spec, workers) as pool:
+    async with open_grading_pool(spec, workers, directory=directory) as pool:
         running: set[asyncio.Task[None]] = set()
         chunk: dict[bytes, Prompt] = {}
         try:
@@ -479,7 +527,7 @@ async def _check_answers(
                     if pool.counts.timeouts >= _MAX_TIMEOUTS:
                         text = (
                             f"stopped after {done:,} of {count:,} answers: the checks of {_MAX_TIMEOUTS} took longer than "
-                            f"verifier.timeoutSeconds ({spec.verifier.timeout_seconds:g}) each"
+                            f"verifier.timeoutSeconds ({max(one.timeout_seconds for one in spec.scoring):g}) each"
                         )
                         problems.note = text
                         return

@@ -30,6 +30,7 @@ from scalerl_api.load import to_yaml
 from scalerl_api.recipe import LossSpec, RecipeSpec
 from scalerl_api.recipe.earlier import EarlierLoss, EarlierRecipe
 from scalerl_api.recipe.presets import set_by_others
+from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_operator.crd import cel_rules
@@ -60,6 +61,7 @@ _REPEATED: Final = (
     *((f"{role}.podTemplate", "podTemplate") for role in ("generator", "trainer", "coordinator")),
     ("task.mix[]", "task"),
     ("evaluation.sets[].task", "task"),
+    ("warmStart.dataset", "task.dataset"),
 )
 """Sections of the spec with the fields of an earlier section, whose descriptions are written there alone."""
 _COSTLY: Final = (".all(", ".exists(", ".startsWith(")
@@ -258,7 +260,17 @@ class _Structural(GenerateJsonSchema):
             "properties"
         ]:  # the API server drops empty properties, which would show as a difference
             del fields["properties"]
+        if model is WeightedVerifier:
+            for name in VerifierSpec.model_fields:
+                _without_descriptions(fields["properties"][model.model_fields[name].alias])
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
+
+
+def _without_descriptions(schema: Schema) -> None:
+    """Remove the descriptions of fields that the definition describes elsewhere: the API server limits its size."""
+    schema.pop("description", None)
+    for nested in schema.get("properties", {}).values():
+        _without_descriptions(nested)
 
 
 def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:
@@ -305,10 +317,18 @@ def _plain(docstring: str) -> str:
 
 
 def _drop_descriptions(schema: Schema, first: Schema) -> None:
-    """Removes the descriptions that are the same in another schema: a client-side ``kubectl apply`` stores the whole definition in
-    an annotation, of which an object may have 256 KiB."""
+    """Removes the descriptions that are the same in another schema, and what messages of the same rules say after the problem: a
+    client-side ``kubectl apply`` stores the whole definition in an annotation, of which an object may have 256 KiB."""
     if schema.get("description") == first.get("description"):
         schema.pop("description", None)
+    if rules := schema.get("x-kubernetes-validations"):
+        known = first.get("x-kubernetes-validations", ())
+        schema["x-kubernetes-validations"] = [
+            rule | {"message": re.split("[;:] ", rule["message"])[0]}
+            if rule in known and "message" in rule
+            else rule
+            for rule in rules
+        ]
     for name, nested in first.get("properties", {}).items():
         if name in schema.get("properties", {}):
             _drop_descriptions(schema["properties"][name], nested)

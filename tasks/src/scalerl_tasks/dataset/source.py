@@ -76,11 +76,21 @@ class DatasetSource:
             answer=row.answer,
             solution=row.solution,
             difficulty=row.difficulty,
-            metadata=row.metadata,
+            metadata=row.metadata | self._mapped(row),
             labels=row.labels,
             system=row.system,
             turns=tuple((role, text) for role, text in row.turns),
         )
+
+    def _mapped(self, row: TableRow) -> dict[str, Any]:
+        """Mapped columns by their own names, for rewards that read them."""
+        info = self.table.info
+        found = {
+            info.fields[name]: getattr(row, name)
+            for name in ("answer", "solution", "difficulty")
+            if info.fields.get(name) in info.columns
+        }
+        return {column: value for column, value in found.items() if column not in row.metadata}
 
     def difficulty(self, index: int, /) -> float | None:
         return self.row(index).difficulty
