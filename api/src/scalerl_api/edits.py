@@ -96,6 +96,7 @@ _EVALUATION_PROMPTS_ISSUED_THEN = Edit(
 )
 _GRADED_FROM_THEN = Edit(Effect.GENERATOR, "Applies to completions graded afterwards.")
 _NEW_SET = "Points before and after belong to two curves: the forecast restarts."
+_NEW_CODE = Edit(Effect.ALL, f"Applies to completions graded afterwards. {_NEW_SET}")
 _COMPLETIONS_STARTED_THEN = Edit(
     Effect.ALL, f"Applies to completions started afterwards; an evaluation in progress restarts. {_NEW_SET}"
 )
@@ -110,12 +111,16 @@ EDITS: Final[Mapping[str, Edit]] = {
     "task.mix": _of_the_run("the mix"),
     "task.mix.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,
     "task.mix.verifier.name": _of_the_run("the verifier"),
+    "task.mix.verifier.python": _NEW_CODE,
+    "task.mix.verifier.range": _NEW_CODE,
     "task.mix.verifier.timeoutSeconds": _GRADED_FROM_THEN,
     "task.mix.verifier.memory": _GRADED_FROM_THEN,
     "task.mix.verifier.workers": _GRADED_FROM_THEN,
     "task.prompt": _of_the_run("the prompt"),
     "task.heldOut": _of_the_run("the held-out set"),
     "task.verifier.name": _of_the_run("the verifier"),
+    "task.verifier.python": _NEW_CODE,
+    "task.verifier.range": _NEW_CODE,
     "task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
     "task.verifier.memory": _GRADED_FROM_THEN,
     "task.verifier.workers": _GRADED_FROM_THEN,
@@ -219,6 +224,8 @@ EDITS: Final[Mapping[str, Edit]] = {
         "Applies to points completed afterwards; earlier ones keep their columns of pass@k.",
     ),
     "evaluation.sets.task.verifier.name": _of_the_run("the verifier"),
+    "evaluation.sets.task.verifier.python": _NEW_CODE,
+    "evaluation.sets.task.verifier.range": _NEW_CODE,
     "evaluation.sets.task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
     "evaluation.sets.task.verifier.memory": _GRADED_FROM_THEN,
     "evaluation.sets.task.verifier.workers": _GRADED_FROM_THEN,

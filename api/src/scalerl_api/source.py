@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -281,29 +282,79 @@ class OpGraphSource(Model):
     )
 
 
+class PythonVerifier(Model):
+    """A function in a Python file or an installed package, which is trusted code."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Python file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume or in the images."""
+    module: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Installed module, in place of path."""
+    function: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the function there."""
+    signature: Literal["score", "group", "verl", "trl"] = "score"
+    """Arguments: see docs/tasks.md."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Further arguments; write fractions as strings (``"0.5"``)."""
+
+    rules = (exactly_one("path", "module"),)
+
+
+VerifierName = Literal[
+    "reasoning-gym",
+    "exact",
+    "number",
+    "math-verify",
+    "opgraph-outcome",
+    "opgraph-blend",
+    "opgraph-strict",
+    "opgraph-verified",
+]
+
+
 class VerifierSpec(Model):
     """How completions are scored, and the limits of scoring. Completions are untrusted input."""
 
-    name: Literal[
-        "reasoning-gym",
-        "exact",
-        "number",
-        "math-verify",
-        "opgraph-outcome",
-        "opgraph-blend",
-        "opgraph-strict",
-        "opgraph-verified",
-    ]
+    name: VerifierName | None = None
     """``reasoning-gym``: the data set's own scorer. ``exact``: the same text. ``number``: the same number.
     ``math-verify``: the same mathematics. For opGraph: ``opgraph-outcome``, the answer; ``opgraph-blend``, a fifth for the
     right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
     ``opgraph-verified``, the answer if all steps of the solution are there and right."""
+    python: PythonVerifier | None = None
+    """A function of your own; give this or name."""
+    range: Annotated[list[DecimalString], Field(min_length=2, max_length=2)] = ["0", "1"]
+    """Lowest and highest reward of python. They become the scores 0 and 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """Time limit for scoring one completion."""
+    """Time limit for scoring one completion, or a group at once."""
     memory: GraderQuantity = "1Gi"
     """Memory limit of a scoring process."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Scoring processes per generator."""
+
+    rules = (
+        exactly_one("name", "python"),
+        Rule(
+            "double(string(self.range[0])) < double(string(self.range[1]))",
+            "%(range)s must have the lowest reward first, and the highest above it",
+            "range",
+            lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
+        ),
+        Rule(
+            "!has(self.name) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: the verifiers with a name score from 0 to 1",
+            "range",
+            lambda verifier: verifier.name is None or [float(bound) for bound in verifier.range] == [0, 1],
+        ),
+    )
+
+    @property
+    def label(self) -> str:
+        """What scores, for messages."""
+        if self.python is None:
+            return self.name or ""
+        return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
 
 
 class PromptSpec(Model):
@@ -367,18 +418,19 @@ class SourcesSpec(Model):
 
 VERIFIER_RULES: Final = (
     Rule(
-        "!has(self.verifier) || !self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
+        "!has(self.verifier) || !has(self.verifier.name) || !self.verifier.name.startsWith('opgraph-') || "
+        "!has(self.reasoningGym)",
         "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
         "use reasoning-gym, exact, number or math-verify",
         "verifier.name",
         lambda task: (
             task.verifier is None
-            or not task.verifier.name.startswith("opgraph-")
+            or not (task.verifier.name or "").startswith("opgraph-")
             or task.reasoning_gym is None
         ),
     ),
     Rule(
-        "!has(self.verifier) || self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
+        "!has(self.verifier) || !has(self.verifier.name) || self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
         "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
         "verifier.name",
         lambda task: (

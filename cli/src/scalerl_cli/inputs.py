@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import SourcesSpec
+from scalerl_api.source import SourcesSpec, VerifierSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -41,13 +41,13 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     if spec.model.path is not None:
         model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
         spec = spec.model_copy(update={"model": model})
-    task = _with_absolute_path(base, spec.task)
+    task = _with_absolute_paths(base, spec.task)
     if task.mix is not None:
-        task = task.model_copy(update={"mix": [_with_absolute_path(base, one) for one in task.mix]})
+        task = task.model_copy(update={"mix": [_with_absolute_paths(base, one) for one in task.mix]})
     spec = spec.model_copy(update={"task": task})
     if spec.evaluation.sets is not None:
         sets = [
-            one if one.task is None else one.model_copy(update={"task": _with_absolute_path(base, one.task)})
+            one if one.task is None else one.model_copy(update={"task": _with_absolute_paths(base, one.task)})
             for one in spec.evaluation.sets
         ]
         spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"sets": sets})})
@@ -72,7 +72,11 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
         spec[last] = value
 
 
-def _with_absolute_path(base: Path, task: Section) -> Section:
+def _with_absolute_paths(base: Path, task: Section) -> Section:
+    own: VerifierSpec | None = getattr(task, "verifier", None)
+    if own is not None and own.python is not None and own.python.path is not None:
+        python = own.python.model_copy(update={"path": _absolute(base, own.python.path)})
+        task = task.model_copy(update={"verifier": own.model_copy(update={"python": python})})
     if task.dataset is not None and task.dataset.files is not None:
         files = [_absolute(base, path) for path in task.dataset.files]
         return task.model_copy(update={"dataset": task.dataset.model_copy(update={"files": files})})

@@ -81,6 +81,13 @@ class GeneratorRequests:
                 f"{request.name} has training prompts {request.task_digest[:16]}…, the coordinator {digest[:16]}…: "
                 f"both must read the same run file and the same data, with the same version of the task library",
             )
+        grading = tuple(request.grading) if any(request.grading) else ()
+        if grading != core.settings.identity.grading:
+            raise Refusal(
+                "task-mismatch",
+                f"{request.name} has other code of verifier.python than the coordinator: the file was edited during the run, or "
+                "differs between nodes. Put it back, or resume the run to go on with the new code: its curve begins anew",
+            )
         core.membership.register(member_id, request.name, request.control_url, now)
         for lease_id in sorted(core.book.of(request.name) - set(request.held_leases)):
             core.close_lease(lease_id, r.CloseReason.EXPIRED)

@@ -56,7 +56,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_api.spec import ProblemSpec, RunSpec
+from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
 from scalerl_generator.completion_streams import CompletionStreams
@@ -231,7 +231,7 @@ async def run_actor(
         )
         gc.collect()
         gc.freeze()  # exempt the imported objects, which stay, from later collections
-        heartbeats = _owned(stack, registration.run(tasks.digest))
+        heartbeats = _owned(stack, registration.run(tasks.digest, list(tasks.grading)))
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _run_leasing(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
@@ -328,16 +328,18 @@ async def _open_inputs(environment: ProcessEnvironment, spec: RunSpec) -> tuple[
 
 async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
     """The grading pool of each task and of each evaluation set with a task. Equal verifiers share a pool."""
-    problems: list[ProblemSpec] = [
-        *(task.section for task in spec.task.tasks),
-        *(one.spec for one in tasks.sets),
+    problems: list[tuple[ProblemSpec, PromptSpec]] = [
+        *((task.section, task.section.prompt) for task in spec.task.tasks),
+        *((one.spec, one.prompt) for one in tasks.sets),
     ]
-    keys = [(problem.verifier, verifier_config(problem)) for problem in problems]
+    keys = [(problem.verifier, verifier_config(problem, prompt)) for problem, prompt in problems]
     pools: list[GradingPool] = []
-    for i, problem in enumerate(problems):
+    for i, (problem, prompt) in enumerate(problems):
         first = keys.index(keys[i])
         pools.append(
-            pools[first] if first < i else await stack.enter_async_context(open_grading_pool(problem))
+            pools[first]
+            if first < i
+            else await stack.enter_async_context(open_grading_pool(problem, prompt=prompt))
         )
     return pools
 

@@ -194,11 +194,12 @@ class Registration:
             self._clear_member()
             self._wake.set()
 
-    async def run(self, task_digest: str) -> None:
+    async def run(self, task_digest: str, grading: list[str]) -> None:
         """Register and send heartbeats, until cancelled.
 
         Args:
             task_digest: of this actor's training prompts; the coordinator refuses any but its own.
+            grading: digests of the code that scores completions; refused likewise.
 
         Raises:
             Refused: the coordinator refuses this actor (wrong token, wire version or task).
@@ -206,7 +207,7 @@ class Registration:
         backoff = Backoff()
         while True:
             try:
-                await self._once(task_digest)
+                await self._once(task_digest, grading)
             except UnknownMember as error:
                 logger.warning("no longer a member: %s", error)
                 self._clear_member()
@@ -226,22 +227,23 @@ class Registration:
                 async with asyncio.timeout(timeout_seconds):
                     await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=False))
 
-    async def _once(self, task_digest: str) -> None:
+    async def _once(self, task_digest: str, grading: list[str]) -> None:
         if self._registered_start != self._state.start_count:
             self._clear_member()
         if self.member_id is None:
             if self._state.up:
-                await self._register(task_digest)
+                await self._register(task_digest, grading)
             return
         await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=self._state.up))
 
-    async def _register(self, task_digest: str) -> None:
+    async def _register(self, task_digest: str, grading: list[str]) -> None:
         start = self._state.start_count
         reply = await self._coordinator.register(
             Register(
                 name=self._name,
                 control_url=self._control_url,
                 task_digest=task_digest,
+                grading=grading,
                 held_leases=sorted(self.held_leases),
             )
         )

@@ -100,11 +100,14 @@ def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Vo
     run = Volume(f"$({DIR})", writable=writable)
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
+    code = dict.fromkeys(
+        task.verifier.python.path for task in spec.tasks if task.verifier.python and task.verifier.python.path
+    )
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     files = dict.fromkeys(
         path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ()
     )
-    return (run, *model, *jsonl, *(Volume(literal(path)) for path in files))
+    return (run, *model, *jsonl, *(Volume(literal(path)) for path in (*files, *code)))
 
 
 def _listen(port: str) -> str:

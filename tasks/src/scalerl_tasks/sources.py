@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
@@ -17,6 +18,7 @@ from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.python_verifier import PythonFunction
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -75,14 +77,62 @@ def open_source(
     raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
 
 
-def verifier_config(spec: ProblemSpec) -> VerifierConfig:
-    """The verifier of a task section, for a grading process to open."""
-    name = spec.verifier.name
-    return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
+def verifier_config(
+    spec: ProblemSpec, prompt: PromptSpec | None = None, directory: Path | None = None
+) -> VerifierConfig:
+    """The verifier of a task section, for a grading process to open.
+
+    Args:
+        spec: the section.
+        prompt: the prompt format; default: that of the section.
+        directory: base of a relative ``verifier.python.path``.
+    """
+    given, prompt = spec.verifier, prompt or spec.prompt
+    if (own := given.python) is not None:
+        low, high = map(float, given.range)
+        return VerifierConfig(
+            "python",
+            python=PythonFunction(
+                function=own.function,
+                path=None if own.path is None else str((directory or Path()) / own.path),
+                module=own.module,
+                signature=own.signature,
+                parameters=own.parameters,
+                chat=prompt is not None and prompt.format == "Chat",
+                template=None if prompt is None else prompt.template,
+                system=None if prompt is None else prompt.system,
+                range=(low, high),
+            ),
+        )
+    assert given.name is not None
+    return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
 
 
-def open_grading_pool(spec: ProblemSpec, workers: int | None = None) -> GradingPool:
-    """The grading pool of a task section, with the section's number of graders or ``workers``; not started yet.
+def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
+    """Digest of the code that scores the completions of a section, and of what it depends on; empty for a verifier with a name.
+
+    Raises:
+        VerifierError: the code cannot be read.
+    """
+    own = spec.verifier.python
+    if own is None:
+        return ""
+    path = None if own.path is None else (directory or Path()) / own.path
+    settings = own.model_dump_json(exclude={"path", "module"})
+    parts = (code_digest(path, own.module), settings, spec.verifier.range)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def open_grading_pool(
+    spec: ProblemSpec,
+    workers: int | None = None,
+    *,
+    prompt: PromptSpec | None = None,
+    directory: Path | None = None,
+    show_output: bool = False,
+) -> GradingPool:
+    """The grading pool of a task section, with the section's number of graders or ``workers``; not started yet. ``prompt`` and
+    ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
         VerifierError: ``verifier.memory`` is too small to grade anything.
@@ -93,10 +143,11 @@ def open_grading_pool(spec: ProblemSpec, workers: int | None = None) -> GradingP
     if memory_bytes < MIN_MEMORY_BYTES:
         raise VerifierError(f"task.verifier.memory is {spec.verifier.memory}; a grader needs at least 64Mi")
     return GradingPool(
-        verifier_config(spec),
+        verifier_config(spec, prompt, directory),
         workers=workers or spec.verifier.workers,
         timeout_seconds=spec.verifier.timeout_seconds,
         memory_bytes=memory_bytes,
+        show_output=show_output,
     )
 
 
@@ -111,6 +162,8 @@ class Task:
     held_out: HeldOut
     template: str | None = None
     system: str | None = None
+    grading: str = ""
+    """:func:`grading_digest` of the section."""
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt in the task's template."""
@@ -128,11 +181,13 @@ class EvaluationPrompts:
     spec: ProblemSpec
     """Section with source, prompt format and verifier."""
     prompt: PromptSpec
+    grading: str = ""
+    """:func:`grading_digest` of the section."""
 
     @property
     def digest(self) -> str:
-        """Digest of everything besides model and sampling that determines a score: the rendered prompts and their verifier."""
-        parts = (self.prompts.digest, self.spec.verifier.name, self.prompt.model_dump_json())
+        """Digest of the rendered prompts and the name of their verifier; a score also depends on :attr:`grading`."""
+        parts = (self.prompts.digest, self.spec.verifier.label, self.prompt.model_dump_json())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -149,6 +204,11 @@ class RunTasks:
     """The evaluation sets with their own task, in the order of the spec."""
     digest: str
     """Digest of the training prompts: equal digests mean equal prompts, in equal proportions."""
+
+    @property
+    def grading(self) -> tuple[str, ...]:
+        """:func:`grading_digest` of each task, then of each set."""
+        return (*(task.grading for task in self.tasks), *(one.grading for one in self.sets))
 
     def overlap(self, one: EvaluationPrompts) -> str:
         """The reason why a training file and an evaluation set cannot be used together: the file has prompts of the set. Empty
@@ -173,12 +233,13 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     Raises:
         SourceError: the source is invalid or too small for the held-out set.
         TemplateError: the template is invalid.
+        VerifierError: the code of the verifier cannot be read.
     """
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
     given = spec.held_out
     train, held_out = split_held_out(source, given.size, given.seed, others, _held_out_graphs(given))
-    return Task(train, held_out, spec.prompt.template, spec.prompt.system)
+    return Task(train, held_out, spec.prompt.template, spec.prompt.system, grading_digest(spec, directory))
 
 
 def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
@@ -221,7 +282,8 @@ def _open_mix(
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
             size, seed = one.section.held_out.size, one.section.held_out.seed
             train = open_train(source, held_out[at], size, seed, excluded)
-            tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
+            prompt, grading = one.section.prompt, grading_digest(one.section, directory)
+            tasks.append(Task(train, held_out[at], prompt.template, prompt.system, grading))
     return tuple(tasks)
 
 
@@ -245,9 +307,10 @@ def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPromp
     try:
         check_template(prompt.template)
         prompts = select_prompts(open_source(task, directory), task.size, task.seed)
+        grading = grading_digest(task, directory)
     except TaskError as error:
         raise EvaluationSetError(given.name, field, error) from error
-    return EvaluationPrompts(given.name, field, prompts, task, prompt)
+    return EvaluationPrompts(given.name, field, prompts, task, prompt, grading)
 
 
 def _gym_task(spec: ProblemSpec) -> GymTask | None:

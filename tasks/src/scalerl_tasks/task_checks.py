@@ -34,7 +34,7 @@ from scalerl_tasks.grading.grading_pool import GradingPool
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks
+from scalerl_tasks.sources import RunTasks, grading_digest, open_grading_pool, open_source, open_tasks
 
 if TYPE_CHECKING:
     from scalerl_api.spec import ProblemSpec, RunSpec
@@ -43,6 +43,8 @@ GENERATED_PROMPTS = 1000
 """Number of evenly spaced prompts that are checked of a generated source."""
 DATASET_PROMPTS = 20_000
 """The same for a data set; ``scalerl data`` checks all."""
+OWN_CODE_PROMPTS = 200
+"""The same for a verifier of the user's own code, which may take seconds for each."""
 PROGRESS_SECONDS = 10.0
 """Interval of the lines about a check that takes long."""
 _MAX_WORKERS = 32
@@ -142,30 +144,33 @@ def _section_problems(
     """
     source: PromptSource | None = None
     try:
-        open_grading_pool(section)
+        open_grading_pool(section, directory=directory)
+        grading_digest(section, directory)
         if section.dataset is not None:
             with contextlib.closing(open_dataset(section.dataset, directory, progress)) as opened:
                 for line in description(opened.table.info):
                     progress(f"{field}.dataset: {line}")
         if section.jsonl is None:
             if answers:
-                check_answers(open_source(section, directory), section, progress=progress)
+                check_answers(
+                    open_source(section, directory), section, directory=directory, progress=progress
+                )
             return
         path = (directory or Path()) / section.jsonl.path
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
-        key = (str(path.resolve()), section.verifier.name)
+        key = (str(path.resolve()), section.verifier.model_dump_json())
         if answers and key not in checked:
             checked[key] = ()
             try:
-                check_answers(source, section, progress=progress)
+                check_answers(source, section, directory=directory, progress=progress)
             except AnswersError as error:
                 checked[key] = error.texts
         for text in checked.get(key, ()):
-            yield TaskProblem(f"{field}.verifier.name", text)
+            yield TaskProblem(f"{field}{_verifier_field(section)}", text)
     except AnswersError as error:
-        yield from (TaskProblem(f"{field}.verifier.name", text) for text in error.texts)
+        yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
     except (SourceError, VerifierError) as error:
         yield _source_problem(field, section, error)
     finally:
@@ -217,6 +222,10 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
             yield TaskProblem(f"{one.field}.task", problem)
 
 
+def _verifier_field(task: ProblemSpec) -> str:
+    return ".verifier.python" if task.verifier.python is not None else ".verifier.name"
+
+
 def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
     """The problem of the task at ``where``, with the field that has to be corrected."""
     field = f".{task.source_field}" + (".path" if task.jsonl is not None else "")
@@ -231,7 +240,7 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
         case TemplateError():
             field = ".prompt.template"
         case VerifierError():
-            field = ".verifier.name"
+            field = _verifier_field(task)
         case SourceError() if task.jsonl is None and task.dataset is None:
             field = ""
     return TaskProblem(where + field, str(error))
@@ -245,6 +254,7 @@ def check_answers(
     spec: ProblemSpec,
     limit: int | None = None,
     *,
+    directory: Path | None = None,
     progress: Progress = lambda text: None,
 ) -> None:
     """Start the graders of a section, and check that its prompts' own answers can be graded.
@@ -253,7 +263,8 @@ def check_answers(
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
         limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
-            :data:`GENERATED_PROMPTS` of another source.
+            :data:`GENERATED_PROMPTS` of another source, :data:`OWN_CODE_PROMPTS` with a verifier of the user's own code.
+        directory: base of a relative path of a verifier.
         progress: as in :func:`task_problems`.
 
     Raises:
@@ -261,20 +272,27 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
-    if limit is None and spec.jsonl is None:
+    if limit is None and spec.verifier.python is not None:
+        limit = OWN_CODE_PROMPTS
+    elif limit is None and spec.jsonl is None:
         limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
     rows = count + source.problems.total if isinstance(source, JsonlSource) else count
     problems = RowProblems(where, rows)
-    asyncio.run(_check_answers(source, spec, count, problems, progress))
+    asyncio.run(_check_answers(source, spec, directory, count, problems, progress))
     if problems.total:
         raise AnswersError(problems.texts)
 
 
 async def _check_answers(
-    source: PromptSource, spec: ProblemSpec, count: int, problems: RowProblems, progress: Progress
+    source: PromptSource,
+    spec: ProblemSpec,
+    directory: Path | None,
+    count: int,
+    problems: RowProblems,
+    progress: Progress,
 ) -> None:
     workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
     total, once = len(source), spec.verifier.name in _OF_THE_ANSWER
@@ -290,7 +308,7 @@ async def _check_answers(
         done += 1
         if error is None:
             return
-        kind = f"answers that {spec.verifier.name} cannot use"
+        kind = f"answers that {spec.verifier.label} cannot use"
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
@@ -313,7 +331,7 @@ async def _check_answers(
 
         await pool.check(list(chunk.values()), checked)
 
-    async with open_grading_pool(spec, workers) as pool:
+    async with open_grading_pool(spec, workers, directory=directory) as pool:
         running: set[asyncio.Task[None]] = set()
         chunk: dict[bytes, Prompt] = {}
         try:

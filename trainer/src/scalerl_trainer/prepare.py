@@ -200,7 +200,8 @@ def _answers_identity(spec: RunSpec, tasks: RunTasks) -> str:
     """SHA-256 of all that decides whether the reference answers can be graded."""
     parts = [(task.train.digest, task.held_out.digest) for task in tasks.tasks]
     verifiers = [task.verifier.model_dump_json() for task in spec.tasks]
-    return hashlib.sha256(repr((parts, [one.digest for one in tasks.sets], verifiers)).encode()).hexdigest()
+    identity = (parts, [one.digest for one in tasks.sets], verifiers, tasks.grading)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 
 def _answers_are_checked(target: Path, spec: RunSpec) -> bool:

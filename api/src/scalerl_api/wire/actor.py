@@ -21,6 +21,8 @@ class Register(Struct, frozen=True, kw_only=True):
     """URL of this actor's weight-update endpoints, for the trainer."""
     task_digest: str
     """Digest of the actor's training split; the coordinator rejects any digest but its own."""
+    grading: list[str] = []
+    """Digests of the code that scores each task and evaluation set, empty for a verifier with a name; rejected likewise."""
     held_leases: list[str] = []
     """Leases that an actor which registers again still works on: it keeps them. Other leases of its name are reassigned."""
 

@@ -11,11 +11,11 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl_tasks.dataset.layouts import recognize
 from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
-from scalerl_tasks.dataset.rows import Mapper, RowProblem
+from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
 from scalerl_tasks.dataset.table import Table, TableInfo, TableWriter
 from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
 from scalerl_tasks.prompts import Prompt, check_index
@@ -55,11 +55,21 @@ class DatasetSource:
             answer=row.answer,
             solution=row.solution,
             difficulty=row.difficulty,
-            metadata=row.metadata,
+            metadata=row.metadata | self._mapped(row),
             labels=row.labels,
             system=row.system,
             turns=tuple((role, text) for role, text in row.turns),
         )
+
+    def _mapped(self, row: TableRow) -> dict[str, Any]:
+        """Mapped columns by their own names, for rewards that read them."""
+        info = self.table.info
+        found = {
+            info.fields[name]: getattr(row, name)
+            for name in ("answer", "solution", "difficulty")
+            if info.fields.get(name) in info.columns
+        }
+        return {column: value for column, value in found.items() if column not in row.metadata}
 
     def difficulty(self, index: int, /) -> float | None:
         check_index(index, len(self.table))
