@@ -8,12 +8,15 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalerl_api.fields import (
+    AtLeast,
+    AtMost,
     DecimalString,
     GraderQuantity,
     Matches,
     Model,
     OpenUnitDecimal,
     PositiveUnitDecimal,
+    Quantity,
     Rule,
     exactly_one,
 )
@@ -302,6 +305,23 @@ class PythonVerifier(Model):
     rules = (exactly_one("path", "module"),)
 
 
+class CodeVerifier(Model):
+    """Programs in completions, which run in a sandbox; the prompts' answers are their tests."""
+
+    language: Literal["python"] = "python"
+    """Language of the programs."""
+    partial: Literal["All", "Share"] = "All"
+    """``All``: 1 if all tests are passed. ``Share``: the share of tests that are passed."""
+    cpu_seconds: Annotated[int, Field(ge=1, le=120)] = 4
+    """CPU time of a test."""
+    memory: GraderQuantity = "512Mi"
+    """Memory limit of a program, beside that of the scoring process."""
+    output: Annotated[Quantity, AfterValidator(AtLeast("1Ki")), AfterValidator(AtMost("64Mi"))] = "1Mi"
+    """Limit of a program's output."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 16
+    """Maximum number of threads of a program, which is one process."""
+
+
 VerifierName = Literal[
     "reasoning-gym",
     "exact",
@@ -323,7 +343,9 @@ class VerifierSpec(Model):
     right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
     ``opgraph-verified``, the answer if all steps of the solution are there and right."""
     python: PythonVerifier | None = None
-    """A function of your own; give this or name."""
+    """A function of your own; give this, name or code."""
+    code: CodeVerifier | None = None
+    """Programs that have to pass tests; give this, name or python."""
     range: Annotated[list[DecimalString], Field(min_length=2, max_length=2)] = ["0", "1"]
     """Lowest and highest reward of python. They become the scores 0 and 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
@@ -334,7 +356,7 @@ class VerifierSpec(Model):
     """Scoring processes per generator."""
 
     rules = (
-        exactly_one("name", "python"),
+        exactly_one("name", "python", "code"),
         Rule(
             "double(string(self.range[0])) < double(string(self.range[1]))",
             "%(range)s must have the lowest reward first, and the highest above it",
@@ -342,10 +364,12 @@ class VerifierSpec(Model):
             lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
         ),
         Rule(
-            "!has(self.name) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
-            "range is for rewards of your own: the verifiers with a name score from 0 to 1",
+            "has(self.python) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: the other verifiers score from 0 to 1",
             "range",
-            lambda verifier: verifier.name is None or [float(bound) for bound in verifier.range] == [0, 1],
+            lambda verifier: (
+                verifier.python is not None or [float(bound) for bound in verifier.range] == [0, 1]
+            ),
         ),
     )
 
@@ -353,7 +377,7 @@ class VerifierSpec(Model):
     def label(self) -> str:
         """What scores, for messages."""
         if self.python is None:
-            return self.name or ""
+            return "code" if self.code else self.name or ""
         return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
 
 

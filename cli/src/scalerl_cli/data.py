@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from scalerl_api.load import SpecError
+from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_api.source import DatasetSource as DatasetSpec
-from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
 from scalerl_cli.output import say
@@ -196,10 +196,10 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
     import scalerl_tasks as tasks
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
-    if info is not None and info.programs:
-        say("  answers: not checked: they are tests of programs")
-        return True
-    if arguments.files[0].suffix not in _RUN_FILES and arguments.verifier is None:
+    given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
+    if not given and info is not None and info.programs:
+        section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
+    elif not given:
         numbers = all(_NUMBER.fullmatch(source[i].answer.strip()) for i in range(min(_GUESSED, len(source))))
         verifier = section.verifier.model_copy(update={"name": "number" if numbers else "math-verify"})
         section = section.model_copy(update={"verifier": verifier})
@@ -210,7 +210,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         for text in error.texts:
             say(f"  {text}", error=True)
         return False
-    say(f"  answers: {count:,} checked by {section.verifier.name}: each scores 1 as a reply")
+    say(f"  answers: {count:,} checked by {section.verifier.label}: each scores 1 as a reply")
     return True
 
 

@@ -93,7 +93,11 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
         grader = task.verifier, task.reasoning_gym if task.verifier.name == "reasoning-gym" else None
         if grader not in graders:
             graders.append(grader)
-    return sum(quantity_bytes(verifier.memory) * verifier.workers for verifier, _ in graders)
+    return sum(
+        (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
+        * verifier.workers
+        for verifier, _ in graders
+    )
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:

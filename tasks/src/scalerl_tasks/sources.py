@@ -17,8 +17,10 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
+from scalerl_tasks.programs.verifier import CodeConfig
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -31,7 +33,7 @@ from scalerl_tasks.split import (
 from scalerl_tasks.verifiers import VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import HeldOutSpec
+    from scalerl_api.source import CodeVerifier, HeldOutSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
@@ -104,8 +106,19 @@ def verifier_config(
                 range=(low, high),
             ),
         )
+    if given.code is not None:
+        return VerifierConfig("code", code=_code_config(given.code, given.timeout_seconds))
     assert given.name is not None
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
+
+
+def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
+    from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
+
+    limits = Limits(
+        given.cpu_seconds, quantity_bytes(given.memory), quantity_bytes(given.output), given.threads
+    )
+    return CodeConfig.of(given.partial, limits, timeout_seconds)
 
 
 def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
@@ -115,6 +128,8 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         VerifierError: the code cannot be read.
     """
     own = spec.verifier.python
+    if spec.verifier.code is not None:
+        return hashlib.sha256(spec.verifier.code.model_dump_json().encode()).hexdigest()
     if own is None:
         return ""
     path = None if own.path is None else (directory or Path()) / own.path

@@ -223,7 +223,7 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
 
 
 def _verifier_field(task: ProblemSpec) -> str:
-    return ".verifier.python" if task.verifier.python is not None else ".verifier.name"
+    return ".verifier." + ("python" if task.verifier.python else "code" if task.verifier.code else "name")
 
 
 def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
@@ -272,7 +272,7 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
-    if limit is None and spec.verifier.python is not None:
+    if limit is None and spec.verifier.name is None:
         limit = OWN_CODE_PROMPTS
     elif limit is None and spec.jsonl is None:
         limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS

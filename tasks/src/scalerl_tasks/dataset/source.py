@@ -266,9 +266,7 @@ def description(info: TableInfo) -> list[str]:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
     lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
     if info.programs:
-        lines.append(
-            "the answers are tests of programs: a verifier that runs programs is needed to grade them"
-        )
+        lines.append("the answers are tests of programs: grade them by verifier.code")
     return lines
 
 

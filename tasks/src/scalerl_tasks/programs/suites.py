@@ -69,23 +69,36 @@ def read_suite(prompt: Prompt) -> Suite:
             return Code("check", text, entry=str(entry))
         if re.search(r"^\s*(def test|class Test|assert\b)", text, re.MULTILINE):
             return Code("pytest", text)
-        _fail(prompt, "is neither JSON nor Python with tests (def test…, or def check(candidate) with a column entry_point)")
+        _fail(
+            prompt,
+            "is neither JSON nor Python with tests (def test…, or def check(candidate) with a column entry_point)",
+        )
     if isinstance(data, list) and data and all(isinstance(one, str) for one in data):
         if not all(map(_ASSERT.match, data)):
             _fail(prompt, "is a list of texts that are no assert statements")
         imports = metadata.get("test_imports") or []
-        setup = [*([imports] if isinstance(imports, str) else imports), str(metadata.get("test_setup_code") or "")]
+        setup = [
+            *([imports] if isinstance(imports, str) else imports),
+            str(metadata.get("test_setup_code") or ""),
+        ]
         return Code("asserts", data, [one for one in setup if one.strip()])
     if isinstance(data, list):
         private = metadata.get("private_test_cases")
         return _of_cases(prompt, [*data, *(_private(prompt, private) if private else [])])
-    if isinstance(data, dict) and isinstance(data.get("inputs"), list) and isinstance(data.get("outputs"), list):
+    if (
+        isinstance(data, dict)
+        and isinstance(data.get("inputs"), list)
+        and isinstance(data.get("outputs"), list)
+    ):
         if len(data["inputs"]) != len(data["outputs"]) or not data["inputs"]:
             _fail(prompt, f"has {len(data['inputs'])} inputs and {len(data['outputs'])} outputs")
         function = data.get("fn_name")
         pairs = list(zip(data["inputs"], data["outputs"], strict=True))
         return Calls(str(function), [_call(one, two) for one, two in pairs]) if function else _scripts(pairs)
-    _fail(prompt, "is JSON of no known form: write {inputs, outputs, fn_name}, [{input, output}] or a list of assert statements")
+    _fail(
+        prompt,
+        "is JSON of no known form: write {inputs, outputs, fn_name}, [{input, output}] or a list of assert statements",
+    )
 
 
 def _parsed(text: str) -> Any:
@@ -101,7 +114,9 @@ def _of_cases(prompt: Prompt, cases: list[Any]) -> Suite:
     pairs = [(one["input"], one["output"]) for one in cases]
     function = first.get("fn_name")
     if first.get("testtype") == "functional":
-        function = function or _function_of(first.get("metadata")) or _function_of(prompt.metadata.get("metadata"))
+        function = (
+            function or _function_of(first.get("metadata")) or _function_of(prompt.metadata.get("metadata"))
+        )
         if not function:
             _fail(prompt, "has functional tests, and no func_name in metadata")
         return Calls(str(function), [(_lines(one), [_value(two)]) for one, two in pairs])
@@ -182,7 +197,10 @@ def same_output(wanted: str, given: str) -> bool:
     ours, theirs = wanted.strip().split("\n"), given.strip().split("\n")
     if len(ours) != len(theirs):
         return False
-    return all(one.strip() == two.strip() or _same_words(one.split(), two.split()) for one, two in zip(ours, theirs, strict=True))
+    return all(
+        one.strip() == two.strip() or _same_words(one.split(), two.split())
+        for one, two in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_words(wanted: list[str], given: list[str]) -> bool:
@@ -223,11 +241,15 @@ def same_value(wanted: Any, given: Any) -> bool:
         if not isinstance(given, dict):
             return False
         texts = {str(key): value for key, value in given.items()}
-        return texts.keys() == wanted.keys() and all(same_value(value, texts[key]) for key, value in wanted.items())
+        return texts.keys() == wanted.keys() and all(
+            same_value(value, texts[key]) for key, value in wanted.items()
+        )
     if isinstance(wanted, bool) or isinstance(given, bool):
         return wanted is given
     if isinstance(wanted, int | float) and isinstance(given, int | float):
-        return wanted == given or (isinstance(wanted, float) or isinstance(given, float)) and _near(wanted, given)
+        return wanted == given or (
+            (isinstance(wanted, float) or isinstance(given, float)) and _near(wanted, given)
+        )
     return type(wanted) is type(given) and bool(wanted == given)
 
 

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError
@@ -32,6 +32,9 @@ _SHARE_OF_TIMEOUT = 0.8
 """Of a completion's time limit, for its program: the grader must have time to say that it was too slow."""
 
 
+_DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class CodeConfig:
     """Settings of the verifier.
@@ -43,7 +46,7 @@ class CodeConfig:
     """
 
     partial: Literal["All", "Share"] = "All"
-    limits: Limits = Limits()
+    limits: Limits = _DEFAULT_LIMITS
     seconds: float = 10.0 * _SHARE_OF_TIMEOUT
 
     @classmethod
@@ -79,20 +82,27 @@ class CodeVerifier:
     name = "code"
     part_names = ("compiled", "tests_passed")
 
-    def __init__(self, config: CodeConfig = CodeConfig()) -> None:
+    def __init__(self, config: CodeConfig) -> None:
         check_kernel()
         self._config = config
         self._sandbox: Sandbox | None = None
 
     def open(self) -> None:
-        """Start the sandbox of this process, before its own limits."""
+        """Start the sandbox of this process, before its own limits.
+
+        Raises:
+            VerifierError: the sandbox cannot be set up.
+        """
         self._sandbox = Sandbox.start(self._config.limits)
 
-    def close(self) -> None:
-        """End it."""
-        if self._sandbox is not None:
-            self._sandbox.close()
-            self._sandbox = None
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._sandbox is not None
+        self._sandbox.close()
+        self._sandbox = None
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict:
         suite = read_suite(prompt)
@@ -124,14 +134,15 @@ class CodeVerifier:
         """Run a program's tests, up to the first that fails if all have to be passed."""
         assert self._sandbox is not None, "open() starts the sandbox"
         deadline = time.monotonic() + self._config.seconds
+        if isinstance(suite, Code) and suite.entry and f"def {suite.entry}" not in program:
+            program = prompt.text + "\n" + program  # it continues the prompt
+        program = textwrap.dedent(program)
         match suite:
             case Scripts():
                 return self._scripts(self._sandbox, suite, program, deadline)
             case Calls():
                 return self._calls(self._sandbox, suite, program, deadline)
             case Code():
-                if suite.entry and f"def {suite.entry}" not in program:  # a continuation of the prompt
-                    program = prompt.text + "\n" + program
                 return self._code(self._sandbox, suite, program, deadline)
 
     def _scripts(self, sandbox: Sandbox, suite: Scripts, program: str, deadline: float) -> Outcome:
@@ -147,7 +158,9 @@ class CodeVerifier:
             if not result.problem and same_output(wanted, result.output):
                 passed += 1
                 continue
-            problem = problem or f"test {at + 1}: " + (result.problem or f"printed {_shown(result.output)}, not {_shown(wanted)}")
+            problem = problem or f"test {at + 1}: " + (
+                result.problem or f"printed {_shown(result.output)}, not {_shown(wanted)}"
+            )
             if self._config.partial == "All":
                 break
         return Outcome(passed, len(suite.cases), problem=problem)
@@ -173,7 +186,12 @@ class CodeVerifier:
 
     def _code(self, sandbox: Sandbox, suite: Code, program: str, deadline: float) -> Outcome:
         passed, total, problem, done = 0, 1, "", 0
-        request = {"tests": suite.kind, "source": suite.source, "setup": list(suite.setup), "entry": suite.entry}
+        request = {
+            "tests": suite.kind,
+            "source": suite.source,
+            "setup": list(suite.setup),
+            "entry": suite.entry,
+        }
         try:
             with sandbox.process({"source": program}, _seconds(deadline), 8) as process:
                 if (failed := _failed_to_begin(process, 1)) is not None:
@@ -209,7 +227,7 @@ def program_of(completion: str) -> str:
     """
     text = after_thought(completion)
     if "```" not in text:
-        return textwrap.dedent(text)
+        return text
     if text.count("```") % 2:
         return ""
     blocks = list(fenced_blocks(text))

@@ -30,10 +30,46 @@ _MAX_REQUEST_BYTES = 256 << 20
 _RECURSION_LIMIT = 50_000
 _MAX_ERROR_CHARACTERS = 300
 _IMPORTED = (
-    *("typing", "collections", "heapq", "bisect", "math", "itertools", "functools", "re", "string", "random", "datetime"),
-    *("copy", "statistics", "operator", "io", "json", "sys", "decimal", "fractions", "dataclasses", "abc", "enum", "time"),
+    *(
+        "typing",
+        "collections",
+        "heapq",
+        "bisect",
+        "math",
+        "itertools",
+        "functools",
+        "re",
+        "string",
+        "random",
+        "datetime",
+    ),
+    *(
+        "copy",
+        "statistics",
+        "operator",
+        "io",
+        "json",
+        "sys",
+        "decimal",
+        "fractions",
+        "dataclasses",
+        "abc",
+        "enum",
+        "time",
+    ),
 )
-_SHARED = ("typing", "collections", "heapq", "bisect", "math", "itertools", "functools", "string", "random", "datetime")
+_SHARED = (
+    "typing",
+    "collections",
+    "heapq",
+    "bisect",
+    "math",
+    "itertools",
+    "functools",
+    "string",
+    "random",
+    "datetime",
+)
 """Modules whose names a program has without importing them, as with the harness of LiveCodeBench."""
 
 
@@ -159,7 +195,9 @@ class _Functions:
             answer = {"value": encode(value, self._refer)}
             if before is not None:
                 after = encode(arguments, self._refer)
-                changed = {at: new for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
+                changed = {
+                    at: new for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new
+                }
                 answer |= {"changed": changed} if changed else {}
             return answer
         except BaseException as error:  # also SystemExit: a call that exits is one that raises
@@ -203,7 +241,11 @@ class _Functions:
     def _send(self, answer: dict[str, Any]) -> None:
         data = pack(answer)
         if len(data) > self._max_bytes:
-            data = pack(self._raised(ValueError(f"a value of {len(data):,} bytes, over the limit of {self._max_bytes:,}")))
+            data = pack(
+                self._raised(
+                    ValueError(f"a value of {len(data):,} bytes, over the limit of {self._max_bytes:,}")
+                )
+            )
         messages.send(self._channel, data)
 
 
@@ -216,10 +258,19 @@ def _next(iterator: Iterator[Any]) -> Any:
 
 
 _HELPERS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem", "delitem")},
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "abs")},
+    **{
+        name: getattr(operator, name)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem", "delitem")
+    },
+    **{
+        name: getattr(operator, name)
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "abs")
+    },
     **{name: getattr(operator, f"{name}_") for name in ("and", "or")},
-    **{name: getattr(builtins, name) for name in ("len", "iter", "str", "repr", "bool", "hash", "int", "float", "round", "isinstance")},
+    **{
+        name: getattr(builtins, name)
+        for name in ("len", "iter", "str", "repr", "bool", "hash", "int", "float", "round", "isinstance")
+    },
     **{name: getattr(builtins, name) for name in ("getattr", "setattr", "reversed")},
     "next": _next,
     "enter": lambda value: value.__enter__(),

@@ -25,20 +25,138 @@ _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/et
 _MOUNT_POINTS = ("/media", "/mnt", "/srv")  # folders of every Linux, which hold no part of the runtime
 _TIME_ZONES = ("/usr/share/zoneinfo", "/etc/localtime")
 
-_ALLOWED = """
-read write close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64 pwrite64 readv
-writev access pipe select sched_yield mremap msync mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid recvfrom
-shutdown getsockopt setsockopt exit wait4 uname flock fsync fdatasync ftruncate getcwd rename unlink readlink umask gettimeofday
-getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid
-rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack sched_getparam sched_getscheduler sched_get_priority_max
-sched_get_priority_min setrlimit gettid time futex sched_getaffinity getdents64 set_tid_address restart_syscall fadvise64
-clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl newfstatat unlinkat readlinkat faccessat pselect6 ppoll
-set_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2 getcpu renameat2 getrandom membarrier statx rseq faccessat2
-""".split()
+_ALLOWED = [
+    "read",
+    "write",
+    "close",
+    "stat",
+    "fstat",
+    "lstat",
+    "poll",
+    "lseek",
+    "mmap",
+    "mprotect",
+    "munmap",
+    "brk",
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "rt_sigreturn",
+    "pread64",
+    "pwrite64",
+    "readv",
+    "writev",
+    "access",
+    "pipe",
+    "select",
+    "sched_yield",
+    "mremap",
+    "msync",
+    "mincore",
+    "madvise",
+    "dup",
+    "dup2",
+    "pause",
+    "nanosleep",
+    "getitimer",
+    "alarm",
+    "setitimer",
+    "getpid",
+    "recvfrom",
+    "shutdown",
+    "getsockopt",
+    "setsockopt",
+    "exit",
+    "wait4",
+    "uname",
+    "flock",
+    "fsync",
+    "fdatasync",
+    "ftruncate",
+    "getcwd",
+    "rename",
+    "unlink",
+    "readlink",
+    "umask",
+    "gettimeofday",
+    "getrlimit",
+    "getrusage",
+    "sysinfo",
+    "times",
+    "getuid",
+    "getgid",
+    "geteuid",
+    "getegid",
+    "getppid",
+    "getpgrp",
+    "getgroups",
+    "getresuid",
+    "getresgid",
+    "getpgid",
+    "getsid",
+    "rt_sigpending",
+    "rt_sigtimedwait",
+    "rt_sigsuspend",
+    "sigaltstack",
+    "sched_getparam",
+    "sched_getscheduler",
+    "sched_get_priority_max",
+    "sched_get_priority_min",
+    "setrlimit",
+    "gettid",
+    "time",
+    "futex",
+    "sched_getaffinity",
+    "getdents64",
+    "set_tid_address",
+    "restart_syscall",
+    "fadvise64",
+    "clock_gettime",
+    "clock_getres",
+    "clock_nanosleep",
+    "exit_group",
+    "epoll_wait",
+    "epoll_ctl",
+    "newfstatat",
+    "unlinkat",
+    "readlinkat",
+    "faccessat",
+    "pselect6",
+    "ppoll",
+    "set_robust_list",
+    "epoll_pwait",
+    "eventfd2",
+    "epoll_create1",
+    "dup3",
+    "pipe2",
+    "getcpu",
+    "renameat2",
+    "getrandom",
+    "membarrier",
+    "statx",
+    "rseq",
+    "faccessat2",
+]
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC: no owner, no signal, no notice
-_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_FCNTL = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    1030,
+)  # DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC: no owner, no signal, no notice
+_IOCTL = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 _PRCTL = (15, 16)  # the thread's name
 
 
@@ -66,7 +184,7 @@ def missing_from_kernel() -> list[str]:
             "allows landlock_create_ruleset)"
         )
     try:
-        with open("/proc/sys/kernel/seccomp/actions_avail") as file:  # noqa: PTH123
+        with open("/proc/sys/kernel/seccomp/actions_avail") as file:
             if "errno" not in file.read():
                 missing.append("seccomp filters")
     except OSError:
@@ -81,18 +199,19 @@ class Confinement:
         temporary: where the programs' folder is made without namespaces.
         runtime: folders of the standard library and of installed modules.
         limits: of each program.
+        namespaces: whether to use namespaces, if the kernel allows them.
 
     Attributes:
         folder: the programs' own folder.
         namespaces: whether the launcher has moved to namespaces of its own.
     """
 
-    def __init__(self, temporary: str, runtime: list[str], limits: Limits) -> None:
+    def __init__(self, temporary: str, runtime: list[str], limits: Limits, *, namespaces: bool) -> None:
         kernel.no_new_privileges()
-        self.folder = _mount_folder()
+        self.folder = _mount_folder() if namespaces else ""
         self.namespaces = bool(self.folder)
         if not self.folder:
-            self.folder = os.path.join(temporary, f"scalerl-program-{os.urandom(8).hex()}")  # noqa: PTH118
+            self.folder = os.path.join(temporary, f"scalerl-program-{os.urandom(8).hex()}")
             os.mkdir(self.folder, 0o700)
         kernel.drop_capabilities()
         rules = [(path, _READ) for path in (*runtime, *_LIBRARIES, *_TIME_ZONES)]
@@ -106,6 +225,7 @@ class Confinement:
 
     def limit_launcher(self) -> None:
         """Set the limits that programs inherit, and let descriptors 0 to 2 be ``/dev/null``."""
+        os.environ.clear()  # the interpreter adds a locale
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
@@ -131,9 +251,11 @@ class Confinement:
     def empty_folder(self) -> None:
         """Remove the files of the folder, which has no folders: a program can make none, and no links."""
         for name in os.listdir(self.folder):
-            os.unlink(os.path.join(self.folder, name))  # noqa: PTH118
+            os.unlink(os.path.join(self.folder, name))
 
-    def enter(self, channel: socket.socket, launcher: int, cpu_seconds: int, *, own_folder: bool) -> socket.socket:
+    def enter(
+        self, channel: socket.socket, launcher: int, cpu_seconds: int, *, own_folder: bool
+    ) -> socket.socket:
         """Confine this process, a fork of the launcher, permanently; all descriptors are closed but 0 to 2 and the channel.
 
         Args:
@@ -173,7 +295,10 @@ def _mount_folder() -> str:
 def _system_calls() -> kernel.SystemCallFilter:
     allowed = kernel.SystemCallFilter()
     allowed.allow(_ALLOWED)
-    for name in ("clone3", "openat2"):  # the C library then uses clone and openat, whose arguments can be read
+    for name in (
+        "clone3",
+        "openat2",
+    ):  # the C library then uses clone and openat, whose arguments can be read
         allowed.refuse(name, errno.ENOSYS)
     allowed.allow_if("clone", 0, [_CLONE_THREAD], _CLONE_THREAD | _CLONE_NEW)
     # O_TRUNC alone truncates a file that is opened for reading, which the first versions of Landlock do not see.
@@ -191,7 +316,7 @@ def _system_calls() -> kernel.SystemCallFilter:
 
 
 def _address_space_bytes() -> int:
-    with open("/proc/self/statm") as file:  # noqa: PTH123
+    with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 

@@ -31,7 +31,9 @@ _SCOPES = 0b11  # ABI 6: abstract Unix sockets, signals
 _O_PATH_CLOEXEC = 0o10000000 | os.O_CLOEXEC
 
 # linux/sched.h, linux/mount.h
-_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000  # user, mounts, network, IPC, UTS
+_NEW_NAMESPACES = (
+    0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
+)  # user, mounts, network, IPC, UTS
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
 
 _BPF_LOAD, _BPF_AND, _BPF_RETURN = 0x20, 0x54, 0x06
@@ -98,8 +100,12 @@ def new_namespaces() -> None:
     """
     user, group = os.geteuid(), os.getegid()
     _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     _check(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount")
 
@@ -128,7 +134,8 @@ def landlock_ruleset(rules: Iterable[tuple[str, int]]) -> int:
     attributes = struct.pack("<QQQ", handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = _check(
-        _syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock_create_ruleset"
+        _syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)),
+        "landlock_create_ruleset",
     )
     for path, rights in rules:
         try:

@@ -53,15 +53,16 @@ _WATCH_MILLISECONDS = 20
 def main(arguments: list[str]) -> NoReturn:
     """Serve the caller until it closes; then kill what runs, and remove the programs' folder.
 
-    ``arguments``: descriptor of the control socket, the folder for temporary files, the limits as text, and the folders of the standard
-    library and of installed modules.
+    ``arguments``: descriptor of the control socket; ``-`` without namespaces; the folder for temporary files; the limits as text; and
+    the folders of the standard library and of installed modules.
     """
-    control = socket.socket(fileno=int(arguments[0]))
-    limits = Limits(*map(int, arguments[2].split(",")))
-    sys.path += [path for path in arguments[3:] if path not in sys.path]
+    descriptor, namespaces, temporary, text, *runtime = arguments
+    control = socket.socket(fileno=int(descriptor))
+    limits = Limits(*map(int, text.split(",")))
+    sys.path += [path for path in runtime if path not in sys.path]
     layers = None
     try:
-        layers = Confinement(arguments[1], arguments[3:], limits)
+        layers = Confinement(temporary, runtime, limits, namespaces=not namespaces)
         child.warm_up()
         layers.limit_launcher()
         confinement.settle()
@@ -177,7 +178,7 @@ class _Launcher:
 
 def _threads(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[17])
     except (OSError, IndexError):  # it has ended
         return 0

@@ -82,7 +82,7 @@ class Process:
             self._channel.settimeout(self._seconds())
             messages.send(self._channel, message)
         except OSError:
-            raise ProgramError(self.end()) from None
+            raise ProgramError(self.end() or "ended") from None
 
     def receive(self) -> bytes:
         """The next message.
@@ -96,7 +96,7 @@ class Process:
         except TimeoutError:
             raise ProgramError(self.end("took too long")) from None
         except (messages.ChannelError, OSError) as error:
-            raise ProgramError(self.end(str(error) if "limit" in str(error) else "")) from None
+            raise ProgramError(self.end(str(error) if "limit" in str(error) else "") or "ended") from None
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request and return the answer, an object, within ``seconds``.
@@ -163,8 +163,9 @@ class Sandbox:
     If the launcher dies, this process ends at once with status 3: it is a grader, which its pool replaces.
     """
 
-    def __init__(self, control: socket.socket, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, launcher: subprocess.Popen[bytes], limits: Limits) -> None:
         self.limits = limits
+        self._launcher = launcher
         self.namespaces = False
         """Whether the launcher has namespaces of its own."""
         self._control = control
@@ -172,8 +173,12 @@ class Sandbox:
         self._ended: dict[int, tuple[bytes, int]] = {}
 
     @classmethod
-    def start(cls, limits: Limits = Limits()) -> Sandbox:
+    def start(cls, limits: Limits, *, namespaces: bool = True) -> Sandbox:
         """Start a launcher.
+
+        Args:
+            limits: of each program.
+            namespaces: whether to use namespaces, if the kernel allows them.
 
         Raises:
             VerifierError: programs cannot be run here; the message names what is missing.
@@ -186,20 +191,27 @@ class Sandbox:
         # Isolated: no environment variables, no site. Own session: what ends the caller's process group leaves time to clean up.
         command = [sys.executable, "-I", "-S", "-c", launcher.COMMAND, str(Path(__file__).parents[1])]
         with theirs:
-            subprocess.Popen(
-                [*command, str(theirs.fileno()), tempfile.gettempdir(), text, *runtime],
+            process = subprocess.Popen(
+                [
+                    *command,
+                    str(theirs.fileno()),
+                    "" if namespaces else "-",
+                    tempfile.gettempdir(),
+                    text,
+                    *runtime,
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
                 env={},
             )
-        sandbox = cls(ours, limits)
+        sandbox = cls(ours, process, limits)
         ours.settimeout(_START_SECONDS)
         packet = ours.recv(launcher.MAX_PACKET_BYTES)
         what, _, layers = launcher.REPLY.unpack_from(packet) if packet else (launcher.BROKEN, 0, 0)
         if what != launcher.READY:
-            ours.close()
+            sandbox.close()
             text = packet[launcher.REPLY.size :].decode("utf-8", "replace") or "its process ended"
             raise VerifierError(f"verifier.code: the sandbox cannot be set up: {text}")
         sandbox.namespaces = bool(layers)
@@ -207,11 +219,12 @@ class Sandbox:
 
     def close(self) -> None:
         """End the launcher and all that it runs."""
-        with self._control, contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)
-            self._control.settimeout(_REPLY_SECONDS)
-            while self._control.recv(launcher.MAX_PACKET_BYTES):
-                pass
+        self._control.close()
+        try:
+            self._launcher.wait(_REPLY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+            self._launcher.wait()
 
     def wall_seconds(self, tests: int = 1) -> float:
         """Wall-clock limit of a number of tests in one process."""

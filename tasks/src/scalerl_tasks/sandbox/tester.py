@@ -138,7 +138,9 @@ class Remote:
         return self._program.call({"object": self._program._refer(self)}, *arguments, **named)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and bool(self._program.call({"helper": "isinstance"}, instance, self))
+        return isinstance(instance, Remote) and bool(
+            self._program.call({"helper": "isinstance"}, instance, self)
+        )
 
     def __eq__(self, other: object) -> Any:
         return self._compared("eq", other)
@@ -150,7 +152,11 @@ class Remote:
         return int(self._program.call({"helper": "hash"}, self))
 
     def _compared(self, helper: str, other: object) -> Any:
-        return self._program.call({"helper": helper}, self, other) if isinstance(other, Remote) else NotImplemented
+        return (
+            self._program.call({"helper": helper}, self, other)
+            if isinstance(other, Remote)
+            else NotImplemented
+        )
 
 
 def _operator(helper: str, *, swapped: bool = False) -> Callable[..., Any]:
@@ -167,7 +173,22 @@ def _comparison(helper: str) -> Callable[..., Any]:
 
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _comparison(_name))
-for _name in ("len", "iter", "next", "contains", "getitem", "setitem", "delitem", "str", "repr", "bool", "int", "float", "round", "reversed"):
+for _name in (
+    "len",
+    "iter",
+    "next",
+    "contains",
+    "getitem",
+    "setitem",
+    "delitem",
+    "str",
+    "repr",
+    "bool",
+    "int",
+    "float",
+    "round",
+    "reversed",
+):
     setattr(Remote, f"__{_name}__", _operator(_name))
 for _name in ("neg", "abs", "enter"):
     setattr(Remote, f"__{_name}__", _operator(_name))
@@ -205,7 +226,9 @@ def _pytest(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[],
     try:
         exec(compile(source, "tests.py", "exec"), names)  # noqa: S102
     except ImportError as error:
-        raise ImportError(f"{error}; tests may import from solution, pytest and the installed modules") from error
+        raise ImportError(
+            f"{error}; tests may import from solution, pytest and the installed modules"
+        ) from error
     tests = list(_collect(names))
     if not tests:
         yield lambda: None  # the statements at the top level are the test
@@ -276,7 +299,9 @@ def _with_parameters(
         yield lambda given=given: _run_one(test, fixtures, owner, given)  # type: ignore[misc]
 
 
-def _run_one(test: Callable[..., Any], fixtures: dict[str, Any], owner: type | None, given: dict[str, Any]) -> None:
+def _run_one(
+    test: Callable[..., Any], fixtures: dict[str, Any], owner: type | None, given: dict[str, Any]
+) -> None:
     instance = owner() if owner else None
     made: dict[str, Any] = dict(given)
     finish: list[Iterator[Any]] = []
@@ -348,7 +373,9 @@ def _raises(expected: Any, *call: Any, match: str | None = None, **named: Any) -
 
 
 class _Approx:
-    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:  # noqa: A002
+    def __init__(
+        self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False
+    ) -> None:
         self._expected, self._rel, self._abs, self._nan_ok = expected, rel, abs, nan_ok
 
     def __eq__(self, other: object) -> bool:
