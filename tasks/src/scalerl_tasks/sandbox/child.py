@@ -11,7 +11,6 @@ import operator
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
@@ -84,6 +83,9 @@ def warm_up() -> None:
         names |= {key: getattr(modules[name], key) for key in public if not key.startswith("_")}
     # Builtins, not copied into each program's globals: that would take a tenth of its time.
     vars(builtins).update({name: value for name, value in names.items() if not hasattr(builtins, name)})
+    # Of descriptors that are replaced in each program's process.
+    sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     exec(compile("import math\nclass A:\n    def f(self): return 1", "warm", "exec"), {})  # noqa: S102
 
 
@@ -108,16 +110,15 @@ def _run_script(
     channel: socket.socket, source: str, stdin: str, enter_filter: Callable[[], None]
 ) -> NoReturn:
     file = os.memfd_create("stdin")
-    with open(os.dup(file), "wb") as writer:
-        writer.write(stdin.encode("utf-8", "surrogatepass"))
+    data = memoryview(stdin.encode("utf-8", "surrogatepass"))
+    while data:
+        data = data[os.write(file, data) :]
     os.lseek(file, 0, os.SEEK_SET)
     os.dup2(file, 0)
     os.close(file)
     os.dup2(channel.fileno(), 1)
     channel.close()
     enter_filter()
-    sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
     status = 0
     try:
         code = compile(source, f"{NAME}.py", "exec", dont_inherit=True)
@@ -130,7 +131,8 @@ def _run_script(
     except BaseException:
         status = 1
     with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined] - waits for threads, as the interpreter does at its end
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # waits for threads, as the interpreter does at its end
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     try:

@@ -232,17 +232,17 @@ class SystemCallFilter:
         self._pid_at.append(len(self._code) - 3)
 
     def finish(self) -> None:
-        """Refuse all other calls."""
+        """Refuse all other calls. Makes what :meth:`enter` needs, which runs in each program's process."""
         self._code.append((_BPF_RETURN, 0, 0, _ERRNO | errno.EPERM))
         self._bytes = bytearray(b"".join(struct.pack("<HBBI", *one) for one in self._code))
+        code = (ctypes.c_char * len(self._bytes)).from_buffer(self._bytes)
+        self._program = struct.pack("<HxxxxxxQ", len(self._code), ctypes.addressof(code))
 
     def enter(self, pid: int) -> None:
         """Apply the filter to this process, permanently."""
         for at in self._pid_at:
             struct.pack_into("<I", self._bytes, 8 * at + 4, pid)
-        code = (ctypes.c_char * len(self._bytes)).from_buffer(self._bytes)
-        program = struct.pack("<HxxxxxxQ", len(self._code), ctypes.addressof(code))
-        _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "prctl(PR_SET_SECCOMP)")
+        _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
 def _check(result: int, call: str) -> int:

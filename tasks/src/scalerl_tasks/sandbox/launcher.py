@@ -36,9 +36,11 @@ TOO_MANY_FILES = b"F"
 NOT_STARTED = b"N"
 MAX_PACKET_BYTES = 4096
 
-# The package's own __init__ imports what no program needs.
+# The package's own __init__ imports what no program needs. What modules do after a fork is for processes with threads, and for random
+# numbers that differ; it would take a third of the time of a small program, whose random numbers are better repeatable.
 COMMAND = """
-import sys, types
+import os, sys, types
+os.register_at_fork = lambda **functions: None
 package = types.ModuleType("scalerl_tasks")
 package.__path__ = [sys.argv[1]]
 sys.modules["scalerl_tasks"] = package
