@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMITS = Limits(cpu_seconds=1, memory_bytes=256 << 20, output_bytes=1 << 16, threads=16)
-SECRET = "the-token-of-the-run"  # noqa: S105
+SECRET = "the-token-of-the-run"
 
 # What a program may try, and what it may not print after that. `call` makes a system call by its number.
 PRELUDE = """
@@ -274,7 +274,8 @@ def test_program_ends_at_its_limits(without_namespaces: Sandbox, what: str) -> N
     started = time.monotonic()
     result = without_namespaces.run(program, "", limit)
     seconds = time.monotonic() - started
-    assert result.problem and any(word in result.problem for word in words.split()), result
+    assert result.problem, result
+    assert any(word in result.problem for word in words.split()), result
     assert len(result.output) <= LIMITS.output_bytes
     assert seconds < limit + 1
     assert not _launcher_children()

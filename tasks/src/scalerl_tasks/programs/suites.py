@@ -52,7 +52,7 @@ class Code:
 Suite = Scripts | Calls | Code
 
 
-def read_suite(prompt: Prompt) -> Suite:
+def read_suite(prompt: Prompt) -> Suite:  # noqa: RET503 - _fail does not return
     """The tests of a prompt.
 
     Raises:
@@ -188,8 +188,8 @@ _RELATIVE = 1e-6
 
 
 def same_output(wanted: str, given: str) -> bool:
-    """Whether two outputs are equal: line by line, without blanks at their ends and blank lines at the end; numbers as values, those with
-    a point to six digits.
+    """Whether two outputs are equal: line by line, without blanks at their ends and blank lines at the end; numbers as values, to six
+    digits where the wanted one has a point.
 
     >>> same_output("1 2\\n3.0\\n", "1 2 \\n3.0000001"), same_output("1\\n2", "1 2")
     (True, False)
@@ -213,8 +213,7 @@ def _same_word(wanted: str, given: str) -> bool:
     one, two = _number(wanted), _number(given)
     if one is None or two is None:
         return False
-    inexact = isinstance(one, float) or isinstance(two, float)
-    return _near(one, two) if inexact else one == two
+    return _near(one, two) if isinstance(one, float) else one == two
 
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
@@ -229,7 +228,7 @@ def _number(word: str) -> int | float | None:
 
 
 def same_value(wanted: Any, given: Any) -> bool:
-    """Whether a function's value is the expected one: tuples are lists, keys of objects texts, and floats are equal to six digits.
+    """Whether a function's value is the expected one: tuples are lists, keys of objects texts, and a wanted float is met to six digits.
 
     >>> same_value([1, [2.0]], (1, (2.0000001,))), same_value({"1": 2}, {1: 2}), same_value(1, True)
     (True, True, False)
@@ -247,9 +246,7 @@ def same_value(wanted: Any, given: Any) -> bool:
     if isinstance(wanted, bool) or isinstance(given, bool):
         return wanted is given
     if isinstance(wanted, int | float) and isinstance(given, int | float):
-        return wanted == given or (
-            (isinstance(wanted, float) or isinstance(given, float)) and _near(wanted, given)
-        )
+        return wanted == given or (isinstance(wanted, float) and _near(wanted, given))
     return type(wanted) is type(given) and bool(wanted == given)
 
 

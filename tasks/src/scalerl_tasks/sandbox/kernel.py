@@ -242,7 +242,9 @@ class SystemCallFilter:
         """Apply the filter to this process, permanently."""
         for at in self._pid_at:
             struct.pack_into("<I", self._bytes, 8 * at + 4, pid)
-        _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0), "prctl(PR_SET_SECCOMP)")
+        _check(
+            _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0), "prctl(PR_SET_SECCOMP)"
+        )
 
 
 def _check(result: int, call: str) -> int:
