@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import runpy
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,16 @@ from typing import Any
 
 import pytest
 
+from scalerl_api.load import load_run
 from scalerl_api.source import EvaluationTaskSpec
-from scalerl_tasks import AnswersError, GradingPool, VerifierConfig, check_answers, open_dataset
+from scalerl_tasks import (
+    AnswersError,
+    GradingPool,
+    VerifierConfig,
+    check_answers,
+    open_dataset,
+    open_source,
+)
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.suites import Calls, Code, Scripts, read_suite, same_output, same_value
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier, program_of
@@ -352,3 +361,21 @@ def test_outputs_are_compared_by_lines_and_numbers(wanted: str, given: str, same
 )
 def test_values_are_compared_as_data(wanted: Any, given: Any, same: bool) -> None:
     assert same_value(wanted, given) is same
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples/tiny-code"
+
+
+def test_example_data_are_those_of_its_script(tmp_path: Path) -> None:
+    script = tmp_path / "make_data.py"
+    script.write_text((EXAMPLE / "make_data.py").read_text())
+    runpy.run_path(str(script))
+    assert (tmp_path / "data.jsonl").read_text() == (EXAMPLE / "data.jsonl").read_text()
+
+
+@needs_kernel
+def test_example_can_be_graded() -> None:
+    spec = load_run(EXAMPLE / "run.yaml").spec
+    assert not spec.task.tasks[1:]
+    section = spec.task.tasks[0].section
+    check_answers(open_source(section, EXAMPLE), section, 32)

@@ -234,15 +234,21 @@ def _name(folder: Path) -> str:
     return f"scalerl-test-{os.getpid()}-{folder.name}"
 
 
-def _launcher_children() -> list[str]:
-    """Commands of processes below this one that are neither it nor a launcher."""
+def _programs(folder: Path | None = None) -> list[str]:
+    """Commands of the processes below this process's launchers, or below that of the folder for temporary files."""
     found = []
-    for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"launcher.main" in (Path("/proc") / str(parent) / "cmdline").read_bytes():
-                found.append((path / "cmdline").read_text())
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            launcher = path.parent / _stat(path)[1]
+            command = (launcher / "cmdline").read_bytes()
+            ours = str(folder).encode() in command if folder else _stat(launcher)[1] == str(os.getpid())
+            if b"launcher.main" in command and ours:
+                found.append(path.name)
     return found
+
+
+def _stat(path: Path) -> list[str]:
+    return (path / "stat").read_text().rpartition(")")[2].split()
 
 
 @pytest.mark.parametrize("layers", ["namespaces", "pod"])
@@ -264,7 +270,7 @@ def test_program_reaches_nothing_outside(
     assert "ESCAPED" not in result.output, result.output
     assert SECRET not in result.output
     assert result.problem == "" or "killed by signal 31" in result.problem, result  # what the filter kills
-    assert not _launcher_children()
+    assert not _programs()
 
 
 @pytest.mark.parametrize("what", EXHAUSTING)
@@ -278,7 +284,7 @@ def test_program_ends_at_its_limits(without_namespaces: Sandbox, what: str) -> N
     assert any(word in result.problem for word in words.split()), result
     assert len(result.output) <= LIMITS.output_bytes
     assert seconds < limit + 1
-    assert not _launcher_children()
+    assert not _programs()
     # The next program finds a clean folder, and its own share of everything.
     assert without_namespaces.run("import os\nprint(os.listdir('.'), input())", "in", 5).output == "[] in\n"
 
@@ -323,13 +329,13 @@ def test_programs_end_with_the_caller(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, env=environment) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == b"running\n"
-        assert _launcher_children()
+        assert _programs(tmp_path)
         assert list(tmp_path.iterdir())
         caller.kill()
     deadline = time.monotonic() + 10
-    while (_launcher_children() or list(tmp_path.iterdir())) and time.monotonic() < deadline:
+    while (_programs(tmp_path) or list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _launcher_children()
+    assert not _programs(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -391,7 +397,7 @@ def test_program_cannot_forge_its_result(verifier: CodeVerifier, forger: str, su
     started = time.monotonic()
     assert verifier.score(Prompt("p", "", answer, metadata=metadata), FORGERS[forger]).score == 0
     assert time.monotonic() - started < 4
-    assert not _launcher_children()
+    assert not _programs()
 
 
 @pytest.mark.parametrize("suite", SUITES)

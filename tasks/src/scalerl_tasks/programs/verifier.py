@@ -23,11 +23,12 @@ from scalerl_tasks.programs.suites import (
 )
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox.confinement import Limits
-from scalerl_tasks.sandbox.sandbox import Process, ProgramError, Sandbox, check_kernel
+from scalerl_tasks.sandbox.sandbox import Process, ProgramError, Sandbox, ScriptResult, check_kernel
 from scalerl_tasks.sandbox.tester import RESULT
 from scalerl_tasks.sandbox.values import plain
 from scalerl_tasks.verdict import Verdict
 
+_FIRST_SECONDS = 30.0
 _SHARE_OF_TIMEOUT = 0.8
 """Of a completion's time limit, for its program: the grader must have time to say that it was too slow."""
 
@@ -94,6 +95,12 @@ class CodeVerifier:
             VerifierError: the sandbox cannot be set up.
         """
         self._sandbox = Sandbox.start(self._config.limits)
+        result = self._sandbox.run("print(input())", "1", _FIRST_SECONDS)
+        if result != ScriptResult("1\n"):
+            self._sandbox.close()
+            raise VerifierError(
+                f"verifier.code: the sandbox runs no program: {result.problem or result.output}"
+            )
 
     def __enter__(self) -> Self:
         self.open()

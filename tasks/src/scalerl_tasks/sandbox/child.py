@@ -83,6 +83,7 @@ def warm_up() -> None:
         names |= {key: getattr(modules[name], key) for key in public if not key.startswith("_")}
     # Builtins, not copied into each program's globals: that would take a tenth of its time.
     vars(builtins).update({name: value for name, value in names.items() if not hasattr(builtins, name)})
+    modules["random"].seed(0)
     # Of descriptors that are replaced in each program's process.
     sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -252,7 +253,8 @@ class _Functions:
 
 
 def _builtin_base(kind: type[BaseException]) -> str:
-    return next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    names = (base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    return str(next(names))
 
 
 def _next(iterator: Iterator[Any]) -> Any:

@@ -122,7 +122,7 @@ def mount_tmpfs(folder: str, max_bytes: int, max_files: int) -> None:
 
 def landlock_version() -> int:
     """Version of the kernel's Landlock ABI; 0 without Landlock."""
-    return max(0, _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_CREATE_VERSION)))
+    return max(0, int(_syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_CREATE_VERSION))))
 
 
 def landlock_ruleset(rules: Iterable[tuple[str, int]]) -> int:

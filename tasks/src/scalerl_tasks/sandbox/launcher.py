@@ -73,9 +73,9 @@ def main(arguments: list[str]) -> NoReturn:
     except ConnectionError:
         pass
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}".encode()[:1000]
+        problem = f"{type(error).__name__}: {error}".encode()[:1000]
         with contextlib.suppress(OSError):
-            control.send(REPLY.pack(BROKEN, 0, 0) + text)
+            control.send(REPLY.pack(BROKEN, 0, 0) + problem)
     finally:
         if layers is not None:
             layers.remove_folder()

@@ -34,7 +34,6 @@ _ENDINGS = {
     launcher.TIMED_OUT: "took too long",
     launcher.TOO_MANY_THREADS: "had too many threads",
     launcher.TOO_MANY_FILES: "wrote too many files",
-    launcher.NOT_STARTED: "could not be started",
 }
 
 
@@ -150,6 +149,7 @@ class Process:
         """Wait until the process has ended, killed if there is a problem; returns why it failed, empty if it ended with status 0."""
         self._channel.close()
         if self._ending is None:
+            self._ending = "could not be started"
             self._ending = self._sandbox._end(self._token, problem, self._deadline)
         return self._ending
 
@@ -188,8 +188,9 @@ class Sandbox:
         paths = sysconfig.get_paths()
         runtime = dict.fromkeys(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
         text = ",".join(str(getattr(limits, field.name)) for field in fields(limits))
-        # Isolated: no environment variables, no site. Own session: what ends the caller's process group leaves time to clean up.
-        command = [sys.executable, "-I", "-S", "-c", launcher.COMMAND, str(Path(__file__).parents[1])]
+        # No site, nothing from the working directory; hashes that do not vary, so that verdicts can be repeated. A session of its own: what
+        # ends the caller's process group leaves time to clean up.
+        command = [sys.executable, "-P", "-s", "-S", "-c", launcher.COMMAND, str(Path(__file__).parents[1])]
         with theirs:
             process = subprocess.Popen(
                 [
@@ -204,7 +205,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                env={},
+                env={"PYTHONHASHSEED": "0"},
             )
         sandbox = cls(ours, process, limits)
         ours.settimeout(_START_SECONDS)
@@ -276,6 +277,10 @@ class Sandbox:
         except (OSError, struct.error):
             os._exit(3)
         what, status = self._ended.pop(token)
+        if what == launcher.NOT_STARTED:
+            raise OSError(
+                "no process could be forked for a program: the limit of processes, or of memory, is reached"
+            )
         if problem:
             return problem
         if what in _ENDINGS:

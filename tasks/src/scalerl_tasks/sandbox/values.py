@@ -43,6 +43,7 @@ def encode(value: Any, refer: Referrer) -> Any:
         return {"F": [hex(value.numerator), hex(value.denominator)]}
     if kind is range:
         return {"r": [encode(part, refer) for part in (value.start, value.stop, value.step)]}
+    base: Any
     for base in (str, int, float, tuple, list, dict, set, frozenset):
         if isinstance(value, base):  # a named tuple, a Counter, a member of IntEnum
             return encode(base(value), refer)
