@@ -28,57 +28,18 @@ NAME = "solution"
 _MAX_REQUEST_BYTES = 256 << 20
 _RECURSION_LIMIT = 50_000
 _MAX_ERROR_CHARACTERS = 300
-_IMPORTED = (
-    *(
-        "typing",
-        "collections",
-        "heapq",
-        "bisect",
-        "math",
-        "itertools",
-        "functools",
-        "re",
-        "string",
-        "random",
-        "datetime",
-    ),
-    *(
-        "copy",
-        "statistics",
-        "operator",
-        "io",
-        "json",
-        "sys",
-        "decimal",
-        "fractions",
-        "dataclasses",
-        "abc",
-        "enum",
-        "time",
-    ),
-)
-_SHARED = (
-    "typing",
-    "collections",
-    "heapq",
-    "bisect",
-    "math",
-    "itertools",
-    "functools",
-    "string",
-    "random",
-    "datetime",
-)
+_SHARED = "typing collections heapq bisect math itertools functools string random datetime"
 """Modules whose names a program has without importing them, as with the harness of LiveCodeBench."""
+_IMPORTED = _SHARED + " re copy statistics operator io json sys decimal fractions dataclasses abc enum time"
 
 
 def warm_up() -> None:
     """Import what programs use, before the first fork."""
     importlib.import_module("scalerl_tasks.sandbox.tester")
     sys.dont_write_bytecode = True
-    modules = {name: importlib.import_module(name) for name in _IMPORTED}
+    modules = {name: importlib.import_module(name) for name in _IMPORTED.split()}
     names: dict[str, Any] = dict(modules)
-    for name in _SHARED:
+    for name in _SHARED.split():
         public = getattr(modules[name], "__all__", None) or dir(modules[name])
         names |= {key: getattr(modules[name], key) for key in public if not key.startswith("_")}
     # Builtins, not copied into each program's globals: that would take a tenth of its time.
