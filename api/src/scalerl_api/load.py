@@ -205,8 +205,10 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
     for field, task in tasks.items():
         files = task.dataset.files or () if task.dataset else ()
         found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
-        if task.verifier.python is not None:
-            found[f"{field}.verifier.python.path"] = task.verifier.python.path
+        for at, one in enumerate(task.scoring):
+            where = f"{field}.verifier" if task.verifier is not None else f"{field}.verifiers[{at}]"
+            if one.python is not None:
+                found[f"{where}.python.path"] = one.python.path
     return found
 
 

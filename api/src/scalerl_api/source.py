@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -15,6 +17,7 @@ from scalerl_api.fields import (
     Matches,
     Model,
     OpenUnitDecimal,
+    PositiveDecimal,
     PositiveUnitDecimal,
     Quantity,
     Rule,
@@ -322,6 +325,40 @@ class CodeVerifier(Model):
     """Maximum number of threads of a program, which is one process."""
 
 
+class HttpVerifier(Model):
+    """A reward service; docs/reward-service.yaml has its interface. A token is the variable ``REWARD_TOKEN``, from a Secret."""
+
+    url: Annotated[
+        str,
+        Field(max_length=2048),
+        AfterValidator(
+            Matches(
+                r"^https?://[^/@ ]+(/[^ ]*)?$",
+                "must be http://host:port/… or https://host/…, without a password: that is the variable REWARD_TOKEN",
+            )
+        ),
+    ]
+    """Address that requests are sent to."""
+    batch: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Maximum completions of a request."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Maximum concurrent requests of a generator."""
+    retries: Annotated[int, Field(ge=1, le=100)] = 5
+    """Failures of a completion, while others succeed, after which it has no verdict."""
+
+
+class PluginSpec(Model):
+    """A class of an installed package, found by its entry point."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the entry point."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Arguments of the class; write fractions as strings (``"0.5"``)."""
+
+
 VerifierName = Literal[
     "reasoning-gym",
     "exact",
@@ -343,20 +380,24 @@ class VerifierSpec(Model):
     right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
     ``opgraph-verified``, the answer if all steps of the solution are there and right."""
     python: PythonVerifier | None = None
-    """A function of your own; give this, name or code."""
+    """A function of your own; give this, name, code, http or plugin."""
     code: CodeVerifier | None = None
-    """Programs that have to pass tests; give this, name or python."""
+    """Programs that have to pass tests."""
+    http: HttpVerifier | None = None
+    """A reward service. While it is down, groups wait, and nothing is trained without their scores."""
+    plugin: PluginSpec | None = None
+    """A verifier of the entry points ``scalerl.verifiers``."""
     range: Annotated[list[DecimalString], Field(min_length=2, max_length=2)] = ["0", "1"]
-    """Lowest and highest reward of python. They become the scores 0 and 1."""
+    """Lowest and highest reward of your own code. They become the scores 0 and 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """Time limit for scoring one completion, or a group at once."""
+    """Time limit for scoring one completion, a group at once, or one request."""
     memory: GraderQuantity = "1Gi"
     """Memory limit of a scoring process."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Scoring processes per generator."""
 
     rules = (
-        exactly_one("name", "python", "code"),
+        exactly_one("name", "python", "code", "http", "plugin"),
         Rule(
             "double(string(self.range[0])) < double(string(self.range[1]))",
             "%(range)s must have the lowest reward first, and the highest above it",
@@ -364,21 +405,51 @@ class VerifierSpec(Model):
             lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
         ),
         Rule(
-            "has(self.python) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
-            "range is for rewards of your own: the other verifiers score from 0 to 1",
+            "!has(self.name) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: verifiers with a name, and code, score from 0 to 1",
             "range",
             lambda verifier: (
-                verifier.python is not None or [float(bound) for bound in verifier.range] == [0, 1]
+                (verifier.name is None and verifier.code is None)
+                or [float(bound) for bound in verifier.range] == [0, 1]
             ),
         ),
     )
 
     @property
-    def label(self) -> str:
+    def title(self) -> str:
         """What scores, for messages."""
-        if self.python is None:
-            return "code" if self.code else self.name or ""
-        return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
+        if self.python is not None:
+            return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
+        if self.code is not None:
+            return "code"
+        return self.http.url if self.http else self.plugin.name if self.plugin else self.name or ""
+
+
+class WeightedVerifier(VerifierSpec):
+    """One of several verifiers, whose scores are combined; its fields are those of ``verifier``, and these."""
+
+    label: Annotated[str, Field(min_length=1, max_length=20)] | None = None
+    """Name of its part of the verdict: lower-case letters, digits and ``_``; default: that of the verifier or function."""
+    weight: PositiveDecimal = "1"
+    """Weight in the sum."""
+
+    @property
+    def part(self) -> str:
+        """Name of its part of the verdict."""
+        if self.label is not None:
+            return self.label
+        name = (
+            self.python.function
+            if self.python
+            else self.plugin.name
+            if self.plugin
+            else self.name or ("code" if self.code else "http")
+        )
+        name = re.sub(r"[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")
+        return name[:20] or "verifier"
+
+
+VerifierList = Annotated[list[WeightedVerifier], Field(min_length=1, max_length=8)]
 
 
 class PromptSpec(Model):
@@ -438,29 +509,56 @@ class SourcesSpec(Model):
     """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or opGraph."""
     op_graph: OpGraphSource | None = None
     """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym, jsonl or dataset."""
+    plugin: PluginSpec | None = None
+    """Problems of a source of the entry points ``scalerl.sources``, in place of these."""
+
+
+class ScoringSpec(SourcesSpec):
+    """Sources with the verifiers of their completions."""
+
+    verifier: VerifierSpec | None = None
+    """How completions are scored, and the limits of scoring."""
+    verifiers: VerifierList | None = None
+    """Several verifiers, in place of one; each is a part of the verdict."""
+    combine: Literal["Sum", "Product"] = "Sum"
+    """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
+
+    @property
+    def scoring(self) -> Sequence[VerifierSpec]:
+        """The verifiers: one, or several."""
+        return [self.verifier] if self.verifier is not None else self.verifiers or ()
+
+
+def _names(task: ScoringSpec, several: bool) -> list[str]:
+    given = task.verifiers or () if several else [task.verifier] if task.verifier is not None else ()
+    return [one.name for one in given if one.name is not None]
+
+
+def _verifier_rules(field: str, given: str, verifier: str, end: str, several: bool) -> tuple[Rule, ...]:
+    """given: CEL up to the condition for ``verifier``; end: closes it."""
+    return (
+        Rule(
+            f"{given} || !has({verifier}.name) || !{verifier}.name.startsWith('opgraph-') || !has(self.reasoningGym){end}",
+            "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
+            "use reasoning-gym, exact, number or math-verify",
+            field,
+            lambda task: (
+                task.reasoning_gym is None
+                or not any(name.startswith("opgraph-") for name in _names(task, several))
+            ),
+        ),
+        Rule(
+            f"{given} || !has({verifier}.name) || {verifier}.name != 'reasoning-gym' || has(self.reasoningGym){end}",
+            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
+            field,
+            lambda task: task.reasoning_gym is not None or "reasoning-gym" not in _names(task, several),
+        ),
+    )
 
 
 VERIFIER_RULES: Final = (
-    Rule(
-        "!has(self.verifier) || !has(self.verifier.name) || !self.verifier.name.startsWith('opgraph-') || "
-        "!has(self.reasoningGym)",
-        "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
-        "use reasoning-gym, exact, number or math-verify",
-        "verifier.name",
-        lambda task: (
-            task.verifier is None
-            or not (task.verifier.name or "").startswith("opgraph-")
-            or task.reasoning_gym is None
-        ),
-    ),
-    Rule(
-        "!has(self.verifier) || !has(self.verifier.name) || self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
-        "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
-        "verifier.name",
-        lambda task: (
-            task.verifier is None or task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None
-        ),
-    ),
+    *_verifier_rules("verifier.name", "!has(self.verifier)", "self.verifier", "", False),
+    *_verifier_rules("verifiers", "!has(self.verifiers) || self.verifiers.all(v, false", "v", ")", True),
 )
 """Rules for the combination of a source and a verifier, if they are given."""
 HELD_OUT_RULES: Final = (
@@ -486,23 +584,27 @@ HELD_OUT_RULES: Final = (
 """Rules for the held-out prompts of a training source."""
 
 
-class ProblemSpec(SourcesSpec):
+class ProblemSpec(ScoringSpec):
     """A source of problems with its verifier and prompt format; common to training and evaluation."""
 
-    verifier: VerifierSpec
-    """How completions are scored, and the limits of scoring."""
     prompt: PromptSpec | None
     """How the text of a problem becomes a prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin"),
+        exactly_one("verifier", "verifiers"),
         *VERIFIER_RULES,
     )
 
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        given = (("jsonl", self.jsonl), ("dataset", self.dataset), ("reasoningGym", self.reasoning_gym))
+        given = (
+            ("jsonl", self.jsonl),
+            ("dataset", self.dataset),
+            ("reasoningGym", self.reasoning_gym),
+            ("plugin", self.plugin),
+        )
         return next((name for name, section in given if section), "opGraph")
 
 
@@ -514,7 +616,7 @@ class TaskSpec(ProblemSpec):
     held_out: HeldOutSpec = HeldOutSpec()
     """Prompts excluded from training; their mean score is the curve."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (ProblemSpec.rules[0], *HELD_OUT_RULES, *VERIFIER_RULES)
+    rules: ClassVar[tuple[Rule, ...]] = (*ProblemSpec.rules[:2], *HELD_OUT_RULES, *VERIFIER_RULES)
 
 
 class EvaluationTaskSpec(ProblemSpec):

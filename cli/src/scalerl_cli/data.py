@@ -201,7 +201,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
     elif not given:
         numbers = all(_NUMBER.fullmatch(source[i].answer.strip()) for i in range(min(_GUESSED, len(source))))
-        verifier = section.verifier.model_copy(update={"name": "number" if numbers else "math-verify"})
+        verifier = VerifierSpec.model_validate({"name": "number" if numbers else "math-verify"})
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
     try:
@@ -210,7 +210,9 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         for text in error.texts:
             say(f"  {text}", error=True)
         return False
-    say(f"  answers: {count:,} checked by {section.verifier.label}: each scores 1 as a reply")
+    named = all(one.name is not None or one.code is not None for one in section.scoring)
+    what = "each scores 1 as a reply" if named else "each gets a reward as a reply"
+    say(f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {what}")
     return True
 
 

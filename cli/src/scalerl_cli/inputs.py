@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import SourcesSpec, VerifierSpec
+from scalerl_api.source import ScoringSpec, VerifierSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -17,7 +17,8 @@ from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
 
-Section = TypeVar("Section", bound=SourcesSpec)
+Section = TypeVar("Section", bound=ScoringSpec)
+AnyVerifier = TypeVar("AnyVerifier", bound=VerifierSpec)
 
 
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
@@ -73,10 +74,17 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
 
 
 def _with_absolute_paths(base: Path, task: Section) -> Section:
-    own: VerifierSpec | None = getattr(task, "verifier", None)
-    if own is not None and own.python is not None and own.python.path is not None:
-        python = own.python.model_copy(update={"path": _absolute(base, own.python.path)})
-        task = task.model_copy(update={"verifier": own.model_copy(update={"python": python})})
+
+    def placed(one: AnyVerifier) -> AnyVerifier:
+        if one.python is None or one.python.path is None:
+            return one
+        python = one.python.model_copy(update={"path": _absolute(base, one.python.path)})
+        return one.model_copy(update={"python": python})
+
+    if task.verifier is not None:
+        task = task.model_copy(update={"verifier": placed(task.verifier)})
+    if task.verifiers is not None:
+        task = task.model_copy(update={"verifiers": [placed(one) for one in task.verifiers]})
     if task.dataset is not None and task.dataset.files is not None:
         files = [_absolute(base, path) for path in task.dataset.files]
         return task.model_copy(update={"dataset": task.dataset.model_copy(update={"files": files})})

@@ -96,6 +96,17 @@ def parser() -> argparse.ArgumentParser:
         "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"
     )
 
+    score = commands.add_parser("score", help="score given completions by the verifier of a run")
+    score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
+    score.add_argument(
+        "--completions",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSON lines: {"id": or "prompt": of a prompt of the run, "completion": or "completions":}; with "answer", a prompt of its own',
+    )
+    score.add_argument("--task", metavar="NAME", help="task of a mix, or evaluation set (default: the first)")
+
     plot = commands.add_parser("plot", help="plot DIR/curve.csv as DIR/curve.png")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
@@ -198,6 +209,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.data import run_data
 
             return run_data(arguments)
+        if arguments.command == "score":
+            from scalerl_cli.score import run_score
+
+            return run_score(arguments)
         if arguments.command == "compare":
             from scalerl_cli.compare import run_compare
 

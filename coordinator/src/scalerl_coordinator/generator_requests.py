@@ -115,6 +115,9 @@ class GeneratorRequests:
         if request.teacher_problem and not member.teacher_problem:
             log.warning("%s: %s; its groups wait for the teacher", member.name, request.teacher_problem)
         member.teacher_problem = request.teacher_problem
+        if request.reward_problem and not member.reward_problem:
+            log.warning("%s: %s; its groups wait", member.name, request.reward_problem)
+        member.reward_problem = request.reward_problem
         member.generated_leases = frozenset(request.generated_leases)
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)

@@ -137,6 +137,7 @@ class Registration:
         name: of the actor, the same after a restart.
         control_url: where the trainer reaches the actor.
         teacher_problem: returns why the teacher does not answer; empty if it does.
+        reward_problem: the same of the reward service.
     """
 
     def __init__(
@@ -149,9 +150,11 @@ class Registration:
         name: str,
         control_url: str,
         teacher_problem: Callable[[], str] = str,
+        reward_problem: Callable[[], str] = str,
     ) -> None:
         self._coordinator, self._state, self._busy, self._metrics = coordinator, state, busy, metrics
         self._name, self._control_url, self._teacher_problem = name, control_url, teacher_problem
+        self._reward_problem = reward_problem
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
         self._registered_start = 0
@@ -268,6 +271,7 @@ class Registration:
             held_leases=sorted(self.held_leases),
             generated_leases=sorted(self.generated_leases),
             teacher_problem=self._teacher_problem(),
+            reward_problem=self._reward_problem(),
             progress=self._progress,
         )
 

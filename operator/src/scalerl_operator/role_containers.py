@@ -90,9 +90,10 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
     """Memory of all scoring processes of a generator; tasks with equal verifiers share theirs."""
     graders: list[tuple[VerifierSpec, ReasoningGymSource | None]] = []
     for task in spec.tasks:
-        grader = task.verifier, task.reasoning_gym if task.verifier.name == "reasoning-gym" else None
-        if grader not in graders:
-            graders.append(grader)
+        for one in task.scoring:
+            grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
+            if grader not in graders and one.http is None:
+                graders.append(grader)
     return sum(
         (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
         * verifier.workers
@@ -105,7 +106,7 @@ def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Vo
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
     code = dict.fromkeys(
-        task.verifier.python.path for task in spec.tasks if task.verifier.python and task.verifier.python.path
+        one.python.path for task in spec.tasks for one in task.scoring if one.python and one.python.path
     )
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     files = dict.fromkeys(

@@ -84,7 +84,10 @@ def test_file_is_what_the_models_say(directory: str) -> None:
 def test_every_field_is_described_in_a_sentence() -> None:
     for path, schema in schemas(SCHEMA):
         for name, nested in schema.get("properties", {}).items():
-            if (path, name) == ("", "metadata"):
+            # Those of verifiers are described at verifier.
+            if (path, name) == ("", "metadata") or (
+                ".verifiers[]" in path and name not in ("label", "weight")
+            ):
                 continue
             description = nested.get("description", "")
             assert description.endswith("."), f"{path}.{name}: {description!r}"
@@ -174,6 +177,13 @@ def test_every_rule_is_in_the_crd_and_names_a_field() -> None:
         assert changes == (rule.get("reason") == "FieldValueForbidden"), rule
 
 
+_OF_VERIFIERS = (
+    *(f"verifier.{name}" for name in ("name", "python", "http", "plugin", "range")),
+    "verifiers",
+    "combine",
+)
+
+
 def test_fields_of_a_checkpoint_cannot_change() -> None:
     fixed = {
         path + rule.get("fieldPath", "")
@@ -204,8 +214,10 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "mix",
                 "prompt",
                 "heldOut",
-                "verifier.name",
-                "mix[].verifier.name",
+                *(f"{of}{name}" for of in ("", "mix[].") for name in _OF_VERIFIERS),
+                "plugin",
+                "mix[].plugin",
+                "mix[].verifier",
             )
         ),
         *(
@@ -220,7 +232,9 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "jsonl",
                 "dataset",
                 "opGraph",
-                "verifier.name",
+                *_OF_VERIFIERS,
+                "plugin",
+                "verifier",
                 "prompt",
                 "size",
                 "seed",

@@ -25,7 +25,8 @@ def code_digest(path: Path | None = None, module: str | None = None) -> str:
         assert module is not None
         root, package = _root_of(module), module.partition(".")[0]
         found = list(_files(root, module))
-        if not found:
+        last = module.rpartition(".")[2]
+        if not found or last not in (found[-1].stem, found[-1].parent.name):
             raise VerifierError(
                 f"verifier.python.module: there is no module {module!r} where {package} is installed"
             )
@@ -43,8 +44,8 @@ def code_digest(path: Path | None = None, module: str | None = None) -> str:
             if package is None or name.partition(".")[0] == package:
                 pending.extend(_files(root, name))
     digest = hashlib.sha256(f"{first.relative_to(root)}\n".encode())
-    for file, content in sorted((str(file.relative_to(root)), content) for file, content in seen.items()):
-        digest.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    for file in sorted(seen):
+        digest.update(f"{file.relative_to(root)}\0{hashlib.sha256(seen[file]).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 

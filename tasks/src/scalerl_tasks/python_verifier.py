@@ -107,9 +107,11 @@ class PythonVerifier:
         self.whole = self._of_a_group or self._is_async
         """Whether completions are scored a group at a time, by :meth:`score_group`."""
         self._parameters = self._checked_parameters()
+        own = _ARGUMENTS.get(self._form, frozenset())
+        self._own_names = [name for name in own if self._takes_all or name in self._takes]
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def score(self, prompt: Prompt, completion: str, /) -> Reward:
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
         """The reward of a completion.
 
         Raises:
@@ -134,7 +136,8 @@ class PythonVerifier:
     def score_group(self, prompt: Prompt, completions: Sequence[str]) -> list[Reward]:
         """The reward, or the error, of each completion of a group."""
         if not self._of_a_group:
-            return self._run(self._gathered(prompt, completions))
+            gathered: list[Reward] = self._run(self._gathered(prompt, completions))
+            return gathered
         try:
             found = self._function(**self._chosen(prompt, self._of_many(prompt, completions)))
             if inspect.isawaitable(found):
@@ -223,6 +226,8 @@ class PythonVerifier:
         Raises:
             VerifierError: TRL: the row lacks a column that it needs.
         """
+        if self._form != "trl":  # checked when it was opened
+            return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
         if missing := self._required - given.keys():
             raise VerifierError(

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.code_digest import code_digest
-from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.dataset import open_dataset
 from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
+from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
+from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
+from scalerl_tasks.plugins import VERIFIERS as PLUGIN_VERIFIERS
+from scalerl_tasks.plugins import Plugin, entry_point, open_plugin_source
 from scalerl_tasks.programs.verifier import CodeConfig
-from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
 from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.split import (
@@ -33,13 +37,11 @@ from scalerl_tasks.split import (
 from scalerl_tasks.verifiers import VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import CodeVerifier, HeldOutSpec
+    from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
-def open_source(
-    spec: ProblemSpec, directory: Path | None = None
-) -> ReasoningGymSource | JsonlSource | DatasetSource | OpGraphSource:
+def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSource:
     """Open the prompt source of a task section.
 
     Args:
@@ -76,22 +78,28 @@ def open_source(
                 section.count,
             )
         )
-    raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
+    if spec.plugin is not None:
+        return open_plugin_source(Plugin(spec.plugin.name, spec.plugin.parameters))
+    raise SourceError("task: give one of reasoningGym, jsonl, dataset, opGraph and plugin")
 
 
 def verifier_config(
-    spec: ProblemSpec, prompt: PromptSpec | None = None, directory: Path | None = None
-) -> VerifierConfig:
-    """The verifier of a task section, for a grading process to open.
+    spec: ProblemSpec,
+    given: VerifierSpec,
+    prompt: PromptSpec | None = None,
+    directory: Path | None = None,
+) -> VerifierConfig | RewardService:
+    """A verifier of a task section, for a grading process to open, or the service that is asked.
 
     Args:
         spec: the section.
+        given: its verifier, or one of several.
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
-    given, prompt = spec.verifier, prompt or spec.prompt
+    prompt = prompt or spec.prompt
+    low, high = map(float, given.range)
     if (own := given.python) is not None:
-        low, high = map(float, given.range)
         return VerifierConfig(
             "python",
             python=PythonFunction(
@@ -108,6 +116,21 @@ def verifier_config(
         )
     if given.code is not None:
         return VerifierConfig("code", code=_code_config(given.code, given.timeout_seconds))
+    if given.http is not None:
+        return RewardService(
+            given.http.url,
+            given.http.batch,
+            given.http.concurrency,
+            given.http.retries,
+            given.timeout_seconds,
+            (low, high),
+            None if prompt is None else prompt.template,
+            None if prompt is None else prompt.system,
+        )
+    if given.plugin is not None:
+        return VerifierConfig(
+            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high))
+        )
     assert given.name is not None
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
 
@@ -122,19 +145,31 @@ def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
 
 
 def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
-    """Digest of the code that scores the completions of a section, and of what it depends on; empty for a verifier with a name.
+    """Digest of all that scores the completions of a section, with the code; empty for one verifier with a name.
 
     Raises:
         VerifierError: the code cannot be read.
     """
-    own = spec.verifier.python
-    if spec.verifier.code is not None:
-        return hashlib.sha256(spec.verifier.code.model_dump_json().encode()).hexdigest()
-    if own is None:
+    if spec.verifier is not None and spec.verifier.name is not None:
         return ""
-    path = None if own.path is None else (directory or Path()) / own.path
-    settings = own.model_dump_json(exclude={"path", "module"})
-    parts = (code_digest(path, own.module), settings, spec.verifier.range)
+    limits = {"timeout_seconds", "memory", "workers"}
+    parts: list[object] = [spec.combine]
+    for given in spec.scoring:
+        kept = {**given.model_dump(mode="json", exclude=limits)}
+        if (own := given.python) is not None:
+            kept["python"] |= {"path": "", "module": ""}
+            kept["code"] = code_digest(
+                None if own.path is None else (directory or Path()) / own.path, own.module
+            )
+        if given.http is not None:
+            kept["http"] = {"url": given.http.url}
+        if given.plugin is not None:
+            try:
+                entry = entry_point(PLUGIN_VERIFIERS, given.plugin.name)
+            except TaskError as error:
+                raise VerifierError(str(error)) from error
+            kept["code"] = code_digest(module=entry.module)
+        parts.append(sorted(kept.items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -145,8 +180,8 @@ def open_grading_pool(
     prompt: PromptSpec | None = None,
     directory: Path | None = None,
     show_output: bool = False,
-) -> GradingPool:
-    """The grading pool of a task section, with the section's number of graders or ``workers``; not started yet. ``prompt`` and
+) -> GroupGrader:
+    """The grader of a task section, with the section's number of processes or ``workers``; not started yet. ``prompt`` and
     ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
@@ -154,16 +189,29 @@ def open_grading_pool(
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
-    memory_bytes = quantity_bytes(spec.verifier.memory)
-    if memory_bytes < MIN_MEMORY_BYTES:
-        raise VerifierError(f"task.verifier.memory is {spec.verifier.memory}; a grader needs at least 64Mi")
-    return GradingPool(
-        verifier_config(spec, prompt, directory),
-        workers=workers or spec.verifier.workers,
-        timeout_seconds=spec.verifier.timeout_seconds,
-        memory_bytes=memory_bytes,
-        show_output=show_output,
-    )
+    graders: list[GroupGrader] = []
+    for given in spec.scoring:
+        config = verifier_config(spec, given, prompt, directory)
+        if isinstance(config, RewardService):
+            graders.append(HttpGrader(config))
+            continue
+        memory_bytes = quantity_bytes(given.memory)
+        if memory_bytes < MIN_MEMORY_BYTES:
+            raise VerifierError(f"task.verifier.memory is {given.memory}; a grader needs at least 64Mi")
+        graders.append(
+            GradingPool(
+                config,
+                workers=workers or given.workers,
+                timeout_seconds=given.timeout_seconds,
+                memory_bytes=memory_bytes,
+                show_output=show_output,
+            )
+        )
+    if spec.verifiers is None:
+        return graders[0]
+    labels = [one.part for one in spec.verifiers]
+    weights = [float(one.weight) for one in spec.verifiers]
+    return CombinedGrader(graders, labels, weights, product=spec.combine == "Product")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +250,11 @@ class EvaluationPrompts:
     @property
     def digest(self) -> str:
         """Digest of the rendered prompts and the name of their verifier; a score also depends on :attr:`grading`."""
-        parts = (self.prompts.digest, self.spec.verifier.label, self.prompt.model_dump_json())
+        parts = (
+            self.prompts.digest,
+            "+".join(one.title for one in self.spec.scoring),
+            self.prompt.model_dump_json(),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

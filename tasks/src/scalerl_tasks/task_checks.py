@@ -30,7 +30,7 @@ from scalerl_tasks.errors import (
     UnknownTaskError,
     VerifierError,
 )
-from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
@@ -160,7 +160,7 @@ def _section_problems(
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
-        key = (str(path.resolve()), section.verifier.model_dump_json())
+        key = (str(path.resolve()), repr(section.scoring))
         if answers and key not in checked:
             checked[key] = ()
             try:
@@ -223,7 +223,16 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
 
 
 def _verifier_field(task: ProblemSpec) -> str:
-    return ".verifier." + ("python" if task.verifier.python else "code" if task.verifier.code else "name")
+    if task.verifier is None:
+        return ".verifiers"
+    return next(
+        (
+            f".verifier.{name}"
+            for name in ("python", "code", "plugin", "http")
+            if getattr(task.verifier, name)
+        ),
+        ".verifier.name",
+    )
 
 
 def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
@@ -272,7 +281,7 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
-    if limit is None and spec.verifier.name is None:
+    if limit is None and any(one.name is None for one in spec.scoring):
         limit = OWN_CODE_PROMPTS
     elif limit is None and spec.jsonl is None:
         limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
@@ -295,7 +304,7 @@ async def _check_answers(
     progress: Progress,
 ) -> None:
     workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
-    total, once = len(source), spec.verifier.name in _OF_THE_ANSWER
+    total, once = len(source), all(one.name in _OF_THE_ANSWER for one in spec.scoring)
     known: dict[bytes, str | None] = {}
     """Result by key of the answer."""
     waiting: dict[bytes, list[int]] = {}
@@ -308,7 +317,7 @@ async def _check_answers(
         done += 1
         if error is None:
             return
-        kind = f"answers that {spec.verifier.label} cannot use"
+        kind = f"answers that {' and '.join(one.title for one in spec.scoring)} cannot use"
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
@@ -317,7 +326,7 @@ async def _check_answers(
         else:
             problems.add(index, error, kind)
 
-    async def check(pool: GradingPool, chunk: dict[bytes, Prompt]) -> None:
+    async def check(pool: GroupGrader, chunk: dict[bytes, Prompt]) -> None:
         todo = iter(chunk.items())
 
         def checked(error: str | None) -> None:
@@ -362,7 +371,7 @@ async def _check_answers(
                     if pool.counts.timeouts >= _MAX_TIMEOUTS:
                         text = (
                             f"stopped after {done:,} of {count:,} answers: the checks of {_MAX_TIMEOUTS} took longer than "
-                            f"verifier.timeoutSeconds ({spec.verifier.timeout_seconds:g}) each"
+                            f"verifier.timeoutSeconds ({max(one.timeout_seconds for one in spec.scoring):g}) each"
                         )
                         problems.note = text
                         return

@@ -27,6 +27,7 @@ from scalerl_tasks.answer_extraction import extract, extract_answer
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
+from scalerl_tasks.plugins import Plugin, PluginVerifier
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
@@ -87,12 +88,14 @@ class VerifierConfig:
         task: for ``reasoning-gym``: the task with the scorer.
         python: a function of the user, in place of one of :data:`VERIFIERS`.
         code: settings of programs, in place of one of :data:`VERIFIERS`.
+        plugin: an installed verifier, likewise.
     """
 
     name: str
     task: GymTask | None = None
     python: PythonFunction | None = None
     code: CodeConfig | None = None
+    plugin: Plugin | None = None
 
 
 def open_verifier(config: VerifierConfig) -> Verifier:
@@ -106,6 +109,8 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         return PythonVerifier(config.python)
     if config.code is not None:
         return CodeVerifier(config.code)
+    if config.plugin is not None:
+        return PluginVerifier(config.plugin)
     if config.name not in VERIFIERS:
         raise VerifierError(
             f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"

@@ -199,7 +199,7 @@ def _identity(spec: RunSpec, tasks: RunTasks) -> str:
 def _answers_identity(spec: RunSpec, tasks: RunTasks) -> str:
     """SHA-256 of all that decides whether the reference answers can be graded."""
     parts = [(task.train.digest, task.held_out.digest) for task in tasks.tasks]
-    verifiers = [task.verifier.model_dump_json() for task in spec.tasks]
+    verifiers = [[one.model_dump_json() for one in task.scoring] for task in spec.tasks]
     identity = (parts, [one.digest for one in tasks.sets], verifiers, tasks.grading)
     return hashlib.sha256(repr(identity).encode()).hexdigest()
 

@@ -55,6 +55,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     """Leases of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
     teacher_problem: str = ""
     """Why the member's groups wait for the teacher of ``recipe.distillation``; empty if none waits."""
+    reward_problem: str = ""
+    """Why they wait for a reward service of ``verifier.http``; empty if none waits."""
     progress: dict[str, int] = {}
     """Tokens generated so far, by id of a held lease: its own and, before its first token, those of the leases that it waited
     for. An increase restarts the time of the lease."""

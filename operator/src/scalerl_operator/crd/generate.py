@@ -30,6 +30,7 @@ from scalerl_api.load import to_yaml
 from scalerl_api.recipe import LossSpec, RecipeSpec
 from scalerl_api.recipe.earlier import EarlierLoss, EarlierRecipe
 from scalerl_api.recipe.presets import set_by_others
+from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_operator.crd import cel_rules
@@ -248,7 +249,17 @@ class _Structural(GenerateJsonSchema):
             "properties"
         ]:  # the API server drops empty properties, which would show as a difference
             del fields["properties"]
+        if model is WeightedVerifier:
+            for name in VerifierSpec.model_fields:
+                _without_descriptions(fields["properties"][model.model_fields[name].alias])
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
+
+
+def _without_descriptions(schema: Schema) -> None:
+    """Remove the descriptions of fields that the definition describes elsewhere: the API server limits its size."""
+    schema.pop("description", None)
+    for nested in schema.get("properties", {}).values():
+        _without_descriptions(nested)
 
 
 def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:

@@ -13,6 +13,7 @@ from typing import Self
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
+from scalerl_tasks.plugins import Plugin
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.text import THOUGHT
 from scalerl_tasks.verdict import Verdict
@@ -87,6 +88,9 @@ class GradingPool:
         start_timeout_seconds: limit on the fork server's start, with the opening of the verifier.
         show_output: whether what the verifier prints goes to standard error.
     """
+
+    problem = ""
+    """Nothing makes groups wait."""
 
     def __init__(
         self,
@@ -342,10 +346,11 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def _for(setup: Setup, job: _Job) -> str:
     """Which function of the user, and which prompt, for an error."""
-    python = setup.verifier.python
-    if python is None:
+    own = setup.verifier.python or setup.verifier.plugin
+    if own is None:
         return ""
-    return f" by {python.label}" + (f" of the prompt {job.prompt.id}" if job.prompt is not None else "")
+    name = own.name if isinstance(own, Plugin) else own.label
+    return f" by {name}" + (f" of the prompt {job.prompt.id}" if job.prompt is not None else "")
 
 
 def _next_request(job: _Job, whole: bool) -> tuple[Request | CheckRequest, int]:
