@@ -261,7 +261,7 @@ def test_self_check_lists_rows_whose_solution_fails(tmp_path: Path) -> None:
 @needs_kernel
 @pytest.mark.asyncio
 async def test_pool_grades_programs_and_survives_them() -> None:
-    config = VerifierConfig("code", code=CodeConfig("All", LIMITS, seconds=2))
+    config = VerifierConfig("code", code=CodeConfig("All", Limits(cpu_seconds=1), seconds=8))
     prompt = Prompt("p", "", json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]}))
     programs = [
         "print(2 * int(input()))",
