@@ -234,6 +234,17 @@ def test_share_and_all(verifier: CodeVerifier) -> None:
 
 
 @needs_kernel
+def test_tests_use_real_modules_and_the_functions_of_the_program(verifier: CodeVerifier) -> None:
+    """A program's function may have the name of a module; a program's object may not stand in for one."""
+    named = Prompt("p", "", json.dumps(["assert copy(1) == 2", "assert gcd(4, 6) == 7"]))
+    assert verifier.score(named, "def copy(x): return 2\ndef gcd(a, b): return 7").score == 1
+    forged = Prompt("p", "", json.dumps(["assert math.isclose(f(1), 1)"]))
+    fake = "class math:\n    isclose = staticmethod(lambda a, b: True)\n"
+    assert verifier.score(forged, fake + "def f(x): return 5").score == 0
+    assert verifier.score(forged, fake + "def f(x): return 1").score == 1
+
+
+@needs_kernel
 def test_slow_test_fails_alone(verifier: CodeVerifier) -> None:
     """With scripts, a test that exceeds its limits does not fail the others."""
     prompt = Prompt("p", "", json.dumps({"inputs": ["0", "1", "2"], "outputs": ["0", "1", "2"]}))

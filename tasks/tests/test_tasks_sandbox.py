@@ -111,6 +111,8 @@ REFUSED = {
     "namespaces": "[call(272, flag) for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000)]; call(308, 3, 0)",
     "shared memory that stays": "call(29, 1234, 4096, 0o1600); call(64, 1, 1, 0o1600); call(68, 1, 0o1600); call(240, ctypes.c_char_p(b'/q'), 0o102, 0o600, 0)",
     "notices of files": "call(253); call(294, 0); call(300, 0, 0); call(254, 3, ctypes.c_char_p(b'/'), 1)",
+    "locks": "import fcntl, json\nf = open(json.__file__)\nattempt(fcntl.flock, f, fcntl.LOCK_EX); attempt(fcntl.lockf, f, fcntl.LOCK_SH); attempt(fcntl.fcntl, f, 1024, 1)",
+    "pipe of notices": "attempt(os.pipe2, os.O_EXCL)",
     "prctl": "[call(157, option, 1, 0, 0, 0) for option in (1, 4, 8, 36, 38, 47, 59)]",
     "a filter of its own": "call(317, 1, 8, ctypes.create_string_buffer(16)); call(444, 0, 0, 1); call(446, 3, 0)",
     "identity": "[attempt(f, 0) for f in (os.setuid, os.setgid)]; call(126, ctypes.create_string_buffer(8), ctypes.create_string_buffer(24)); call(135, 0)",

@@ -27,13 +27,13 @@ _TIME_ZONES = ("/usr/share/zoneinfo", "/etc/localtime")
 
 _ALLOWED = """
 read write close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64 pwrite64
-readv writev access pipe select sched_yield mremap msync mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
-recvfrom shutdown getsockopt setsockopt exit wait4 uname flock fsync fdatasync ftruncate getcwd rename unlink readlink umask
-gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid
-getsid rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack sched_getparam sched_getscheduler sched_get_priority_max
-sched_get_priority_min setrlimit gettid time futex sched_getaffinity getdents64 set_tid_address restart_syscall fadvise64
-clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl newfstatat unlinkat readlinkat faccessat pselect6 ppoll
-set_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2 getcpu renameat2 getrandom membarrier statx rseq faccessat2
+readv writev access pipe select sched_yield mremap msync madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
+recvfrom shutdown exit wait4 uname ftruncate getcwd rename unlink readlink umask gettimeofday getrlimit getrusage sysinfo times
+getuid getgid geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait
+rt_sigsuspend sigaltstack sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min setrlimit gettid time
+futex sched_getaffinity getdents64 set_tid_address restart_syscall clock_gettime clock_getres clock_nanosleep exit_group
+epoll_wait epoll_ctl newfstatat unlinkat readlinkat faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd2 epoll_create1
+dup3 getcpu renameat2 getrandom statx rseq faccessat2
 """
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080
@@ -43,11 +43,8 @@ _FCNTL = (
     2,
     3,
     4,
-    5,
-    6,
-    7,
     1030,
-)  # DUPFD, GETFD, SETFD, GETFL, SETFL, locks, DUPFD_CLOEXEC: no owner, no signal, no notice
+)  # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC: no owner, no signal, no notice, no lock
 _IOCTL = (
     0x5401,
     0x5413,
@@ -205,6 +202,7 @@ def _system_calls() -> kernel.SystemCallFilter:
         allowed.allow_if(name, argument, [os.O_TRUNC], os.O_TRUNC | os.O_ACCMODE, not_in=True)
     allowed.allow_if("fcntl", 1, _FCNTL)
     allowed.allow_if("ioctl", 1, _IOCTL)
+    allowed.allow_if("pipe2", 1, [0], os.O_EXCL)  # O_NOTIFICATION_PIPE, of the kernel's notices
     allowed.allow_if("prctl", 0, _PRCTL)
     allowed.allow_if("prlimit64", 0, [0])
     allowed.allow_if("socketpair", 0, [socket.AF_UNIX])  # asyncio needs one

@@ -7,8 +7,8 @@ with plain data is left to the program, so an object whose ``__eq__`` is always 
 
 from __future__ import annotations
 
-import ast
 import builtins
+import importlib
 import inspect
 import itertools
 import json
@@ -16,9 +16,9 @@ import math
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from scalerl_tasks.sandbox import channel as messages
@@ -203,17 +203,17 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 
 def _asserts(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """Statements, each a test, as in MBPP."""
-    names = _namespace(program, request)
-    for statement in request["source"]:
-        code = compile(statement, "tests", "exec")
+    names, codes = _prepare(program, request["source"], request["setup"])
+    for code in codes:
         yield lambda code=code: exec(code, names)  # type: ignore[misc]  # noqa: S102
 
 
 def _check(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[], None]]:
     """A function ``check`` of a candidate, as in HumanEval: one test."""
-    names = _namespace(program, request)
-    exec(compile(request["source"], "tests", "exec"), names)  # noqa: S102
-    yield lambda: names["check"](program.get([request["entry"]])[request["entry"]])
+    names, (code,) = _prepare(program, [request["source"]])
+    exec(code, names)  # noqa: S102
+    entry = request["entry"]
+    yield lambda: names["check"](_from_solution(program, entry))
 
 
 def _pytest(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[], None]]:
@@ -221,10 +221,9 @@ def _pytest(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[],
     module = ModuleType("solution")
     module.__getattr__ = lambda name: _from_solution(program, name)  # type: ignore[method-assign]
     sys.modules |= {"solution": module, "pytest": _pytest_module()}
-    source = request["source"]
-    names = _namespace(program, request) if "solution" not in source else _own_module()
+    names, (code,) = _prepare(program, [request["source"]])
     try:
-        exec(compile(source, "tests.py", "exec"), names)  # noqa: S102
+        exec(code, names)  # noqa: S102
     except ImportError as error:
         raise ImportError(
             f"{error}; tests may import from solution, pytest and the installed modules"
@@ -233,12 +232,6 @@ def _pytest(program: _Program, request: dict[str, Any]) -> Iterator[Callable[[],
     if not tests:
         yield lambda: None  # the statements at the top level are the test
     yield from tests
-
-
-def _own_module() -> dict[str, Any]:
-    module = ModuleType("tests")
-    sys.modules["tests"] = module
-    return module.__dict__
 
 
 def _from_solution(program: _Program, name: str) -> Any:
@@ -252,24 +245,31 @@ def _from_solution(program: _Program, name: str) -> Any:
     return found[name]
 
 
-def _namespace(program: _Program, request: dict[str, Any]) -> dict[str, Any]:
-    """Globals of tests: what they use and the program defines, except names of builtins and of what the tests define or import.
+def _prepare(
+    program: _Program, texts: Sequence[str], setup: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[CodeType]]:
+    """The globals of tests, and the code of each text.
 
-    A module that the tests use without importing it is the real one, not the program's.
+    The globals are what the tests use and the program defines, except names of builtins. A module that is used without an import is the
+    real one, not the program's.
     """
-    names = _own_module()
-    source = request["source"]
-    texts = [*request.get("setup", ()), *([source] if isinstance(source, str) else source)]
-    used: set[str] = set()
-    for text in texts:
-        used |= {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    used -= _BUILTINS
+    module = ModuleType("tests")
+    sys.modules["tests"] = module
+    names = module.__dict__
+    codes = [compile(text, "tests", "exec") for text in texts]
+    used = set().union(*map(_names, codes)) - _BUILTINS
     for name in used & sys.stdlib_module_names:
-        names[name] = __import__(name)
-    for text in request.get("setup", ()):
+        if any(re.search(rf"\b{name}\.", text) for text in texts):
+            names[name] = importlib.import_module(name)
+    for text in setup:
         exec(compile(text, "setup", "exec"), names)  # noqa: S102
     names.update(program.get(sorted(used - names.keys())))
-    return names
+    return names, codes
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names that code uses, and names of attributes."""
+    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 # --- what tests for pytest use ---------------------------------------------------------------------------
