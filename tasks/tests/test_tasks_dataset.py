@@ -610,7 +610,11 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.parquet", b"PAR1 and then nothing", "cannot be read as Parquet"),
         ("d.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("d.arrow", b"ARROW1 nothing more", "cannot be read as Arrow"),
-        ("d.jsonl.gz", gzip.compress(b'{"prompt": "p", "answer": "1"}\n' * 999)[:60], "cannot be read"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b'{"prompt": "p", "answer": "1"}\n' * 999, mtime=0)[:60],
+            "cannot be read",
+        ),
         ("d.json", b'[{"prompt": "p", "answer": "1"}, {"pro', "row 2: bad JSON"),
         ("d.json", b"3", "is neither a JSON array of objects nor one object a line"),
         ("d.csv", b"prompt,answer\np,1\nq,2,3\n", "line 3: has 3 fields, the header 2"),

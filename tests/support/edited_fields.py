@@ -126,6 +126,10 @@ OTHER: Final[dict[str, Object]] = {
         f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
         for name in ("name", "parameters")
     },
+    **{
+        f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
+        for name in ("language", "partial", "cpuSeconds", "memory", "output", "threads")
+    },
     "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
     "task.combine": {"task": {"combine": "Product"}},
     **{

@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalerl_api.fields import (
+    AtLeast,
+    AtMost,
     DecimalString,
     GraderQuantity,
     Matches,
@@ -17,6 +19,7 @@ from scalerl_api.fields import (
     OpenUnitDecimal,
     PositiveDecimal,
     PositiveUnitDecimal,
+    Quantity,
     Rule,
     exactly_one,
 )
@@ -312,6 +315,23 @@ class PythonVerifier(Model):
     rules = (exactly_one("path", "module"),)
 
 
+class CodeVerifier(Model):
+    """Programs in completions, which run in a sandbox; the prompts' answers are their tests."""
+
+    language: Literal["python"] = "python"
+    """Language of the programs."""
+    partial: Literal["All", "Share"] = "All"
+    """``All``: 1 if all tests are passed. ``Share``: the share of tests that are passed."""
+    cpu_seconds: Annotated[int, Field(ge=1, le=120)] = 4
+    """CPU time of a test."""
+    memory: GraderQuantity = "512Mi"
+    """Memory limit of a program, beside that of the scoring process."""
+    output: Annotated[Quantity, AfterValidator(AtLeast("1Ki")), AfterValidator(AtMost("64Mi"))] = "1Mi"
+    """Limit of a program's output."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 16
+    """Maximum number of threads of a program, which is one process."""
+
+
 class HttpVerifier(Model):
     """A reward service; docs/reward-service.yaml has its interface. A token is the variable ``REWARD_TOKEN``, from a Secret."""
 
@@ -367,7 +387,9 @@ class VerifierSpec(Model):
     right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
     ``opgraph-verified``, the answer if all steps of the solution are there and right."""
     python: PythonVerifier | None = None
-    """A function of your own; give this, name, http or plugin."""
+    """A function of your own; give this, name, code, http or plugin."""
+    code: CodeVerifier | None = None
+    """Programs that have to pass tests."""
     http: HttpVerifier | None = None
     """A reward service. While it is down, groups wait, and nothing is trained without their scores."""
     plugin: PluginSpec | None = None
@@ -382,7 +404,7 @@ class VerifierSpec(Model):
     """Scoring processes per generator."""
 
     rules = (
-        exactly_one("name", "python", "http", "plugin"),
+        exactly_one("name", "python", "code", "http", "plugin"),
         Rule(
             "double(string(self.range[0])) < double(string(self.range[1]))",
             "%(range)s must have the lowest reward first, and the highest above it",
@@ -390,10 +412,13 @@ class VerifierSpec(Model):
             lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
         ),
         Rule(
-            "!has(self.name) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
-            "range is for rewards of your own: the verifiers with a name score from 0 to 1",
+            "!has(self.name) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: verifiers with a name, and code, score from 0 to 1",
             "range",
-            lambda verifier: verifier.name is None or [float(bound) for bound in verifier.range] == [0, 1],
+            lambda verifier: (
+                (verifier.name is None and verifier.code is None)
+                or [float(bound) for bound in verifier.range] == [0, 1]
+            ),
         ),
     )
 
@@ -402,6 +427,8 @@ class VerifierSpec(Model):
         """What scores, for messages."""
         if self.python is not None:
             return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
+        if self.code is not None:
+            return "code"
         return self.http.url if self.http else self.plugin.name if self.plugin else self.name or ""
 
 
@@ -419,7 +446,11 @@ class WeightedVerifier(VerifierSpec):
         if self.label is not None:
             return self.label
         name = (
-            self.python.function if self.python else self.plugin.name if self.plugin else self.name or "http"
+            self.python.function
+            if self.python
+            else self.plugin.name
+            if self.plugin
+            else self.name or ("code" if self.code else "http")
         )
         name = re.sub(r"[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")
         return name[:20] or "verifier"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from scalerl_api.load import SpecError
+from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_api.source import DatasetSource as DatasetSpec
-from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
 from scalerl_cli.output import say
@@ -195,10 +195,10 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
     import scalerl_tasks as tasks
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
-    if info is not None and info.programs:
-        say("  answers: not checked: they are tests of programs")
-        return True
-    if arguments.files[0].suffix not in _RUN_FILES and arguments.verifier is None:
+    given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
+    if not given and info is not None and info.programs:
+        section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
+    elif not given:
         first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
         numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
         name = "number" if numbers >= 0.95 * len(first) else "math-verify"
@@ -215,7 +215,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
             say(f"  {text}", error=True)
         return False
     each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
-    named = all(one.name is not None for one in section.scoring)
+    named = all(one.name is not None or one.code is not None for one in section.scoring)
     what = "scores 1 as a reply" if named else "gets a reward as a reply"
     say(
         f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {each} {what}"

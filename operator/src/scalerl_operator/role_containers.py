@@ -94,7 +94,11 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
             grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
             if grader not in graders and one.http is None:
                 graders.append(grader)
-    return sum(quantity_bytes(verifier.memory) * verifier.workers for verifier, _ in graders)
+    return sum(
+        (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
+        * verifier.workers
+        for verifier, _ in graders
+    )
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:

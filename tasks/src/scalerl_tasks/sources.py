@@ -28,8 +28,10 @@ from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
 from scalerl_tasks.plugins import VERIFIERS as PLUGIN_VERIFIERS
 from scalerl_tasks.plugins import Plugin, entry_point, open_plugin_source
+from scalerl_tasks.programs.verifier import CodeConfig
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -41,7 +43,7 @@ from scalerl_tasks.split import (
 from scalerl_tasks.verifiers import VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import HeldOutSpec, VerifierSpec
+    from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
@@ -141,6 +143,8 @@ def verifier_config(
                 range=(low, high),
             ),
         )
+    if given.code is not None:
+        return VerifierConfig("code", code=_code_config(given.code, given.timeout_seconds))
     if given.http is not None:
         return RewardService(
             given.http.url,
@@ -158,6 +162,15 @@ def verifier_config(
         )
     assert given.name is not None
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
+
+
+def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
+    from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
+
+    limits = Limits(
+        given.cpu_seconds, quantity_bytes(given.memory), quantity_bytes(given.output), given.threads
+    )
+    return CodeConfig.of(given.partial, limits, timeout_seconds)
 
 
 def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:

@@ -279,7 +279,11 @@ def _verifier_field(task: ProblemSpec) -> str:
     if task.verifier is None:
         return ".verifiers"
     return next(
-        (f".verifier.{name}" for name in ("python", "plugin", "http") if getattr(task.verifier, name)),
+        (
+            f".verifier.{name}"
+            for name in ("python", "code", "plugin", "http")
+            if getattr(task.verifier, name)
+        ),
         ".verifier.name",
     )
 
@@ -432,7 +436,7 @@ class Rejected:
 
 
 def _own_code(spec: ProblemSpec) -> bool:
-    return any(one.name is None for one in spec.scoring)
+    return any(one.name is None and one.code is None for one in spec.scoring)
 
 
 def _titles(spec: ProblemSpec) -> str:

@@ -28,6 +28,7 @@ from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
 from scalerl_tasks.plugins import Plugin, PluginVerifier
+from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
 from scalerl_tasks.verdict import Verdict
@@ -86,12 +87,14 @@ class VerifierConfig:
         name: one of :data:`VERIFIERS`.
         task: for ``reasoning-gym``: the task with the scorer.
         python: a function of the user, in place of one of :data:`VERIFIERS`.
+        code: settings of programs, in place of one of :data:`VERIFIERS`.
         plugin: an installed verifier, likewise.
     """
 
     name: str
     task: GymTask | None = None
     python: PythonFunction | None = None
+    code: CodeConfig | None = None
     plugin: Plugin | None = None
 
 
@@ -104,6 +107,8 @@ def open_verifier(config: VerifierConfig) -> Verifier:
     """
     if config.python is not None:
         return PythonVerifier(config.python)
+    if config.code is not None:
+        return CodeVerifier(config.code)
     if config.plugin is not None:
         return PluginVerifier(config.plugin)
     if config.name not in VERIFIERS:

@@ -122,7 +122,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "APPS or TACO",
         ("question", "input_output"),
-        {"prompt": "question", "answer": "json(input_output)"},
+        {"prompt": "question", "answer": "json(input_output)", "solution": "solutions[0]"},
         labels={"difficulty": "difficulty"},
         leaves_out=("solutions",),
         programs=True,
@@ -136,7 +136,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "DeepCoder",
         ("problem", "tests"),
-        {"prompt": "problem", "answer": _TESTS},
+        {"prompt": "problem", "answer": _TESTS, "solution": "solutions[0]"},
         leaves_out=("solutions",),
         programs=True,
     ),

@@ -84,6 +84,7 @@ class Mapper:
             if layout is None
             else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
         )
+        self._given = frozenset(given)
         texts = known | given
         if missing := [name for name in REQUIRED if name not in texts]:
             raise unknown_layout(first, missing)
@@ -172,7 +173,7 @@ class Mapper:
         Raises:
             SourceError: one had none, as with a wrong name.
         """
-        optional = [(name, e) for name, e in self._fields.items() if name in OPTIONAL]
+        optional = [(name, e) for name, e in self._fields.items() if name in OPTIONAL and name in self._given]
         optional += [(e.field, e) for e in self._labels.values()]
         for name, expression in optional:
             if self.rows and not self._found[name] and name in self._problems:

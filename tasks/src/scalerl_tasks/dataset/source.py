@@ -313,9 +313,7 @@ def description(source: DatasetSource) -> list[str]:
         if left_out.overlap:
             lines.append(f"{len(left_out.overlap):,} rows not trained on: they overlap with held-out prompts")
     if info.programs:
-        lines.append(
-            "the answers are tests of programs: a verifier that runs programs is needed to grade them"
-        )
+        lines.append("the answers are tests of programs: grade them by verifier.code")
     return lines
 
 

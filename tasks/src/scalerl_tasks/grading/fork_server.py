@@ -18,6 +18,7 @@ import traceback
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
+from scalerl_tasks.programs.verifier import CodeVerifier
 from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier, open_verifier
 
@@ -52,6 +53,17 @@ def _open(setup: Setup) -> Verifier:
     if getattr(verifier, "trusted", False):
         return verifier
     audit_guard.install()
+    with verifier if isinstance(verifier, CodeVerifier) else contextlib.nullcontext():
+        _test(verifier, setup)
+    return verifier
+
+
+def _test(verifier: Verifier, setup: Setup) -> None:
+    """Grade the verifier's samples.
+
+    Raises:
+        VerifierError: it fails.
+    """
     task = setup.verifier.task
     name = f"the verifier {setup.verifier.name!r}" + (f" of task {task.name!r}" if task else "")
     for prompt, completion in verifier.samples():
@@ -69,7 +81,6 @@ def _open(setup: Setup) -> Verifier:
             raise VerifierError(
                 f"{name} fails on its own sample answer: {type(error).__name__}: {error}; use another verifier"
             ) from error
-    return verifier
 
 
 class _ForkServer:

@@ -24,6 +24,7 @@ from scalerl_tasks.grading.protocol import (
     Request,
     Setup,
 )
+from scalerl_tasks.programs.verifier import CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import NOT_APPLICABLE, SCORE_RANGE, as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
@@ -39,6 +40,8 @@ def run(connection: socket.socket, verifier: Verifier, setup: Setup, parent: int
     part_names, limits = declared_parts(verifier), setup.limits
     # Kept open: it is read after each item, and opening it takes longer than most items.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
+    if isinstance(verifier, CodeVerifier):
+        verifier.open()
     _confine(limits, parent, _address_space_bytes(statm), trusted=_trusted(verifier))
     _redirect_output(shown=setup.show_output)
     retire_above = _address_space_bytes(statm) + limits.memory_bytes // 2
