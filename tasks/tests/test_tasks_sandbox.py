@@ -23,7 +23,7 @@ from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox import confinement, kernel
-from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
 from scalerl_tasks.sandbox.sandbox import Sandbox, ScriptResult
 
 pytestmark = pytest.mark.skipif(
@@ -191,11 +191,23 @@ EXHAUSTING = {
 """What a program uses up, and words of which one says how it ended."""
 
 
+@contextlib.contextmanager
+def _many_descriptors() -> Iterator[None]:
+    """As in a grader with many open files: what is opened next has a number above those that a program can have."""
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(2 * MAX_DESCRIPTORS)]
+    try:
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALERL_TOKEN", SECRET)
-        one = Sandbox.start(LIMITS)
+        with _many_descriptors():
+            one = Sandbox.start(LIMITS)
         yield one
         one.close()
 
@@ -203,7 +215,8 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture(scope="module")
 def without_namespaces() -> Iterator[Sandbox]:
     """As in a restricted pod, whose runtime refuses namespaces."""
-    one = Sandbox.start(LIMITS, namespaces=False)
+    with _many_descriptors():
+        one = Sandbox.start(LIMITS, namespaces=False)
     assert not one.namespaces
     yield one
     one.close()
@@ -317,7 +330,7 @@ def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespac
 
 CALLER = """
 import sys, threading
-from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
 from scalerl_tasks.sandbox.sandbox import Sandbox
 one = Sandbox.start(Limits(), namespaces=False)
 threading.Timer(0.3, print, ("running",), {"flush": True}).start()

@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> NoReturn:
     the folders of the standard library and of installed modules.
     """
     descriptor, namespaces, temporary, text, *runtime = arguments
-    control = socket.socket(fileno=int(descriptor))
+    # At the lowest free number: programs close those up to a limit, which the number that a caller with many files gives exceeds.
+    control = socket.socket(fileno=os.dup(int(descriptor)))
+    os.close(int(descriptor))
     limits = Limits(*map(int, text.split(",")))
     sys.path += [path for path in runtime if path not in sys.path]
     layers = None
