@@ -194,6 +194,15 @@ LAYOUTS = {
         None,
         {},
     ),
+    "trl-math": (
+        {"prompt": [{"role": "user", "content": "q"}], "solution": "$3$"},
+        "prompt and solution",
+        "q",
+        "$3$",
+        None,
+        {},
+    ),
+    "trl-prompts": ({"prompt": "q", "completion": "c"}, "prompts without answers", "q", "", None, {}),
     "openai": (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "3"}]},
         "messages that end with the assistant's answer",
@@ -531,7 +540,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             {},
             "the columns are no known layout: a, b; say where prompt and answer are",
         ),
-        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer is"),
+        ([{"a": "p", "b": "1"}], {"columns": {"answer": "b"}}, "say where prompt is"),
         (
             [{"prompt": "p", "answer": "1"}],
             {"columns": {"solution": "solutoin"}},
@@ -591,6 +600,44 @@ def test_dataset_bad_row_is_named(tmp_path, rows, fields, says):
     assert says in found
     assert not list(tmp_path.glob("data/.*"))
     assert not list(tmp_path.glob("data/*"))
+
+
+def test_dataset_without_answers_is_for_own_code_alone(tmp_path):
+    write_lines(tmp_path / "d.jsonl", [{"ask": f"p{i}", "task": "math"} for i in range(3)])
+    (tmp_path / "reward.py").write_text("def f(completions, task, **kwargs): return [len(task[0]) / 10]\n")
+    own = {"python": {"path": "reward.py", "function": "f", "signature": "trl"}}
+    for verifier in ({"name": "number"}, {"code": {}}):
+        with pytest.raises(
+            SourceError, match=r"no answers, which (number|code) needs: say where answer is.*ask, task"
+        ):
+            open_source(section("d.jsonl", verifier, {"prompt": "ask"}), tmp_path)
+    given = section("d.jsonl", own, {"prompt": "ask"})
+    source = open_source(given, tmp_path)
+    assert [source[i].answer for i in range(3)] == [""] * 3
+    check_answers(source, given, directory=tmp_path)
+
+
+def test_dataset_rewards_out_of_range_are_one_reason(tmp_path):
+    """The message has no id of a prompt beside the row, and says what to set."""
+    write_lines(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "1" * i} for i in range(1, 31)])
+    (tmp_path / "reward.py").write_text("def f(completion, answer): return 1 - len(answer)\n")
+    own = {"python": {"path": "reward.py", "function": "f"}}
+    given = section("d.jsonl", own, {})
+    with pytest.raises(AnswersError) as caught:
+        check_answers(open_source(given, tmp_path), given, directory=tmp_path)
+    first, *_, summary = caught.value.texts
+    assert len(caught.value.texts) == 4
+    assert first.endswith(
+        "d.jsonl, line 2, answer: reward.py:f gave -1, which is not in [0, 1]; set verifier.range to what it gives"
+    )
+    assert "29 of 30 rows (96.67%)" in summary
+    assert "29 reward.py:f gave …, which is not in [0, 1];" in summary
+
+
+def section(file, verifier, columns):
+    return TaskSpec.model_validate(
+        {"dataset": {"files": [file], "columns": columns}, "verifier": verifier, "heldOut": {"size": 1}}
+    )
 
 
 def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):

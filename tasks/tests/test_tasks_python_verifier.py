@@ -96,6 +96,24 @@ def test_trl_function_gets_columns_and_may_not_apply():
         scores(given, ROW, "4")
 
 
+def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def ids(completions_ids, **kwargs): return [len(ids) for ids in completions_ids]\n"
+        "def of_messages(completions, **kwargs): return [len(c[0]['content']) for c in completions]\n"
+    )
+    given = {"path": str(tmp_path / "r.py"), "signature": "trl"}
+    with pytest.raises(VerifierError, match="needs completions_ids, but functions get texts, not token ids"):
+        PythonVerifier(PythonFunction("ids", **given)).score(Prompt("row-7", "q", "a"), "a")
+    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, prompts and completions are texts"):
+        PythonVerifier(PythonFunction("of_messages", **given)).score(Prompt("row-7", "q", "a"), "a")
+    assert (
+        PythonVerifier(PythonFunction("of_messages", **given, chat=True)).score(
+            Prompt("row-7", "q", "a"), "ab"
+        )
+        == 2
+    )
+
+
 async def test_coroutine_function_of_a_batch():
     assert [g.score for g in await graded(function("judge", signature="trl"), ROW, ["abc", "a"])] == [
         0.3,

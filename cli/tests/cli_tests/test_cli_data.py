@@ -135,6 +135,17 @@ def test_data_bad_input_is_named(
     assert says in captured.err + captured.out
 
 
+def test_data_without_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "d.parquet", [{"prompt": "a", "completion": "1"}]))
+    assert main(["data", file]) == 0
+    assert "answers: none, so only a verifier of your own code" in capsys.readouterr().out
+    assert main(["data", file, "--verifier", "number"]) == 2
+    assert main(["data", file, "--verifier", "number", "--column", "answer=completion"]) == 0
+    service = {"http": {"url": "http://127.0.0.1:9/score"}}
+    assert main(["data", str(run_file(tmp_path, dataset={"files": [file]}, verifier=service))]) == 0
+    assert "answers: not checked, since a reward service" in capsys.readouterr().out
+
+
 def test_data_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", str(tmp_path / "d.parquet")]) == 2
     assert "d.parquet: no such file" in capsys.readouterr().err

@@ -44,6 +44,8 @@ _ARGUMENTS: Mapping[str, frozenset[str]] = {
     "verl batch": frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
 }
 """Arguments by signature; TRL's depend on the columns."""
+_TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
+"""Arguments of TRL that functions do not get here."""
 _MAX_SHOWN = 80
 
 
@@ -166,7 +168,10 @@ class PythonVerifier:
         try:
             as_verdict(reward, declared_parts(self), self.range)
         except (ArithmeticError, TypeError, ValueError) as error:
-            raise VerifierError(f"{self._given.label} for the prompt {prompt.id}: {error}") from None
+            text = str(error).replace("the verifier", self.label, 1)
+            raise VerifierError(
+                f"{text} for the prompt {prompt.id}; set verifier.range to what it gives"
+            ) from None
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return []
@@ -230,8 +235,11 @@ class PythonVerifier:
             return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
         if missing := self._required - given.keys():
+            name = min(missing)
             raise VerifierError(
-                f"{self._given.label} needs the column {sorted(missing)[0]!r}, which the prompt {prompt.id} does not have (it has "
+                f"{self._given.label} needs {name}, but functions get texts, not token ids: use recipe.length, or the length of the text"
+                if name in _TOKEN_IDS
+                else f"{self._given.label} needs the column {name!r}, which the prompt {prompt.id} does not have (it has "
                 f"{', '.join(sorted(given))[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
             )
         if self._takes_all:
@@ -309,9 +317,11 @@ class PythonVerifier:
         )
 
     def _failed(self, prompt: Prompt, error: BaseException) -> VerifierError:
-        return VerifierError(
-            f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
-        )
+        text = f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
+        if self._form == "trl" and isinstance(error, TypeError | AttributeError):
+            kind, chat = ("messages", "Chat") if self._given.chat else ("texts", "Raw")
+            text += f"; with prompt.format: {chat}, prompts and completions are {kind}"
+        return VerifierError(text)
 
     @property
     def _file(self) -> str | None:

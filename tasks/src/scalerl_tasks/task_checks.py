@@ -72,8 +72,8 @@ _MAX_REASONS = 8
 """Reasons that are counted; further ones count together."""
 _EXAMPLES = 3
 """Rows that are listed for each reason."""
-_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-"""A text as ``repr`` shows it."""
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|(?<= gave )[^ ,]+")
+"""A text as ``repr`` shows it, or a reward."""
 _OF_THE_ANSWER = frozenset({"exact", "number", "math-verify"})
 """Verifiers whose check depends on the answer alone, so that each different answer is checked once."""
 
@@ -436,7 +436,7 @@ class Rejected:
 
 
 def _own_code(spec: ProblemSpec) -> bool:
-    return any(one.name is None and one.code is None for one in spec.scoring)
+    return any(one.is_own_code for one in spec.scoring)
 
 
 def _titles(spec: ProblemSpec) -> str:
@@ -479,8 +479,8 @@ async def _check_answers(
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
         elif isinstance(source, DatasetSource):
-            place = f"{source.place(index)}, {source.table.info.fields['answer']}"
-            problems.add(index, f"{place}: {error}", _reason(error))
+            place, field = source.place(index), source.table.info.fields.get("answer")
+            problems.add(index, f"{f'{place}, {field}' if field else place}: {error}", _reason(error))
         else:
             problems.add(index, error, kind)
 
@@ -493,6 +493,8 @@ async def _check_answers(
                 once or isinstance(source, DatasetSource)
             ):  # other rows have the same answer
                 error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
+                error = error.replace(f" for the prompt {prompt.id}", "")
+                error = error.replace(f"the prompt {prompt.id}", "the row")
             if once and len(known) < _MAX_KNOWN:
                 known[key] = error
             for index in waiting.pop(key):

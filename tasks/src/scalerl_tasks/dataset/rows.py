@@ -37,7 +37,8 @@ class TableRow(msgspec.Struct, omit_defaults=True):
     id: str
     prompt: str
     """Text of the last user message."""
-    answer: str
+    answer: str = ""
+    """Empty if no column is mapped to it."""
     solution: str | None = None
     difficulty: float | None = None
     system: str | None = None
@@ -86,8 +87,8 @@ class Mapper:
         )
         self._given = frozenset(given)
         texts = known | given
-        if missing := [name for name in REQUIRED if name not in texts]:
-            raise unknown_layout(first, missing)
+        if "prompt" not in texts:  # without answers, the verifier is code of the user
+            raise unknown_layout(first, [name for name in REQUIRED if name not in texts])
         labels = {} if layout is None else {k: v for k, v in layout.labels.items() if _reads(v, first)}
         self.texts: dict[str, str] = texts
         """Expression by field."""
@@ -158,7 +159,7 @@ class Mapper:
             row=number,
             id=values.get("id") or content_id(values),
             prompt=values["prompt"],
-            answer=values["answer"],
+            answer=values.get("answer", ""),
             solution=values.get("solution"),
             difficulty=values.get("difficulty"),
             system=values.get("system"),
@@ -325,7 +326,7 @@ class Mapper:
 
 def content_id(values: Mapping[str, Any]) -> str:
     """The id of a row without one: of its prompt, the turns before, and the answer."""
-    parts = (values.get("system"), values.get("turns", []), values["prompt"], values["answer"])
+    parts = (values.get("system"), values.get("turns", []), values["prompt"], values.get("answer", ""))
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
