@@ -92,6 +92,14 @@ LAYOUTS = {
         {"level": "Level 5", "type": "Algebra"},
     ),
     "verl": (VERL, "verl (DAPO-Math and others)", "How many?", "72", None, {"data_source": "openai/gsm8k"}),
+    "countdown": (
+        VERL | {"reward_model": {"style": "rule", "ground_truth": {"numbers": [1, 2], "target": 3}}},
+        "verl, with a structure as the ground truth",
+        "How many?",
+        '{"numbers": [1, 2], "target": 3}',
+        None,
+        {"data_source": "openai/gsm8k"},
+    ),
     "skywork": (SKYWORK, "Skywork-OR1", "How many?", "\\frac{1}{2}", None, {"data_source": "train-math-x"}),
     "polaris": (
         {"problem": "q", "answer": "3", "difficulty": "5/8"},
@@ -506,7 +514,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
         (
             [{"prompt": "p", "answer": "#### 1"}, {"prompt": "q", "answer": "2"}],
             {"answerPattern": "Hashes"},
-            "line 2, answer: answerPattern Hashes is not in '2'",
+            "line 2, answer: answerPattern Hashes is not in '2'; drop such rows with filter.where: len(answer) > 0",
         ),
         (
             [{"prompt": "p", "answer": "1", "difficulty": "hard"}],
@@ -666,6 +674,12 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.json", b"3", "is neither a JSON array of objects nor one object a line"),
         ("d.csv", b"prompt,answer\np,1\nq,2,3\n", "line 3: has 3 fields, the header 2"),
         ("d.csv", b"prompt,prompt\np,1\n", "two columns of one name"),
+        ("d.csv", b"prompt,answer\np,1\n\xe4,1\n", "this line, or one soon after it, is not UTF-8"),
+        (
+            "d.jsonl",
+            b'[{"prompt": "p", "answer": "1"}]',
+            "not an object; name a file that is one array .json",
+        ),
         ("d.txt", b"x", "unknown ending; files are .jsonl"),
         ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("d.csv", b"prompt;answer\np;1\n", "its fields are separated by ';'; write it with commas"),

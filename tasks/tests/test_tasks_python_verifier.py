@@ -114,6 +114,16 @@ def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
     )
 
 
+def test_import_at_the_limit_of_memory_says_what_to_raise(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def f(completion): raise ImportError('libx.so: failed to map segment from shared object')\n"
+    )
+    with pytest.raises(
+        VerifierError, match=r"failed to map segment .*; raise verifier.memory, or import at the head"
+    ):
+        PythonVerifier(PythonFunction("f", path=str(tmp_path / "r.py"))).score(Prompt("row-7", "q", "a"), "a")
+
+
 async def test_coroutine_function_of_a_batch():
     assert [g.score for g in await graded(function("judge", signature="trl"), ROW, ["abc", "a"])] == [
         0.3,

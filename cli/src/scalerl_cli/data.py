@@ -55,7 +55,11 @@ def run_data(arguments: argparse.Namespace) -> int:
         for problem in error.problems:
             say(f"{files[0]}: {problem}", error=True)
         return BAD_INPUT
-    except (ValidationError, ValueError) as error:
+    except ValidationError as error:
+        for one in error.errors():
+            say(f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})", error=True)
+        return BAD_INPUT
+    except ValueError as error:
         say(str(error), error=True)
         return BAD_INPUT
     if model is not None and not model.is_dir():

@@ -47,6 +47,8 @@ _ARGUMENTS: Mapping[str, frozenset[str]] = {
 _TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
 """Arguments of TRL that functions do not get here."""
 _MAX_SHOWN = 80
+_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
+"""Of the errors of libraries at the limit of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +447,8 @@ def _described(error: BaseException, file: str | None) -> str:
         text = str(error)
     except BaseException:
         text = ""
+    if any(sign in text for sign in _NO_MEMORY):
+        text = f"{text[:100]}; raise verifier.memory, or import at the head of the file"
     return f"{type(error).__name__}{': ' + text[:160] if text else ''}{_place(error, file)}"
 
 

@@ -92,6 +92,13 @@ LAYOUTS: tuple[Layout, ...] = (
         ("prompt", "reward_model"),
         _VERL,
         labels=_VERL_LABELS,
+        fits=lambda row: _ground_truth(row) is not None and not isinstance(_ground_truth(row), dict | list),
+    ),
+    Layout(
+        "verl, with a structure as the ground truth",
+        ("prompt", "reward_model"),
+        {**_VERL, "answer": "json(reward_model.ground_truth)"},
+        labels=_VERL_LABELS,
         fits=lambda row: _ground_truth(row) is not None,
     ),
     Layout(

@@ -282,7 +282,7 @@ class Mapper:
             hint = (
                 f"; use {where}[0], or json({where}) for all of it"
                 if isinstance(value, list)
-                else f"; use a path, such as {where}.value"
+                else f"; use a path, such as {where}.{next(iter(value), 'value')}, or json({where}) for all of it"
                 if isinstance(value, dict)
                 else ""
             )
@@ -295,7 +295,9 @@ class Mapper:
             if found is None:
                 tail = text if len(text) <= 60 else "… " + text[-60:]
                 raise RowProblem(
-                    where, f"answerPattern {self.pattern} is not in {tail!r}", "without answerPattern"
+                    where,
+                    f"answerPattern {self.pattern} is not in {tail!r}; drop such rows with filter.where: len(answer) > 0",
+                    "without answerPattern",
                 )
             text = found.strip()
         if not text.strip():

@@ -303,7 +303,7 @@ def description(source: DatasetSource) -> list[str]:
     ]
     if info.labels:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
-    lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
+    lines += [f"{count:,} row{'s' * (count != 1)} {reason}" for reason, count in info.dropped.items()]
     if left_out is not None:
         lines += [
             f"{count:,} rows left out, rejected by the verifier: {reason}"
