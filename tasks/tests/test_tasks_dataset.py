@@ -946,6 +946,36 @@ def test_dataset_rejected_by_either_verifier_is_left_out_of_both(tmp_path):
     assert a.held_out.digest == b.held_out.digest
 
 
+def test_dataset_of_own_code_beside_a_verifier_with_a_name(tmp_path):
+    """The one with a name leaves rows out, all of which are checked; the code is asked about some, at each start."""
+    run = with_bad_answers(tmp_path, bad := {3, 77, 190})
+    (tmp_path / "reward.py").write_text(
+        "import pathlib\n"
+        "def short(completion, metadata):\n"
+        "    with (pathlib.Path(__file__).parent / 'calls').open('a') as file: file.write('x')\n"
+        "    return len(completion) > 99 or (None if completion.startswith('1') else 1)\n"
+    )
+    given = run.model_dump(by_alias=True, exclude_unset=True)
+    named = given["task"].pop("verifier")
+    own = {"python": {"path": "reward.py", "function": "short"}}
+    given["task"]["verifiers"] = [named | {"weight": "4"}, own]
+    run, told = RunSpec.model_validate(given), []
+    assert task_problems(run, tmp_path, progress=told.append) == []
+    assert any("3 of 200 rows (1.50%) have answers that do not score 1 by number" in text for text in told)
+    train = open_tasks(run, tmp_path).tasks[0].train
+    assert len(train) == 200 - 8 - len(bad)
+    calls = (tmp_path / "calls").stat().st_size
+    assert calls == 200
+    assert task_problems(run, tmp_path) == []
+    assert (tmp_path / "calls").stat().st_size == calls + 197
+    assert open_tasks(run, tmp_path).digest == open_tasks(run, tmp_path).digest
+    (tmp_path / "reward.py").write_text("def short(completion): return 1 / (completion != '150')\n")
+    *_, last = task_problems(run, tmp_path)
+    assert last.field == "task.verifiers"
+    assert "1 of 197 rows (0.51%) have answers that get no reward by reward.py:short" in last.text
+    assert "raised ZeroDivisionError" in last.text
+
+
 def test_dataset_sample_is_only_refused_beyond_doubt(tmp_path):
     """A sample of a data set with less than the share may have slightly more."""
     run = with_bad_answers(tmp_path, set(range(0, 200, 19)))

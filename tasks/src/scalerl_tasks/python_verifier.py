@@ -380,7 +380,7 @@ def _imported(given: PythonFunction) -> Any:
         where = given.path or f"module {given.module}"
         raise VerifierError(
             f"{where} cannot be imported: there is no module {error.name!r}{_place(error, given.path)}; install it where completions "
-            "are graded: in this environment, on a cluster in images.generator and images.trainer"
+            "are graded: in this environment, on a cluster in images.generator and images.trainer; or move the function to a file without it"
         ) from None
     except BaseException as error:
         raise VerifierError(
