@@ -245,6 +245,18 @@ def test_dataset_layout_is_recognized(tmp_path, name, form):
     )
 
 
+def test_dataset_has_the_text_of_tests_once(tmp_path):
+    """They may have megabytes; a reward that reads the column gets the same text."""
+    row = LAYOUTS["apps"][0] | {"input_output": '{"inputs": ["' + "1" * 10_000 + '"], "outputs": ["2"]}'}
+    source = opened(tmp_path, [row])
+    assert source.table.path.stat().st_size < 12_000
+    assert source[0].metadata["input_output"] == row["input_output"]
+    (tmp_path / "other").mkdir()
+    listed = opened(tmp_path / "other", [row | {"input_output": {"inputs": ["1"], "outputs": ["2"]}}])
+    assert listed[0].metadata["input_output"] == {"inputs": ["1"], "outputs": ["2"]}
+    assert listed[0].answer == '{"inputs": ["1"], "outputs": ["2"]}'
+
+
 def test_dataset_keeps_further_columns(tmp_path):
     assert opened(tmp_path, [VERL])[0].metadata == {
         name: VERL[name] for name in ("data_source", "ability", "reward_model", "extra_info")
