@@ -179,12 +179,12 @@ async def test_service_whose_model_is_down_makes_groups_wait(before):
     def down(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=500 if rows else 200, text='{"scores": []}')
 
-    async with serving() as (service, url), HttpGrader(RewardService(url, retries=1)) as grader:
+    async with serving() as (service, url), HttpGrader(RewardService(url, retries=2)) as grader:
         if before:
             await grader.score_group(PROMPT, ["5"])
         service.handler = down
         group = asyncio.create_task(grader.score_group(PROMPT, ["4", "5"]))
-        while len(service.requests) < 12 and not group.done():
+        while len(service.requests) < 12 and not group.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not group.done()
         assert "answered with status 500" in grader.problem
