@@ -243,6 +243,10 @@ def test_group_function_of_a_wrong_result(parameters, says):
         ),
         ("def score(completion, /): ...\n", "takes arguments without a name"),
         ("score = 3\n", "has no function 'score'"),
+        (
+            "from .near import x",
+            "relative import with no known parent package (bad.py, line 1); install its package",
+        ),
     ],
 )
 def test_file_that_cannot_be_used(tmp_path, monkeypatch, source, says):

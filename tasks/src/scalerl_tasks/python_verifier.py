@@ -383,8 +383,11 @@ def _imported(given: PythonFunction) -> Any:
             "are graded: in this environment, on a cluster in images.generator and images.trainer; or move the function to a file without it"
         ) from None
     except BaseException as error:
+        advice = (
+            "; install its package and give verifier.python.module" if "relative import" in str(error) else ""
+        )
         raise VerifierError(
-            f"{given.path or f'module {given.module}'} cannot be imported: {_described(error, given.path)}"
+            f"{given.path or f'module {given.module}'} cannot be imported: {_described(error, given.path)}{advice}"
         ) from None
 
 
