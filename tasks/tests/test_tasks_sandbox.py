@@ -185,7 +185,8 @@ EXHAUSTING = {
         "files exited",
     ),
     "deleted files that are mapped": (
-        "import mmap, os\nkept = []\nwhile True:\n    f = open('x', 'w+b')\n    f.write(b'x' * (1 << 20)); f.flush()\n    kept.append(mmap.mmap(f.fileno(), 4096)); os.unlink('x'); f.close()",
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nwhile True:\n    f = open('x', 'w+b')\n"
+        "    f.write(b'x' * (1 << 20)); f.flush()\n    libc.mmap(None, 4096, 1, 2, f.fileno(), 0); os.unlink('x'); f.close()",
         "files exited",
     ),
     "one large file": ("f = open('x', 'wb')\nf.truncate(1 << 40)", "exited"),
