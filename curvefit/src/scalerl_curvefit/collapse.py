@@ -204,8 +204,8 @@ def difference_sd(reward: FloatArray, order: int = 3) -> float:
     steps = np.diff(reward)
     # Equal for independent noise; second differences contain less of a curved trend.
     fast = min(
-        _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
-        _robust_sd(np.diff(steps)) / CONSECUTIVE,
+        robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
+        robust_sd(np.diff(steps)) / CONSECUTIVE,
     )
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
     # Third differences: in second differences a fast rise at the start looks like noise ten times as large.
@@ -214,10 +214,11 @@ def difference_sd(reward: FloatArray, order: int = 3) -> float:
         between = between[CONSECUTIVE:] - between[:-CONSECUTIVE]
     if between.size < CONSECUTIVE + 1:
         return fast
-    return max(fast, _robust_sd(between) / math.sqrt(math.comb(2 * order, order) / 2.0))
+    return max(fast, robust_sd(between) / math.sqrt(math.comb(2 * order, order) / 2.0))
 
 
-def _robust_sd(deviations: FloatArray) -> float:
+def robust_sd(deviations: FloatArray) -> float:
+    """sd of normal deviations (n,) around 0, with those beyond `CUT` sds clipped."""
     size = np.abs(deviations)
     cut = CUT * MAD_TO_SD * float(np.median(size))
     return CUT_TO_SD * float(np.sqrt(np.mean(np.minimum(size, cut) ** 2)))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from .curve import Curve, FloatArray
 from .plateau import late_rises
-from .pooling import ForecastPool, GainPrior, departure_sd
+from .pooling import ForecastPool, GainPrior
 from .posterior import Nodes
 from .settings import FitSettings
 from .trend import Trend, smoothed
@@ -201,9 +201,7 @@ class EarlierRunsPrior:
         return float((PUBLIC_FLAT_RUNS * public + rose) / (PUBLIC_FLAT_RUNS + flat))
 
 
-def summarize(
-    curve: Curve, pool: ForecastPool, settings: FitSettings, fell: float | None = None
-) -> RunSummary:
+def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> RunSummary:
     """Summarize a finished run from its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
@@ -220,7 +218,7 @@ def summarize(
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=departure_sd(pool.trend, settings),
+        departure=pool.departure_sd,
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),
