@@ -17,6 +17,7 @@ import numpy as np
 from scalerl_curvefit.simulate import ar1_noise
 
 F = Callable[[np.ndarray], np.ndarray]
+Families = dict[str, tuple[str, Callable[[np.random.Generator], "Shape"]]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Seen:
     samples: int
 
 
-def seen_run(name: str, i: int, seed: int) -> Seen:
-    """Run i of a family."""
-    kind, draw = OTHERS[name]
+def seen_run(name: str, i: int, seed: int, families: Families | None = None) -> Seen:
+    """Run i of a family, of these by default."""
+    kind, draw = (families or OTHERS)[name]
     r = np.random.default_rng([seed, i, zlib.crc32(name.encode())])
     s = draw(r)
     n = s.n or int(r.choice([20, 40, 40, 40, 80]))
