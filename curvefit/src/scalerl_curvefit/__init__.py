@@ -52,6 +52,7 @@ from .decision_quantities import (
 )
 from .earlier_runs import EarlierRun, EarlierUse, SummarizedRun
 from .errors import (
+    ComputeSpanError,
     ConstantRewardError,
     CurveError,
     DuplicateComputeError,
@@ -84,6 +85,7 @@ __all__ = [
     "Block",
     "CollapseCheck",
     "Comparison",
+    "ComputeSpanError",
     "ComputeToTarget",
     "ConstantRewardError",
     "Curve",

@@ -37,7 +37,7 @@ ERROR_RATE: Final = 0.01
 WITHIN_NOISE: Final = 1.645
 """An alarm ends once the newest mean is within this many s of the best: 5 % of a normal distribution."""
 LEAST: Final = 0.01
-"""Smallest fall that matters: half of the default `minGain`, as for the autoscaler."""
+"""Smallest fall that matters: a quarter of the default `minGain`, as for the autoscaler."""
 MAX_TRUNCATION: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
 MIN_HISTORY: Final = 8

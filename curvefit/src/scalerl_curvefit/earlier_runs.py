@@ -48,8 +48,11 @@ MAX_LEVEL_SPREAD: Final = 0.1
 """Largest spread between runs that counts as a unit: runs that differ by more are not of one task and model."""
 PATH: Final = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0])
 """Doublings before now at which paths are compared."""
-NOISE_UNIT: Final = 0.7
-"""ln of the ratio of two runs' noise that counts as one standard deviation."""
+PATH_WEIGHT: Final = 0.5
+"""Weight of the path in the similarity, and of the level now, which is its last point."""
+NOISE_FACTOR: Final = 2.0
+"""Two runs' noise may differ by this factor, which few points leave open; each further factor of e^(1/3) counts as one
+standard deviation."""
 FOREIGN: Final = 1.5
 """A run whose mean distance from the earlier runs is this many times the largest of theirs from one another is of another task."""
 FEWEST_FOR_FOREIGN: Final = 3
@@ -58,7 +61,7 @@ SCATTER_POINTS: Final = 8
 SCATTER_FLOOR: Final = 0.006
 """Fewest points for a measured noise, and its floor."""
 GAIN_WEIGHT: Final = 0.25
-"""Weight of the last doubling's gain in the similarity; the level has weight 1."""
+"""Weight of the last doubling's gain in the similarity."""
 REPORTED_BELOW: Final = 0.9
 """A smaller weight is reported with its reason."""
 MIN_TOTAL_WEIGHT: Final = 0.1
@@ -321,7 +324,8 @@ def _similarity(
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
     unit = np.hypot(MIN_LEVEL_SPREAD, min(between_level, MAX_LEVEL_SPREAD))
-    z_level, z_path, z_noise = (level - own_level) / unit, apart / unit, noise / NOISE_UNIT
+    z_level, z_path = (distance / unit * np.sqrt(PATH_WEIGHT) for distance in (level - own_level, apart))
+    z_noise = 3.0 * np.maximum(np.abs(noise) - np.log(NOISE_FACTOR), 0.0)
     z_gain = (gain - own) / np.hypot(MIN_GAIN_SPREAD, between_gain) * np.sqrt(GAIN_WEIGHT)
     texts = [
         [

@@ -21,7 +21,7 @@ from .earlier_runs import (
     earlier_runs_prior,
     summarize,
 )
-from .errors import ConstantRewardError, CurveError, RequestError, TooFewPointsError
+from .errors import ComputeSpanError, ConstantRewardError, CurveError, RequestError, TooFewPointsError
 from .least_squares import LeastSquaresFit, least_squares_fit
 from .outliers import outlier_weights
 from .pooling import ForecastPool, sample_forecast_pool
@@ -45,6 +45,8 @@ SMALLEST: Final = 1e-6
 """Change of one of several equal rewards, so that they can be fitted."""
 OUTLIER: Final = 0.1
 """An evaluation of a smaller weight is an outlier."""
+LEAST_SPAN: Final = 1.05
+"""Smallest ratio of the compute of the last point to that of the first."""
 LEAST_TRUST: Final = 1e-6
 """Smallest weight of a point: the likelihood needs a precision above 0."""
 EDGE_MASS: Final = 0.05
@@ -165,6 +167,7 @@ def fit(
     ------
     MixedSegmentsError: the recipe or evaluation version changes; fit one of `curve.segments()`.
     TooFewPointsError: fewer than 4 points at compute > 0.
+    ComputeSpanError: compute grows by less than 5 % from the first point to the last.
     ConstantRewardError: all rewards equal.
 
     >>> c = np.arange(1.0, 31.0)
@@ -339,6 +342,12 @@ def _require_points(curve: Curve) -> None:
         raise TooFewPointsError(
             f"{n} points at compute > 0; a curve of four parameters needs at least {MIN_POINTS}, "
             f"and {ENOUGH_POINTS} before its asymptote means anything"
+        )
+    first = float(curve.compute[curve.first_trained])
+    if curve.now < LEAST_SPAN * first:
+        raise ComputeSpanError(
+            f"compute runs from {first:g} to {curve.now:g}, within a factor of {LEAST_SPAN:g}: it must count from the start "
+            "of the run (Unix seconds or the steps of an earlier run do not); subtract its value at the start"
         )
     if np.ptp(reward) == 0.0:
         raise ConstantRewardError(

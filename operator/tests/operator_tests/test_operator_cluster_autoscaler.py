@@ -107,7 +107,7 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     assert float(outlook.asymptote_low) <= float(outlook.asymptote) <= float(outlook.asymptote_high)
     assert float(outlook.gain_low) <= float(outlook.gain) <= float(outlook.gain_high)
     assert float(outlook.gain) < 0.02
-    assert float(outlook.gain_probability) < 0.18, "as of a stop"
+    assert float(outlook.gain_probability) < 0.10, "as of a stop"
     assert outlook.tokens == 2 * curve[-1].work_tokens, "the horizon"
     assert report.votes == 2
     assert [d.sequence for d in report.decisions] == [0, 1, 2]

@@ -407,8 +407,8 @@ def test_stop_names_the_runs_that_counted(weights: tuple[float, ...], text: str)
 
 
 def test_request_differs_by_prior_except_the_default() -> None:
-    assert rules(spec()) == "min_gain=0.02 horizon=2 stop_after=3"
-    assert rules(spec(prior="None")) == "min_gain=0.02 horizon=2 stop_after=3 prior=None"
+    assert rules(spec()) == "min_gain=0.04 horizon=2 stop_after=3"
+    assert rules(spec(prior="None")) == "min_gain=0.04 horizon=2 stop_after=3 prior=None"
     assert as_recorded(spec(prior="None"))["prior"] == "None"
 
 

@@ -131,8 +131,8 @@ class Analysis:
 
     @property
     def fallen(self) -> int:
-        """Number of evaluations after the fall, which are not fitted."""
-        return 0 if self.fall is None else self.fall.over
+        """Number of evaluations after the fall, which are not fitted; 0 where too few are before it, so that all are."""
+        return len(self.file.segment.curve) - len(self.fitted.curve)
 
     @property
     def start(self) -> float:

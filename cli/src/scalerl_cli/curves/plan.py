@@ -131,6 +131,7 @@ def _rows(outlook: Outlook) -> list[list[str]]:
             [None if o.device_hours is None else formatting.amount(o.device_hours) for o in choices],
         ),
         ("cost", [None if o.cost is None else formatting.amount(o.cost) for o in choices]),
+        ("mean gain", [made.scale.difference(o.mean_gain) for o in choices]),
         ("value − cost", [None if o.net is None else formatting.amount(o.net) for o in choices]),
         (
             "done by",
@@ -204,6 +205,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
                 "compute": o.compute,
                 "reward": interval_json(made.scale.levels(o.forecast)),
                 "gain": None if o.gain is None else interval_json(made.scale.changes(o.gain)),
+                "mean_gain": made.scale.change(o.mean_gain),
                 "device_hours": o.device_hours,
                 "cost": o.cost,
                 "net": o.net,

@@ -77,7 +77,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
     checked = detect_collapse(
         segment.curve,
         request.truncation,
-        least=0.5 * request.min_gain,
+        least=0.25 * request.min_gain,
         after=max(request.alarms_after - segment.start, 0.0),
         start=segment.start,
     )

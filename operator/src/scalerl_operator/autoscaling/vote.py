@@ -45,9 +45,9 @@ MOST_NAMES: Final = 5
 METHOD_1_STOP_BELOW: Final = 0.1
 METHOD_1_RELEASE_AT: Final = 0.2
 """STOP_BELOW and RELEASE_AT for answers of method 1, whose P has no late rises."""
-METHOD_3_STOP_BELOW: Final = 0.18
-METHOD_3_RELEASE_AT: Final = 0.28
-"""The same for methods 2 and 3, whose P has late rises of .064 a doubling."""
+FLAT_STOP_BELOW: Final = 0.18
+FLAT_RELEASE_AT: Final = 0.28
+"""The same for a flat run, whose P has a first rise; and for P of methods 2 and 3, which has late rises of .064 a doubling."""
 
 
 class Side(enum.IntEnum):
@@ -152,7 +152,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or (answer.method != 2 and answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN)
     ):
         return None
-    side = _side(flat.p_gain, *_thresholds(answer))
+    side = _side(flat.p_gain, FLAT_STOP_BELOW, FLAT_RELEASE_AT)
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
@@ -260,7 +260,7 @@ def _by_price(spec: AutoscalingSpec, block: BestBlock) -> tuple[Side, str]:
 def _thresholds(answer: ForecastAnswer) -> tuple[float, float]:
     """STOP_BELOW and RELEASE_AT for the method that made an answer."""
     if answer.method in (msgspec.UNSET, 2, 3):
-        return METHOD_3_STOP_BELOW, METHOD_3_RELEASE_AT
+        return FLAT_STOP_BELOW, FLAT_RELEASE_AT
     return STOP_BELOW, RELEASE_AT
 
 
