@@ -46,8 +46,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
 from more_families import KEPT, TRIED
+from msgspec.structs import replace
 from other_families import OTHERS, Families, seen_run
 from other_families import Shape as OtherShape
 from run_families import FAMILIES, Shape

@@ -155,7 +155,9 @@ def table(
     print(f"\n{label} (n={len(made)})")
     for first, final in (*BINS, (0, 99)):
         of = (points >= first) & (points <= final)
-        name = "all" if not first else f"{first} to {final} points" if final < 99 else f"{first} points or more"
+        name = (
+            "all" if not first else f"{first} to {final} points" if final < 99 else f"{first} points or more"
+        )
         print(
             f"  {name:<20} n={of.sum():3d}  in 90 % {in_90[of].mean():.2f}  in 50 % {in_50[of].mean():.2f}  "
             f"width {np.median((high - low)[of]):.3f}"

@@ -206,9 +206,7 @@ def _from_the_start(r: Random) -> Shape:
 
 def _dip(r: Random) -> Shape:
     base, at, deep, lasts = _base(r), U(r, 0.3, 0.6), U(r, 0.08, 0.2), U(r, 0.15, 0.3)
-    return Shape(
-        lambda u: np.maximum(base(u) - deep * ((u > at) & (u < at + lasts)), 0), falls_at=at
-    )
+    return Shape(lambda u: np.maximum(base(u) - deep * ((u > at) & (u < at + lasts)), 0), falls_at=at)
 
 
 def _cut_off(r: Random) -> Shape:
@@ -269,7 +267,9 @@ _KINDS: dict[str, dict[str, Draw]] = {
         "Weibull": _smooth(_weibull),
         "near one": _near_one,
         "from zero": _from_zero,
-        "exponential, small": _smooth(lambda r: (lambda k: lambda u: 1 - np.exp(-u / k))(LU(r, 0.05, 0.6)), 0.02, 0.1),
+        "exponential, small": _smooth(
+            lambda r: (lambda k: lambda u: 1 - np.exp(-u / k))(LU(r, 0.05, 0.6)), 0.02, 0.1
+        ),
     },
     "late": {
         "jump": _late(_jump),

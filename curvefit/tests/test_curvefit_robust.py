@@ -18,7 +18,9 @@ def run_of(n: int, seed: int = 0, rho: float = 0.3) -> np.ndarray:
 
 
 def at_twice(rewards: np.ndarray, samples: int | None = None) -> cf.Forecast:
-    (ahead,) = cf.forecast(cf.fit(cf.Curve(np.arange(1.0, rewards.size + 1), rewards, samples)), [2.0 * rewards.size])
+    (ahead,) = cf.forecast(
+        cf.fit(cf.Curve(np.arange(1.0, rewards.size + 1), rewards, samples)), [2.0 * rewards.size]
+    )
     return ahead
 
 
@@ -89,6 +91,8 @@ def test_misfit_widens_forecasts() -> None:
 
 def test_compute_within_five_per_cent_is_refused() -> None:
     seconds = 1.7e9 + 600.0 * np.arange(20)
-    with pytest.raises(cf.ComputeSpanError, match=r"from 1\.7e\+09 to 1\.70001e\+09, within a factor of 1\.05"):
+    with pytest.raises(
+        cf.ComputeSpanError, match=r"from 1\.7e\+09 to 1\.70001e\+09, within a factor of 1\.05"
+    ):
         cf.fit(cf.Curve(seconds, run_of(20)))
     assert cf.fit(cf.Curve(seconds - seconds[0] + 600.0, run_of(20))).points_used == 20

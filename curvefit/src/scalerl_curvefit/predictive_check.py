@@ -71,5 +71,8 @@ def predictive_check(residual: FloatArray) -> PredictiveCheck:
     worst = int(np.argmax(run))
     beyond = float(residual @ residual) / n - 0.5 * step**2
     return PredictiveCheck(
-        float(run[worst]), int(length[worst]), float(total[worst] / length[worst]), math.sqrt(max(beyond, 0.0))
+        float(run[worst]),
+        int(length[worst]),
+        float(total[worst] / length[worst]),
+        math.sqrt(max(beyond, 0.0)),
     )

@@ -176,7 +176,9 @@ def test_gain_below_the_noise_of_an_evaluation_is_undecidable(samples: int | Non
     assert text.startswith("minGain 0.04 is below three standard deviations of an evaluation, 0.051")
     assert ("evaluations of 900 samples" in text) == (samples is not None)
     assert states(chain(decide, spec(minGain="0.06"), looks))[-1] == "STOP"
-    priced = replace(forecast, outlook=replace(forecast.outlook, best_block=wire.BestBlock(compute=0.0, gain=0.0, net=0.0)))
+    priced = replace(
+        forecast, outlook=replace(forecast.outlook, best_block=wire.BestBlock(compute=0.0, gain=0.0, net=0.0))
+    )
     rules = spec(pricePerDeviceHour="2", valuePerPoint="1")
     assert states(chain(decide, rules, [seen(v, forecast=priced) for v in (200, 210, 220)]))[-1] == "STOP"
 

@@ -147,7 +147,8 @@ def growths(
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
         worth = [
-            prices.worth(option.mean_gain, hours * devices) for option, hours in zip(choices, wall, strict=True)
+            prices.worth(option.mean_gain, hours * devices)
+            for option, hours in zip(choices, wall, strict=True)
         ]
         spent = tuple((hours * devices, hours) for hours in wall)
         made.append(Growth(count, devices, speed, spent, tuple(worth)))

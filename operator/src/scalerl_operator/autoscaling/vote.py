@@ -106,7 +106,11 @@ def _undecidable(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook
     if least is msgspec.UNSET or float(spec.min_gain) >= least:
         return []
     needed = outlook.samples_needed
-    remedy = "a larger minGain" if needed is msgspec.UNSET else f"evaluations of {needed:,} samples, or a larger minGain"
+    remedy = (
+        "a larger minGain"
+        if needed is msgspec.UNSET
+        else f"evaluations of {needed:,} samples, or a larger minGain"
+    )
     return [
         f"minGain {spec.min_gain} is below three standard deviations of an evaluation, {least:.3f}, so a gain of it cannot be "
         f"forecast; {remedy} would do"
