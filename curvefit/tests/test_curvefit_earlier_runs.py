@@ -72,8 +72,7 @@ def test_prior_other_task_has_little_weight_and_reason():
     assert informed.prior.gains is None
     (one,) = cf.fit(head, earlier=earlier([1], start=0.7, asymptote=0.95)).earlier
     assert one.weight < 0.01
-    assert "it had 0.8" in one.reason
-    assert "this run has 0.5" in one.reason
+    assert "its rewards so far differ from this run's by 0.4" in one.reason
     # Of one run the draws differ by up to a tenth, and not by the same on every processor.
     other_task = earlier(start=0.7, asymptote=0.95)
     heads = [run_of(seed).head(16) for seed in range(4)]

@@ -372,9 +372,8 @@ def _prepare(
         noise_dof += dof
     precision[:burnt] /= settings.burn_in_sd_factor
     precision *= np.sqrt(np.maximum(trust, LEAST_TRUST))
-    prior = make_prior(
-        settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd, noise_dof
-    )
+    begin = curve.reward[0] if first else reward[np.argmax(trust >= OUTLIER)]
+    prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(begin), noise_sd, noise_dof)
     return _Points(compute, np.log(compute), reward, precision, burnt, prior)
 
 

@@ -3,7 +3,8 @@
 An evaluation is compared with its neighbours on both sides, the last one with those before it. Its deviation z is the
 distance from the range that they span, in standard deviations of an evaluation. Its weight is 1 up to CUT of them and falls
 as (CUT/z)^4 beyond, faster than that of Student's t, so that the influence of an evaluation vanishes with its distance.
-Two neighbours that agree are no outliers; the first evaluation, from which a run rises, is none.
+Two neighbours that agree are no outliers; the first evaluation, from which a run rises, is none below
+the next ones.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def outlier_weights(curve: Curve) -> FloatArray:
     steps = np.diff(reward[-2 - CONSECUTIVE : -1])
     low[-1] = recent.min() + min(steps.min(), 0.0)
     high[-1] = recent.max() + max(steps.max(), 0.0)
-    low[0], high[0] = 0.0, 1.0
+    low[0], high[0] = 0.0, after[0]
     z = np.maximum(np.maximum(low - reward, reward - high) / sd, CUT)
     return np.asarray((CUT / z) ** 4)
 

@@ -63,7 +63,8 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
     file = read_curve(
         arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
     )
-    made = analyse(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
+    earlier = read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns)
+    made = analyse(file, prior=earlier, late_rises=arguments.late_rises)
     pace = pace_of(file, arguments.rate, arguments.devices)
     prices = Prices(arguments.price, arguments.value_per_point)
     if prices.value is not None and prices.price is None:
