@@ -22,6 +22,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from support.llm_curves import llm_curves
@@ -50,7 +51,7 @@ REFERENCE = cf.FitSettings(
     rho_weights=(1.0, 1.0, 1.0, 1.0),
     burn_in_sd_factor=1000.0,
 )
-GRID = [
+GRID: list[dict[str, Any]] = [
     {"pool": pool, "trend_damping": damping, "pool_spread": spread, "late_rise": rise, "departure": floor}
     for pool, damping, spread, rise, floor in product(
         POOLS, (0.25, 0.4), (0.25, 0.5), (0.0, 0.016, 0.064), (0.004, 0.016)
@@ -111,7 +112,7 @@ def _pool(fitted: cf.Fit, weights: tuple[float, ...], seed: int) -> ForecastPool
     )
 
 
-def _changed(pool: ForecastPool, changes: dict[str, object]) -> ForecastPool:
+def _changed(pool: ForecastPool, changes: dict[str, Any]) -> ForecastPool:
     """The pool with other settings than its weights."""
     settings = replace(pool.settings, **{k: v if k == "pool" else float(v) for k, v in changes.items()})
     rate = settings.late_rise
@@ -121,7 +122,7 @@ def _changed(pool: ForecastPool, changes: dict[str, object]) -> ForecastPool:
 
 
 def _evaluations(
-    made: Sequence[Target], pools: Sequence[ForecastPool], changes: dict[str, object]
+    made: Sequence[Target], pools: Sequence[ForecastPool], changes: dict[str, Any]
 ) -> np.ndarray:
     return np.array(
         [_changed(p, changes).evaluation(np.array([t.at]))[:, 0] for p, t in zip(pools, made, strict=True)]

@@ -347,7 +347,7 @@ def _require_points(curve: Curve) -> None:
     if curve.now < LEAST_SPAN * first:
         raise ComputeSpanError(
             f"compute runs from {first:g} to {curve.now:g}, within a factor of {LEAST_SPAN:g}: it must count from the start "
-            "of the run (Unix seconds or the steps of an earlier run do not); subtract its value at the start"
+            "of the run (Unix seconds do not; subtract their value at the start), and grow further before a curve can be fitted"
         )
     if np.ptp(reward) == 0.0:
         raise ConstantRewardError(

@@ -40,7 +40,7 @@ def voted(*p_gains: float | None, **rules: Any) -> list[str]:
         ([0.05] * 3, ["CONT", "CONT", "STOP"]),
         ([0.05, 0.05, 0.3, 0.05, 0.05, 0.05], ["CONT"] * 5 + ["STOP"]),
         # Between .10 and .20 an evaluation neither agrees nor takes agreement back.
-        ([0.05, 0.2, 0.05, 0.2, 0.05], ["CONT"] * 4 + ["STOP"]),
+        ([0.05, 0.15, 0.05, 0.15, 0.05], ["CONT"] * 4 + ["STOP"]),
         ([0.05, 0.05, 0.09, 0.12, 0.19, 0.2], ["CONT", "CONT", "STOP", "STOP", "STOP", "CONT"]),
         ([0.1] * 6, ["CONT"] * 6),
         # An evaluation without a forecast says nothing either way.
@@ -120,9 +120,9 @@ def test_price_overrides_the_flat_run_rule() -> None:
     ("share", "gained", "slope", "state", "says"),
     [
         (0.4, 0.01, 0.012, "CONTINUE", "but it has gained nothing yet at 40% of what may be used"),
-        (0.4, 0.1, 0.02, "CONTINUE", "but it still gained up to 0.020 a doubling at 40% of what may be used"),
-        (0.4, 0.1, 0.019, "STOP", ""),
-        (0.5, 0.01, 0.02, "STOP", ""),
+        (0.4, 0.1, 0.04, "CONTINUE", "but it still gained up to 0.040 a doubling at 40% of what may be used"),
+        (0.4, 0.1, 0.039, "STOP", ""),
+        (0.5, 0.01, 0.04, "STOP", ""),
     ],
 )
 def test_fit_alone_stops_nothing_before_half_the_budget(
