@@ -24,7 +24,7 @@ Terms
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
 With --families others the runs are of the 35 families of ``other_families.py``, which bounds and patience were not chosen
-on; with tried and kept, of 20 each of ``more_families.py``: the thresholds of the votes were chosen with the tried ones.
+on; with tried and kept, of 20 each of ``more_families.py``: thresholds are to be chosen with the tried ones only.
 
 With --earlier N each simulated run has N finished runs of its family as a prior: the same curve with its speed changed by
 a factor of sd .1 and its gains by one of sd .05, and noise of their own.
@@ -392,7 +392,7 @@ def main() -> None:
         "--families",
         default="",
         choices=["", *SETS],
-        help="those of other_families.py; or, of more_families.py, those that thresholds were chosen with, or the others",
+        help="those of other_families.py; or, of more_families.py, those that thresholds may be chosen with, or those kept apart",
     )
     parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

@@ -1,6 +1,6 @@
 """40 more families of simulated runs for `decisions.py --families tried` and `kept`: 20 each, alternating within each kind.
 
-The thresholds of the votes were chosen with the tried ones; no run of the kept ones was made before. Noise, numbers of
+Thresholds are to be chosen with the tried ones only; no run of the kept ones was made when they were written. Noise, numbers of
 evaluations and kinds are those of `other_families.py`; shapes and parameters are not.
 """
 

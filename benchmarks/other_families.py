@@ -1,4 +1,4 @@
-"""35 more families of simulated runs for `decisions.py --others`, which bounds and patience of the rule were not chosen on.
+"""35 more families of simulated runs for `decisions.py --families others`, which bounds and patience of the rule were not chosen on.
 
 They were written without sight of `run_families.py`. Two faults of the policy were found and mended on other draws of them
 (seeds 0, 1 and 7 to 9): the noise of the alarm, and the threshold from which a fit keeps a run from being called flat. Other parameters, 10 to 80 evaluations of a run, some of
