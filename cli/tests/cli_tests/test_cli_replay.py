@@ -155,7 +155,7 @@ def test_replay_names_line_and_field_of_a_changed_byte(
     [
         ("{mode: Advisory}", "0 of 13 decisions", "at version 300"),
         ("{mode: Auto, stopAfter: 5}", "2 of 13 decisions", "at version 320"),
-        ('{mode: Auto, minGain: "0.0001"}', "11 of 13 decisions", "never"),
+        ('{mode: Auto, minGain: "0.0001"}', "13 of 13 decisions", "never"),
     ],
 )
 def test_replay_under_another_policy(
