@@ -29,6 +29,7 @@ BOUNDED = {
     "operator/src/scalerl_operator/autoscaling/forecast_client.py",
     "operator/src/scalerl_operator/coordinator_client.py",
     "operator/src/scalerl_operator/local/prober.py",
+    "tasks/src/scalerl_tasks/grading/http_grader.py",
     "trainer/src/scalerl_trainer/coordinator_client.py",
     "trainer/src/scalerl_trainer/publish/actor_control.py",
 }
@@ -36,6 +37,7 @@ BOUNDED = {
 OTHERS = {
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
+    "tasks/src/scalerl_tasks/dataset/hub.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/export_targets.py": "the hub and buckets that the run names, by their libraries",
     "trainer/src/scalerl_trainer/model_cache.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/prepare.py": "the hub, by its library",

@@ -55,6 +55,28 @@ _MIX: Final[Object] = {
     "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
 }
 
+_HTTP: Final[Object] = {"task": {"verifier": {"name": None, "http": {"url": "http://rewards:8000/score"}}}}
+_PYTHON: Final[Object] = {"name": None, "python": {"path": "/code/reward.py", "function": "score"}}
+_HUB: Final[Object] = {"files": None, "hub": {"name": "a/b"}}
+_OF_DATASET: Final[dict[str, Object]] = {
+    "files": {},
+    "hub.name": _HUB,
+    "hub.config": {"files": None, "hub": {"name": "a/b", "config": "main"}},
+    "hub.split": {"files": None, "hub": {"name": "a/b", "split": "test"}},
+    "hub.revision": {"files": None, "hub": {"name": "a/b", "revision": "c"}},
+    **{
+        f"columns.{name}": {"columns": {name: "a.b"}}
+        for name in ("prompt", "answer", "id", "difficulty", "solution", "system")
+    },
+    "columns.labels": {"columns": {"labels": {"level": "level"}}},
+    "answerPattern": {"answerPattern": "Boxed"},
+    "metadata": {"metadata": ["a"]},
+    "filter.where": {"filter": {"where": ["a > 1"]}},
+    "filter.duplicates": {"filter": {"duplicates": "Keep"}},
+    "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
+    "filter.overlap": {"filter": {"overlap": 13}},
+}
+
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
@@ -69,6 +91,12 @@ OTHER: Final[dict[str, Object]] = {
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
     "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    **{
+        f"task.dataset.{path}": {
+            "task": {"reasoningGym": None, "dataset": {"files": ["/data/a.csv"]} | section}
+        }
+        for path, section in _OF_DATASET.items()
+    },
     "task.mix": {"task": _MIX},
     "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
     "task.opGraph.count": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"count": "Edges"}}},
@@ -85,6 +113,29 @@ OTHER: Final[dict[str, Object]] = {
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
+    "task.verifier.range": {"task": {"verifier": _PYTHON | {"range": [-1, 1]}}},
+    **{
+        f"task.verifier.python.{name}": {"task": {"verifier": _PYTHON}}
+        for name in ("path", "function", "signature", "parameters")
+    },
+    "task.verifier.python.module": {
+        "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
+    },
+    **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency", "retries")},
+    **{
+        f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
+        for name in ("name", "parameters")
+    },
+    **{
+        f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
+        for name in ("language", "partial", "cpuSeconds", "memory", "output", "threads")
+    },
+    "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
+    "task.combine": {"task": {"combine": "Product"}},
+    **{
+        f"task.plugin.{name}": {"task": {"reasoningGym": None, "plugin": {"name": "a"}}}
+        for name in ("name", "parameters")
+    },
     "from.run": {"from": {"run": "other"}},
     "from.step": {"from": {"run": "other", "step": 50}},
     "warmStart.steps": {"warmStart": {"steps": 1}},
@@ -92,6 +143,12 @@ OTHER: Final[dict[str, Object]] = {
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
     "warmStart.jsonl.path": {"warmStart": {"steps": 1, "jsonl": {"path": "/data/a.jsonl"}}},
+    **{
+        f"warmStart.dataset.{path}": {
+            "warmStart": {"steps": 1, "dataset": {"files": ["/data/a.csv"]} | section}
+        }
+        for path, section in _OF_DATASET.items()
+    },
     "budget.maxComputeTokens": {"budget": {"maxComputeTokens": 1_000_000}},
     "budget.split.beta": {
         "warmStart": {"steps": 1},
@@ -234,6 +291,7 @@ _OF_MIXED_TASK: Final[dict[str, Object]] = {
     "weight": {"weight": "0.50"},
     "opGraph": {"opGraph": _OP_GRAPH | {"distractors": 0}},
     "jsonl": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}},
+    "dataset": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}},
     "heldOut.size": {"heldOut": {"size": 4}},
     "prompt.template": {"prompt": {"template": "{prompt} ="}},
     "maxCompletionTokens": {"maxCompletionTokens": 8},
@@ -258,6 +316,7 @@ _OF_SET: Final[dict[str, Object]] = {
     "k": {"k": 2},
     "task.opGraph": {"task": {"opGraph": _OP_GRAPH | {"distractors": 0}}},
     "task.jsonl": {"task": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.dataset": {"task": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}}},
     "task.reasoningGym": {"task": {"opGraph": None, "reasoningGym": {"name": "chain_sum"}}},
     "task.prompt": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.size": {"task": {"size": 4}},

@@ -376,7 +376,7 @@ def test_prepare_checks_answers_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prepare(paths, spec, one_machine=True)
     asked: list[bool] = []
 
-    def note(spec: RunSpec, *, answers: bool) -> None:
+    def note(spec: RunSpec, directory: Path, *, answers: bool) -> None:
         asked.append(answers)
 
     monkeypatch.setattr("scalerl_trainer.prepare.check_tasks", note)

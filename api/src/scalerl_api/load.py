@@ -184,7 +184,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     document = {key: value for key, value in obj.items() if key != "status"} | {"metadata": kept}
     source = f"{metadata.get('namespace') or 'default'}/{metadata.get('name') or '?'}"
     run = _validated(document, source)
-    paths = {"spec.model.path": run.spec.model.path} | jsonl_paths(run.spec)
+    paths = {"spec.model.path": run.spec.model.path} | data_paths(run.spec)
     relative = [
         SpecProblem(where, "must be absolute on a cluster", f"got {path!r}")
         for where, path in paths.items()
@@ -195,13 +195,24 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
     return run
 
 
-def jsonl_paths(spec: RunSpec) -> dict[str, str | None]:
-    """Path of each task's JSONL file, by path of the field; None if the task has none."""
+def data_paths(spec: RunSpec) -> dict[str, str | None]:
+    """Paths of each task's data files and of its verifier's code, by path of the field; None if a task has no such file."""
     tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
     tasks |= {
         f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
     }
-    return {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
+    found = {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
+    for field, task in tasks.items():
+        files = task.dataset.files or () if task.dataset else ()
+        found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
+        for at, one in enumerate(task.scoring):
+            where = f"{field}.verifier" if task.verifier is not None else f"{field}.verifiers[{at}]"
+            if one.python is not None:
+                found[f"{where}.python.path"] = one.python.path
+    own = None if spec.warm_start is None else spec.warm_start.dataset
+    for at, path in enumerate(() if own is None else own.files or ()):
+        found[f"spec.warmStart.dataset.files[{at}]"] = path
+    return found
 
 
 def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:

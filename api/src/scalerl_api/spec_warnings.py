@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Final
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.load import SpecProblem, jsonl_paths
+from scalerl_api.load import SpecProblem, data_paths
 from scalerl_api.memory import ModelSize
 from scalerl_api.pod_memory import CHECKPOINT_BYTES_A_WEIGHT
 from scalerl_api.pods import PodTemplate
@@ -63,7 +63,7 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     paths = {"spec.model.path": spec.model.path}
     if spec.trackers.tensor_board is not None:
         paths["spec.trackers.tensorBoard.directory"] = spec.trackers.tensor_board.directory
-    paths |= {field: path for field, path in jsonl_paths(spec).items() if path is not None}
+    paths |= {field: path for field, path in data_paths(spec).items() if path is not None}
     if spec.warm_start is not None and spec.warm_start.jsonl is not None:
         paths["spec.warmStart.jsonl.path"] = spec.warm_start.jsonl.path
     return [

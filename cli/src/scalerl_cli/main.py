@@ -58,6 +58,55 @@ def parser() -> argparse.ArgumentParser:
         "--show", action="store_true", help="print every value of the recipe with its origin"
     )
 
+    data = commands.add_parser("data", help="show what a run would read of its data, and check the answers")
+    data.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="run file (YAML), or data files (.jsonl, .json, .csv, .parquet, .arrow)",
+    )
+    data.add_argument(
+        "--column",
+        action="append",
+        default=[],
+        metavar="FIELD=EXPRESSION",
+        help="of data files: where a field is, such as answer=reward_model.ground_truth",
+    )
+    data.add_argument("--answer-pattern", metavar="PATTERN", help="of data files: task.dataset.answerPattern")
+    data.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="EXPRESSION",
+        help="of data files: task.dataset.filter.where",
+    )
+    data.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="of data files: verifier of the check (default: number or math-verify)",
+    )
+    data.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="folder with the tokenizer (default: model.path of the run file)",
+    )
+    data.add_argument(
+        "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"
+    )
+
+    score = commands.add_parser("score", help="score given completions by the verifier of a run")
+    score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
+    score.add_argument(
+        "--completions",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSON lines: {"id": or "prompt": of a prompt of the run, "completion": or "completions":}; with "answer", a prompt of its own',
+    )
+    score.add_argument("--task", metavar="NAME", help="task of a mix, or evaluation set (default: the first)")
+
     plot = commands.add_parser("plot", help="plot DIR/curve.csv as DIR/curve.png")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
@@ -156,6 +205,14 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.validate import validate
 
             return validate(arguments.files, any_machine=arguments.any_machine, show=arguments.show)
+        if arguments.command == "data":
+            from scalerl_cli.data import run_data
+
+            return run_data(arguments)
+        if arguments.command == "score":
+            from scalerl_cli.score import run_score
+
+            return run_score(arguments)
         if arguments.command == "compare":
             from scalerl_cli.compare import run_compare
 

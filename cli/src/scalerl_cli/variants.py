@@ -17,11 +17,12 @@ from scalerl_api.recipe.presets import ONE_OF
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.local.run_directory import DirectoryProblem, stored_manifest
 from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
+from scalerl_tasks.dataset.readers import find_files
 
 NOT_OF_THE_RESULT: Final = (
     *OF_A_CLUSTER,
     *("spec.suspend", "spec.trackers", "spec.checkpoint", "spec.trainer.export"),
-    *("spec.recipe.preset", "spec.task.jsonl.path"),
+    *("spec.recipe.preset", "spec.task.jsonl.path", "spec.task.dataset.files"),
 )
 """Fields that do not change the result of a run. A preset is compared by its values, data by its content."""
 _HASH: Final = 8
@@ -181,6 +182,9 @@ def _data(run: ScaleRLRun) -> dict[str, Any]:
         if task.jsonl is not None:
             path = Path(task.jsonl.path)
             data["data" if at == 0 else f"data-{at}"] = _digest_of(path, path.stat().st_mtime_ns)
+        elif task.dataset is not None and task.dataset.files is not None:
+            files = find_files(task.dataset.files, Path())
+            data[f"dataset-{at}"] = [_digest_of(path, path.stat().st_mtime_ns) for path in files]
     if run.spec.model.path is not None:
         files = [file for file in Path(run.spec.model.path).iterdir() if file.is_file()]
         data["model"] = sorted((file.name, file.stat().st_size, _ends_of(file)) for file in files)

@@ -99,7 +99,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "no source",
         changed(spec__task__reasoningGym=REMOVE),
-        ["spec.task", "exactly one of reasoningGym, jsonl, opGraph"],
+        ["spec.task", "exactly one of reasoningGym, jsonl, dataset, opGraph"],
     ),
     (
         "a float",

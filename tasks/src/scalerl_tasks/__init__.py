@@ -6,6 +6,7 @@ From a task's spec to prompts and grades::
     spec.task ─▶ open_task() for the task, or for each task of a mix; Mixture.place() assigns slots to tasks
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
+                                 ├▶ dataset.DatasetSource: see that package
                                  └▶ opgraph.OpGraphSource: see that package
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
@@ -26,9 +27,11 @@ source, a verifier or a tokenizer imports its dependencies.
 """
 
 from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
     AnswersError,
+    DatasetError,
     EvaluationSetError,
     GradingError,
     JsonlError,
@@ -58,10 +61,11 @@ from scalerl_tasks.sources import (
     open_source,
     open_task,
     open_tasks,
+    open_warm_start,
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
-from scalerl_tasks.task_checks import TaskProblem, check_answers, task_problems
+from scalerl_tasks.task_checks import Rejected, TaskProblem, check_answers, task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
@@ -71,6 +75,8 @@ __all__ = [
     "SCORE_RANGE",
     "VERIFIERS",
     "AnswersError",
+    "DatasetError",
+    "DatasetSource",
     "EvaluationPrompts",
     "EvaluationSetError",
     "Graded",
@@ -89,6 +95,7 @@ __all__ = [
     "PromptError",
     "PromptSource",
     "ReasoningGymSource",
+    "Rejected",
     "RenderedPrompt",
     "RunTasks",
     "SectionError",
@@ -109,6 +116,7 @@ __all__ = [
     "check_answers",
     "check_template",
     "extract_answer",
+    "open_dataset",
     "open_grading_pool",
     "open_jsonl",
     "open_reasoning_gym",
@@ -116,6 +124,7 @@ __all__ = [
     "open_task",
     "open_tasks",
     "open_verifier",
+    "open_warm_start",
     "render_prompt",
     "select_prompts",
     "split_held_out",

@@ -73,6 +73,16 @@ def extract(completion: str) -> Extracted:
     return Extracted(text.strip(), enclosed)
 
 
+def last_box(text: str) -> str | None:
+    r"""The content of the last ``\boxed{…}``, of several side by side as a list; None without one, or if it is not closed.
+
+    >>> last_box("so \\boxed{\\frac{1}{2}}."), last_box("1/2")
+    ('\\frac{1}{2}', None)
+    """
+    boxes = _boxes(text)
+    return ", ".join(dict.fromkeys(box.strip() for box in boxes)) if boxes else None
+
+
 def after_thought(completion: str) -> str:
     """The text after the last ``</think>``; empty after a ``<think>`` without one.
 

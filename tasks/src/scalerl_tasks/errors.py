@@ -8,7 +8,8 @@
     │   ├── UnknownTaskError   no reasoning-gym task of that name
     │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
     │   ├── JsonlError         a line of a JSONL file is invalid (file, line, column, field)
-    │   │   └── JsonlRowsError several lines are; lists them
+    │   │   ├── JsonlRowsError several lines are; lists them
+    │   │   └── DatasetError   a file of a data set, or one of its rows, is invalid
     │   └── SplitError         the held-out set cannot be taken from this source
     ├── SectionError           one of several sections of a run cannot be used
     │   ├── EvaluationSetError a set of evaluation.sets cannot be opened, or not beside the task
@@ -105,6 +106,33 @@ class JsonlRowsError(JsonlError):
         self.path, self.line, self.column = first.path, first.line, first.column
         self.field, self.kind = first.field, first.kind
         self.texts = tuple(texts)
+
+
+class DatasetError(JsonlError):
+    """A file of a data set, or one of its rows, cannot be used."""
+
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        *,
+        row: int | None = None,
+        word: str = "row",
+        column: int | None = None,
+        field: str | None = None,
+        kind: str = "",
+    ) -> None:
+        """row: 1-based number; word: what it counts; field: the column or expression, if known."""
+        super().__init__(path, problem, kind=kind)
+        where = "".join(
+            (
+                "" if row is None else f", {word} {row:,}",
+                "" if column is None else f", column {column}",
+                "" if field is None else f", {field}",
+            )
+        )
+        self.args = (f"{path}{where}: {problem}",)
+        self.line, self.column, self.field = row, column, field
 
 
 class SplitError(SourceError):

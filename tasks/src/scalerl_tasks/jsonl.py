@@ -93,6 +93,10 @@ class JsonlSource:
     def difficulty(self, index: int, /) -> float | None:
         return self[index].difficulty
 
+    def place(self, index: int) -> str:
+        """File and line of the prompt at ``index``."""
+        return f"{self.path}, line {self._lines[index]}"
+
     def line(self, index: int) -> int:
         """The line of the prompt at ``index``, from 1 on; empty lines count."""
         return self._lines[index]

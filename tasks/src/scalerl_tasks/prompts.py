@@ -22,6 +22,8 @@ class Prompt:
         difficulty: higher is harder, on the source's own scale (operations for arithmetic), if known.
         metadata: input of the task's scorer; picklable, not necessarily JSON.
         labels: names by which results are broken down, such as ``{"context": "zoo"}``.
+        system: the prompt's own system message, in place of that of the spec.
+        turns: role and text of earlier messages of a conversation, which ``text`` ends.
         graph: a hash, in hex, that is equal for problems that differ only in their names; empty if the source has none.
     """
 
@@ -33,6 +35,8 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     graph: str = ""
+    system: str | None = None
+    turns: tuple[tuple[str, str], ...] = ()
 
     @property
     def worked_solution(self) -> str:
@@ -89,12 +93,15 @@ class RenderedPrompt:
 
     user: str
     system: str | None = None
+    turns: tuple[tuple[str, str], ...] = ()
+    """Role and text of earlier messages."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The messages for a chat template."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*head, {"role": "user", "content": self.user}]
+        earlier = [{"role": role, "content": text} for role, text in self.turns]
+        return [*head, *earlier, {"role": "user", "content": self.user}]
 
 
 # Doubled braces are literal braces; a brace pair around a name is a placeholder; every other brace is literal, so
@@ -132,11 +139,12 @@ def render_prompt(prompt: Prompt, template: str | None = None, system: str | Non
     >>> render_prompt(ask, "{prompt} Answer in \\boxed{}.").user
     '2 + {x}? Answer in \\boxed{}.'
     """
+    system = prompt.system if prompt.system is not None else system
     if template is None:
-        return RenderedPrompt(prompt.text, system)
+        return RenderedPrompt(prompt.text, system, prompt.turns)
     check_template(template)
 
     def replace(match: re.Match[str]) -> str:
         return prompt.text if match[1] is not None else match[0][0]
 
-    return RenderedPrompt(_BRACES.sub(replace, template), system)
+    return RenderedPrompt(_BRACES.sub(replace, template), system, prompt.turns)

@@ -21,12 +21,14 @@ from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize, device_memory_problem, host_memory, trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
+    DatasetSource,
     EvaluationPrompts,
     JsonlSource,
     Prompt,
     PromptSource,
     Task,
     open_source,
+    open_warm_start,
     render_prompt,
     task_problems,
 )
@@ -41,6 +43,8 @@ TOO_LONG_FRACTION = 0.01
 """Largest allowed fraction of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
 GENERATED_PROMPTS = 2000
 """Number of evenly spaced prompts checked in a generated task; in a file all prompts are checked."""
+DATASET_PROMPTS = 100_000
+"""Number of evenly spaced prompts checked in a data set."""
 _BATCH = 1024
 _GIB = 2.0**30
 
@@ -55,16 +59,19 @@ class PrepareError(TrainerError):
 # --- the task --------------------------------------------------------------------------------------------
 
 
-def check_tasks(spec: RunSpec, *, answers: bool = True) -> None:
+def check_tasks(spec: RunSpec, directory: Path | None = None, *, answers: bool = True) -> None:
     """Check the tasks, the evaluation sets and the file of the warm start, as ``scalerl validate`` does: every row of a file.
 
-    ``answers``: also the reference answers, which may take minutes.
+    Args:
+        spec: the run.
+        directory: the run's directory, in which tables of ``task.dataset`` are made.
+        answers: also check the reference answers, which may take minutes.
 
     Raises:
         PrepareError: lists the problems.
         GradingError: no grader could be started.
     """
-    if problems := task_problems(spec, answers=answers, progress=log.info):
+    if problems := task_problems(spec, directory, answers=answers, progress=log.info):
         raise PrepareError(*map(str, problems))
 
 
@@ -75,28 +82,33 @@ def check_length(tokenizer: ModelTokenizer, spec: RunSpec) -> None:
             check_interruption(interruption, tokenizer, most)
 
 
-def check_prompts(tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask, task: Task) -> None:
+def check_prompts(
+    tokenizer: ModelTokenizer, spec: RunSpec, given: TrainingTask, task: Task, directory: Path | None = None
+) -> None:
     """Check that a task's prompts leave room for completions, and that warm-start examples fit a micro-batch.
 
-    Actors skip a prompt that is too long, so a small fraction of such prompts is only a warning.
+    Actors skip a prompt that is too long, so a small fraction of such prompts is only a warning. ``directory``: that of the run.
 
     Raises:
         PrepareError: more than :data:`TOO_LONG_FRACTION` of the prompts are too long (names the first, its tokens and
             the limit), or an example of the warm start does not fit.
         TokenizerError: the chat template refuses a prompt.
     """
-    source = open_source(given.section)
+    source = open_source(given.section, directory)
     most, limit = spec.recipe.max_completion_tokens, "recipe.maxCompletionTokens"
     if given.max_completion_tokens is not None:
         most, limit = given.max_completion_tokens, f"{given.field}.maxCompletionTokens"
     room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(source, None if given.section.jsonl else GENERATED_PROMPTS):
+    for batch in _batches(
+        source,
+        None if given.section.jsonl else DATASET_PROMPTS if given.section.dataset else GENERATED_PROMPTS,
+    ):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
-        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+        if spec.warm_start is not None and not spec.warm_start.own:
             _check_examples(
                 spec, lambda index: f"warmStart: {_place(given, source, index)}", batch, lengths, tokenizer
             )
@@ -168,26 +180,28 @@ def _check_examples(
             )
 
 
-def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
-    """Check that every line of ``warmStart.jsonl``, which has a solution, fits a micro-batch.
+def check_mid_training_file(
+    tokenizer: ModelTokenizer, spec: RunSpec, task: Task, directory: Path | None = None
+) -> None:
+    """Check that every separate problem of ``warmStart``, with its solution, fits a micro-batch. ``directory``: that of the run.
 
-    Held-out lines are checked too; mid-training drops them.
+    Held-out ones are checked too; mid-training drops them.
 
     Raises:
         PrepareError: a line is invalid (the message names it), or all lines are held out.
         TaskError: the file cannot be read.
     """
-    if spec.warm_start is None or spec.warm_start.jsonl is None:
+    source = open_warm_start(spec, directory)
+    if source is None or spec.warm_start is None:
         return
-    path = Path(spec.warm_start.jsonl.path)
-    source = JsonlSource(path)
+    field = spec.warm_start.own
 
     def place(index: int) -> str:
-        return f"warmStart.jsonl: {line_of(path, index)}"
+        return f"{field}: {source.place(index)}"
 
     if all(task.train.excludes(source[index]) for index in range(len(source))):
         raise PrepareError(
-            f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
+            f"{field}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     for batch in _batches(source, None):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
@@ -213,16 +227,9 @@ def _batches(source: PromptSource, limit: int | None) -> Iterator[list[tuple[int
 def _place(given: TrainingTask, source: PromptSource, index: int) -> str:
     """Location of a prompt for a message: spec field, and the file and line or the prompt's id."""
     prompt, field = source[index], f"{given.field}.{given.section.source_field}"
-    if given.section.jsonl is None:
-        return f"{field}: prompt {prompt.id}"
-    return f"{field}: {line_of(Path(given.section.jsonl.path), index)}: prompt {prompt.id!r}"
-
-
-def line_of(path: Path, index: int) -> str:
-    """File and line of the prompt with this index, which does not count empty lines."""
-    with path.open("rb") as file:
-        filled = (number for number, line in enumerate(file, 1) if line.strip())
-        return f"{path}, line {next(islice(filled, index, None), '?')}"
+    if isinstance(source, JsonlSource | DatasetSource):
+        return f"{field}: {source.place(index)}: prompt {prompt.id!r}"
+    return f"{field}: prompt {prompt.id}"
 
 
 # --- the model -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scalerl_api.load import SpecError, SpecProblem, jsonl_paths, parse_objects, run_from_object
+from scalerl_api.load import SpecError, SpecProblem, data_paths, parse_objects, run_from_object
 from scalerl_api.spec import API_VERSION, RunSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, past_deadline, warnings_of
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
@@ -151,9 +151,10 @@ def _problems(obj: Object, namespace: str) -> list[SpecProblem]:
 
 def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
     """Problems of model and tasks whose files are not in the pods: a model by its name or made by the run, tasks without
-    ``jsonl``."""
+    files."""
     found = [] if spec.model.path is not None else [*model_problems(spec, structure=True)]
-    if not any(path is not None for path in jsonl_paths(spec).values()):
+    # A data set of a hub may be too large to be read here.
+    if not any(path is not None for path in data_paths(spec).values()) and not spec.has_dataset:
         found += task_problems(spec, answers=True)
     return found
 

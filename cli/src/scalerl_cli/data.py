@@ -1,0 +1,226 @@
+"""``scalerl data``: what a run would read of its data, as the model will see it, and whether its answers can be graded."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from scalerl_api.load import SpecError
+from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
+from scalerl_api.source import DatasetSource as DatasetSpec
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.inputs import load
+from scalerl_cli.output import say
+
+if TYPE_CHECKING:
+    from scalerl_tasks import PromptSource
+    from scalerl_tasks.text import ModelTokenizer
+
+_RUN_FILES = (".yaml", ".yml")
+_SHOWN = 3
+_MAX_SHOWN_CHARACTERS = 2000
+_MEASURED = 20_000
+"""Prompts whose lengths are measured."""
+_BINS = 10
+_BAR = 40
+_GUESSED = 200
+"""Answers from which the verifier of data files is chosen."""
+
+
+def run_data(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    files: list[Path] = arguments.files
+    try:
+        if len(files) == 1 and files[0].suffix in _RUN_FILES:
+            spec = load(files[0]).spec
+            given: list[tuple[str, ProblemSpec, PromptSpec]] = [
+                (one.field, one.section, one.section.prompt) for one in spec.task.tasks
+            ]
+            given += [
+                (f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
+                for at, one in enumerate(spec.evaluation.sets or ())
+                if one.task is not None
+            ]
+            model = arguments.model or (Path(spec.model.path) if spec.model.path is not None else None)
+        else:
+            given = [("data", *_of_files(arguments))]
+            model = arguments.model
+    except SpecError as error:
+        for problem in error.problems:
+            say(f"{files[0]}: {problem}", error=True)
+        return BAD_INPUT
+    except (ValidationError, ValueError) as error:
+        say(str(error), error=True)
+        return BAD_INPUT
+    if model is not None and not model.is_dir():
+        say(
+            f"{model}: no such folder; --model, or model.path, is the folder with the model's tokenizer",
+            error=True,
+        )
+        return BAD_INPUT
+    bad = [field for field, section, prompt in given if not _show(field, section, prompt, model, arguments)]
+    return BAD_INPUT if bad else DONE
+
+
+def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
+    from scalerl_tasks.text import TokenizerConfig
+
+    columns: dict[str, object] = {}
+    for text in arguments.column:
+        field, found, expression = text.partition("=")
+        if not found:
+            raise ValueError(
+                f"--column {text}: write FIELD=EXPRESSION, such as answer=reward_model.ground_truth"
+            )
+        columns[field] = expression
+    dataset = DatasetSpec.model_validate(
+        {
+            "files": [str(file.expanduser().absolute()) for file in arguments.files],
+            "columns": columns,
+            "filter": {"where": arguments.where},
+            **({"answerPattern": arguments.answer_pattern} if arguments.answer_pattern else {}),
+        }
+    )
+    has_template = arguments.model is None or TokenizerConfig.read(arguments.model).chat_template is not None
+    prompt = PromptSpec(format="Chat" if has_template else "Raw")
+    verifier = VerifierSpec.model_validate({"name": arguments.verifier or "math-verify"})
+    return EvaluationTaskSpec(dataset=dataset, verifier=verifier, prompt=prompt), prompt
+
+
+def _show(
+    field: str, section: ProblemSpec, prompt: PromptSpec, model: Path | None, arguments: argparse.Namespace
+) -> bool:
+    """Print about one source; returns whether it can be used."""
+    import scalerl_tasks as tasks
+    from scalerl_tasks.dataset.source import description
+    from scalerl_tasks.text import ModelTokenizer
+
+    say(f"{field}: {section.source_field}")
+    try:
+        source: tasks.PromptSource
+        if section.dataset is not None:
+            source = tasks.open_dataset(section.dataset, None, lambda text: None)
+            say(f"  columns: {', '.join(source.table.info.columns)}")
+            for line in description(source):
+                say(f"  {line}")
+        else:
+            source = tasks.open_source(section)
+            say(f"  {len(source):,} prompts")
+        tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt")
+        for rank in range(min(_SHOWN, len(source))):
+            _show_prompt(source, rank * len(source) // _SHOWN, prompt, tokenizer)
+        _show_lengths(source, prompt, tokenizer)
+        return _check(source, section, arguments)
+    except tasks.JsonlRowsError as error:
+        for text in error.texts:
+            say(f"{field}: {text}", error=True)
+    except (tasks.TaskError, OSError) as error:
+        say(f"{field}: {error}", error=True)
+    return False
+
+
+def _show_prompt(
+    source: PromptSource, index: int, prompt: PromptSpec, tokenizer: ModelTokenizer | None
+) -> None:
+    from scalerl_tasks import DatasetSource, JsonlSource, render_prompt
+
+    one = source[index]
+    rendered = render_prompt(one, prompt.template, prompt.system)
+    if tokenizer is not None:
+        (text,) = tokenizer.texts(tokenizer.encode_prompts([rendered]))
+    else:
+        messages = rendered.messages
+        text = (
+            rendered.user
+            if len(messages) == 1
+            else "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
+        )
+    if len(text) > _MAX_SHOWN_CHARACTERS:
+        text = f"{text[:_MAX_SHOWN_CHARACTERS]} … ({len(text):,} characters)"
+    place = f", {source.place(index)}" if isinstance(source, DatasetSource | JsonlSource) else ""
+    labels = "".join(f", {name} {value}" for name, value in one.labels.items())
+    hard = "" if one.difficulty is None else f", difficulty {one.difficulty:g}"
+    say(f"  --- prompt {one.id}{place}{hard}{labels}")
+    say(text)
+    answer = one.answer if len(one.answer) <= 200 else f"{one.answer[:200]} …"
+    say(f"  --- answer: {answer}")
+
+
+def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelTokenizer | None) -> None:
+    from scalerl_tasks import render_prompt
+
+    count = min(len(source), _MEASURED)
+    rendered = [
+        render_prompt(source[rank * len(source) // count], prompt.template, prompt.system)
+        for rank in range(count)
+    ]
+    if tokenizer is not None:
+        unit, lengths = "tokens", sorted(map(len, tokenizer.encode_prompts(rendered)))
+    else:
+        unit = "characters (tokens with --model)"
+        lengths = sorted(sum(len(message["content"]) for message in one.messages) for one in rendered)
+    at = {share: lengths[min(count - 1, int(share * count))] for share in (0.5, 0.9, 0.99)}
+    of = "" if count == len(source) else f" of {count:,} prompts"
+    say(
+        f"  length in {unit}{of}: median {at[0.5]:,}, 90 % {at[0.9]:,}, 99 % {at[0.99]:,}, longest {lengths[-1]:,}"
+    )
+    for line in _histogram(lengths):
+        say(f"  {line}")
+
+
+def _histogram(lengths: Sequence[int]) -> list[str]:
+    """One line a bin, with a bar.
+
+    >>> _histogram([1, 1, 2])[0]
+    '         1 to 1          ████████████████████████████████████████ 2'
+    """
+    low, high = lengths[0], lengths[-1]
+    width = max(1, -(-(high + 1 - low) // _BINS))
+    edges = list(range(low, high + 1 + width, width))
+    counts = [sum(start <= n < end for n in lengths) for start, end in pairwise(edges)]
+    most = max(counts)
+    return [
+        f"{start:>10,} to {end - 1:<10,} {'█' * (-(-_BAR * n // most))} {n:,}"
+        for (start, end), n in zip(pairwise(edges), counts, strict=True)
+    ]
+
+
+def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Namespace) -> bool:
+    import scalerl_tasks as tasks
+
+    info = source.table.info if isinstance(source, tasks.DatasetSource) else None
+    given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
+    if not given and info is not None and info.programs:
+        section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
+    elif not given:
+        first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
+        numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
+        name = "number" if numbers >= 0.95 * len(first) else "math-verify"
+        verifier = VerifierSpec.model_validate({"name": name})
+        section = section.model_copy(update={"verifier": verifier})
+    count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
+    rejected = tasks.Rejected()
+    try:
+        tasks.check_answers(
+            source, section, count, progress=lambda text: say(f"  {text}", error=True), rejected=rejected
+        )
+    except tasks.AnswersError as error:
+        for text in error.texts:
+            say(f"  {text}", error=True)
+        return False
+    each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
+    named = all(one.name is not None or one.code is not None for one in section.scoring)
+    what = "scores 1 as a reply" if named else "gets a reward as a reply"
+    say(
+        f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {each} {what}"
+    )
+    return True
+
+
+_NUMBER = re.compile(r"[-+]?[$]?\d[\d,]*(?:\.\d+)?%?")

@@ -1,0 +1,351 @@
+"""Opens ``task.dataset``: makes its table unless there is one, and reads prompts from it."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl_tasks.dataset.layouts import recognize
+from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
+from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
+from scalerl_tasks.dataset.table import LeftOut, Table, TableInfo, TableWriter
+from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
+from scalerl_tasks.prompts import Prompt, check_index
+from scalerl_tasks.row_problems import RowProblems
+from scalerl_tasks.split import text_key
+
+if TYPE_CHECKING:
+    from scalerl_api.source import DatasetSource as DatasetSpec
+
+log = logging.getLogger("scalerl_tasks.dataset")
+
+FOLDER = "data"
+"""Folder of the tables in a run's directory."""
+_VERSION = 1
+_PROGRESS_SECONDS = 10.0
+_HEAD = 100
+"""Rows by whose values the layout is recognized."""
+_OF_THE_RUN = {"filter": {"max_rejected", "overlap"}}
+"""Fields that do not change the table: of a run, they say which of its rows are left out."""
+
+
+class DatasetSource:
+    """A :class:`~scalerl_tasks.PromptSource` over the rows of a table that are not left out."""
+
+    def __init__(self, table: Table, left_out: LeftOut | None = None) -> None:
+        self.table, self.left_out = table, left_out
+        rows = [] if left_out is None else left_out.rows
+        # The p-th row that is kept is p + (number of rows left out before it); at these positions that number increases.
+        self._steps = array("Q", (row - rank for rank, row in enumerate(rows)))
+        self._digest = table.info.digest
+        if rows:
+            self._digest = hashlib.sha256(f"{self._digest}/{rows}".encode()).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self.table) - len(self._steps)
+
+    @property
+    def overlap(self) -> list[int]:
+        """Indices of prompts that overlap with held-out ones of the run."""
+        return [] if self.left_out is None else self.left_out.overlap or []
+
+    def row(self, index: int) -> TableRow:
+        """The row of the prompt at ``index``."""
+        check_index(index, len(self))
+        return self.table[index + bisect.bisect_right(self._steps, index)]
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        row = self.row(index)
+        return Prompt(
+            id=row.id,
+            text=row.prompt,
+            answer=row.answer,
+            solution=row.solution,
+            difficulty=row.difficulty,
+            metadata=row.metadata | self._mapped(row),
+            labels=row.labels,
+            system=row.system,
+            turns=tuple((role, text) for role, text in row.turns),
+        )
+
+    def _mapped(self, row: TableRow) -> dict[str, Any]:
+        """Mapped columns by their own names, for rewards that read them."""
+        info = self.table.info
+        found = {
+            info.fields[name]: getattr(row, name)
+            for name in ("answer", "solution", "difficulty")
+            if info.fields.get(name) in info.columns
+        }
+        return {column: value for column, value in found.items() if column not in row.metadata}
+
+    def difficulty(self, index: int, /) -> float | None:
+        return self.row(index).difficulty
+
+    def place(self, index: int) -> str:
+        """File and row of the prompt at ``index``."""
+        row, info = self.row(index), self.table.info
+        return f"{info.files[row.file]}, {info.words[row.file]} {row.row:,}"
+
+    def close(self) -> None:
+        """Close the table."""
+        self.table.close()
+
+
+def open_dataset(
+    spec: DatasetSpec, directory: Path | None = None, progress: Callable[[str], None] = log.info
+) -> DatasetSource:
+    """Open a data set. Its table is in ``directory``'s folder ``data``, or, without a directory, in the user's cache; it is made
+    if it is not there. In a run's directory it is kept for the whole run, whatever becomes of the files.
+
+    Args:
+        spec: the section ``dataset``.
+        directory: the run's directory, and the base of relative paths.
+        progress: called about every ten seconds with a line about the rows that were read.
+
+    Raises:
+        SourceError: no file, or one that cannot be read; an expression that cannot be parsed, or without a value in any row; no row
+            left; no room for the table. A :class:`JsonlError` for rows that cannot be used.
+    """
+    settings = json.dumps(
+        # Without defaults, so that a field of a later release does not change the name of a run's table.
+        [_VERSION, spec.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_RUN)],
+        sort_keys=True,
+    )
+    kept = None
+    if directory is not None:
+        kept = directory / FOLDER / f"{_key(settings)}.rows"
+        if kept.exists():
+            table = Table(kept)
+            return DatasetSource(table, LeftOut.of(table))
+    files, revision = _files(spec, directory or Path())
+    stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
+    identity = [
+        settings,
+        revision,
+        [(str(file.resolve()), *stamp) for file, stamp in zip(files, stamps, strict=True)],
+    ]
+    cached = cache_folder() / f"{_key(json.dumps(identity))}.rows"
+    target = kept or cached
+    if cached.exists() and kept is not None:
+        _link_or_copy(cached, kept)
+    elif not target.exists():
+        _write(
+            spec,
+            files,
+            target,
+            TableInfo(
+                "", 0, list(map(str, files)), list(map(row_word, files)), 0, revision=revision, stamps=stamps
+            ),
+            progress,
+        )
+    return DatasetSource(Table(target))
+
+
+def cache_folder() -> Path:
+    """The user's cache of tables, for commands without a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalerl" / "datasets"
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _link_or_copy(cached: Path, target: Path) -> None:
+    staged = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(cached, staged)
+        except OSError:  # another file system
+            shutil.copyfile(cached, staged)
+        staged.rename(target)
+    except OSError as error:
+        raise SourceError(f"{target}: cannot be written: {error.strerror or error}") from error
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _files(spec: DatasetSpec, directory: Path) -> tuple[list[Path], str]:
+    """The files, and the commit of a data set of a hub."""
+    if spec.hub is not None:
+        from scalerl_tasks.dataset.hub import download
+
+        return download(spec.hub)
+    return find_files(spec.files or (), directory), ""
+
+
+def _write(
+    spec: DatasetSpec, files: list[Path], target: Path, info: TableInfo, progress: Callable[[str], None]
+) -> None:
+    mapper: Mapper | None = None
+    problems = RowProblems(f"task.dataset.{'hub' if spec.hub else 'files'}")
+    prompts, pairs, ids = _Seen(), _Seen(), _Seen()
+    repeated = conflicting = read = 0
+    chat = False
+    columns: list[str] = []
+    started = reported = time.monotonic()
+    rows = ((at, path, *row) for at, path in enumerate(files) for row in read_rows(path))
+    with TableWriter(target) as table:
+        head = list(itertools.islice(rows, _HEAD))
+        first = _first_values(given for *_, given in head if isinstance(given, dict))
+        if first:
+            mapper, columns = Mapper(spec, first, recognize(first)), list(first)
+        for at, path, number, given in itertools.chain(head, rows):
+            read += 1
+            if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
+                reported = now
+                progress(
+                    f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {row_word(path)} {number:,}"
+                )
+            if isinstance(given, JsonlError):
+                problems.add_error(given)
+                continue
+            if mapper is None:
+                mapper, columns = Mapper(spec, given, recognize(given)), list(given)
+            try:
+                row = mapper.map(given, at, number)
+                raw = None if row is None else table.encode(row)
+            except RowProblem as problem:
+                problems.add_error(_row_error(path, number, str(problem), problem.field, problem.kind))
+                continue
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
+                problems.add_error(_row_error(path, number, what, None, "not JSON"))
+                continue
+            if row is None or raw is None:
+                continue
+            key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
+            other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
+            if not prompts.add(key[:8]):
+                repeated += 1
+                conflicting += not other
+                if spec.filter.duplicates == "Drop":
+                    continue
+                if mapper.texts.get("id") is None:
+                    row.id += f"-{at}-{number}"
+                    raw = table.encode(row)
+            if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
+                what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
+                problems.add_error(_row_error(path, number, what, mapper.texts["id"], "repeated id"))
+                continue
+            chat = chat or bool(row.system or row.turns)
+            table.add(raw)
+        problems.rows = read
+        problems.check()
+        if mapper is None:
+            raise SourceError(f"{', '.join(info.files[:3])}: no rows; name files, or a split, that have some")
+        mapper.check_all()
+        dropped = _dropped(spec, mapper, repeated, conflicting)
+        if not table.rows:
+            raise SourceError(
+                f"task.dataset.filter: no row is left of {read:,}: "
+                + "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+            )
+        info.read, info.dropped, info.chat, info.columns = read, dropped, chat, columns
+        info.fields, info.labels, info.pattern = mapper.texts, mapper.label_texts, mapper.pattern
+        if mapper.layout is not None:
+            info.layout, info.programs = mapper.layout.name, mapper.layout.programs
+        table.finish(info)
+
+
+def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The first value of each column that is not null."""
+    first: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if first.get(name) is None:
+                first[name] = value
+    return first
+
+
+def _row_error(path: Path, number: int, problem: str, field: str | None, kind: str) -> DatasetError:
+    return DatasetError(path, problem, row=number, word=row_word(path), field=field, kind=kind)
+
+
+def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int) -> dict[str, int]:
+    dropped = {}
+    for at, text in enumerate(spec.filter.where):
+        dropped[f"dropped by filter.where: {text}"] = mapper.dropped[at]
+        if mapper.without_value[at]:
+            dropped[f"dropped by filter.where, without a value: {text}"] = mapper.without_value[at]
+    verb = "dropped" if spec.filter.duplicates == "Drop" else "kept"
+    if repeated:
+        dropped[f"{verb} as duplicates of an earlier prompt"] = repeated
+    if conflicting:
+        dropped["of these with another answer"] = conflicting
+    return dropped
+
+
+def description(source: DatasetSource) -> list[str]:
+    """Lines about a data set: rows, layout, mapping, and what was left out."""
+    info, left_out = source.table.info, source.left_out
+    mapping = ", ".join(f"{name} = {text}" for name, text in info.fields.items())
+    pattern = f", answerPattern {info.pattern}" if info.pattern else ""
+    layout = f"recognized as {info.layout}" if info.layout else "mapped as given"
+    lines = [
+        f"{info.rows:,} of {info.read:,} rows of {len(info.files)} file{'s' * (len(info.files) != 1)}"
+        + (f" at revision {info.revision}" if info.revision else ""),
+        f"{layout}: {mapping}{pattern}; set task.dataset.columns and answerPattern to override",
+    ]
+    if info.labels:
+        lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
+    lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
+    if left_out is not None:
+        lines += [
+            f"{count:,} rows left out, rejected by the verifier: {reason}"
+            for reason, count in left_out.rejected.items()
+        ]
+        lines += left_out.examples
+        if left_out.overlap:
+            lines.append(f"{len(left_out.overlap):,} rows not trained on: they overlap with held-out prompts")
+    if info.programs:
+        lines.append("the answers are tests of programs: grade them by verifier.code")
+    return lines
+
+
+class _Seen:
+    """A set of 8-byte keys: an open-addressed table, 16 to 32 bytes a key."""
+
+    def __init__(self) -> None:
+        self._slots, self._count, self._mask = array("Q", bytes(8 << 12)), 0, (1 << 12) - 1
+
+    def add(self, key: bytes) -> bool:
+        """Add a key; returns whether it is new."""
+        value = int.from_bytes(key) or 1
+        slots, mask = self._slots, self._mask
+        at = value & mask
+        while slots[at]:
+            if slots[at] == value:
+                return False
+            at = (at + 1) & mask
+        slots[at] = value
+        self._count += 1
+        if 2 * self._count > mask:
+            self._grow()
+        return True
+
+    def _grow(self) -> None:
+        self._mask = 2 * self._mask + 1
+        slots = array("Q", [0]) * (self._mask + 1)
+        for value in self._slots:
+            if not value:
+                continue
+            at = value & self._mask
+            while slots[at]:
+                at = (at + 1) & self._mask
+            slots[at] = value
+        self._slots = slots
