@@ -8,7 +8,8 @@ needs before (noise, burn-in, priors of the curve) is the same for all, and was 
 
 Printed for both, and for the reference method (the sigmoid's grid posterior with a departure of .02 a doubling): coverage and
 width by the number of points known, CRPS, and the Brier score of P(gain > minGain) against that of the base rate. A forecast
-after which the guard alarms counts too, though the autoscaler makes none.
+after which the guard alarms counts too, though the autoscaler makes none. The bound of that Brier score is what the level at 2×
+would give, the mean of up to four evaluations around the one that is forecast, without it.
 
 One bad evaluation: each of 15 evaluations of 12 simulated sigmoids set to 0 in turn; how far the median at 2× moves.
 
@@ -24,6 +25,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtr
 from support.llm_curves import llm_curves
 from support.scoring import Target, crps, targets
 
@@ -35,6 +37,7 @@ from scalerl_curvefit.simulate import ar1_noise
 DRAWS = 500
 NEAR_BEST = 1.02
 MIN_GAIN = float(AutoscalingSpec().min_gain)
+LEAST_SD = 0.006
 BINS = ((6, 7), (8, 11), (12, 99))
 POOLS = ((0.45, 0.25, 0.3), (0.15, 0.1, 0.75), (0.3, 0.2, 0.5), (0.6, 0.25, 0.15))
 REFERENCE = cf.FitSettings(
@@ -51,7 +54,7 @@ REFERENCE = cf.FitSettings(
 GRID: list[dict[str, Any]] = [
     {"pool": pool, "trend_damping": damping, "pool_spread": spread, "late_rise": rise, "departure": floor}
     for pool, damping, spread, rise, floor in product(
-        POOLS, (0.25, 0.4), (0.25, 0.5), (0.0, 0.016, 0.064), (0.004, 0.016)
+        POOLS, (0.25, 0.4), (0.25, 0.5), (0.0, 0.016, 0.064), (0.008, 0.016, 0.032)
     )
 ]
 Scored = tuple[np.ndarray, np.ndarray]
@@ -78,14 +81,19 @@ def main() -> None:
         print(f"without {source} (n={out.sum()}): {text}")
         for i in np.flatnonzero(out):
             ahead = _changed(_pool(fits[i], pool, i), {**chosen, "pool": pool})
-            draws[i], chances[i] = _scored(fits[i], ahead, made[i])
+            draws[i], chances[i] = _scored(ahead, made[i])
     figures: dict[str, float] = {}
     table("left out, chosen by the other sources", made, draws, chances, figures)
-    in_use = [_scored(f, f.pool, t) for f, t in zip(fits, made, strict=True)]
+    in_use = [_scored(f.pool, t) for f, t in zip(fits, made, strict=True)]
     table("in use (chosen on these curves)", made, *_columns(in_use), figures)
     reference = [cf.fit(t.head, REFERENCE) for t in made]
-    of_reference = [_scored(f, f.pool, t) for f, t in zip(reference, made, strict=True)]
+    # Its departure is added in full.
+    of_reference = [_scored(replace(f.pool, expert_sd=0.0), t) for f, t in zip(reference, made, strict=True)]
     table("reference: grid posterior, τ .02", made, *_columns(of_reference), figures)
+    level = np.array([_given_level(f, t) for f, t in zip(fits, made, strict=True)])
+    gained = actual - np.array([t.last for t in made]) > MIN_GAIN
+    share = np.mean((level - gained) ** 2) / (gained.mean() * (1 - gained.mean()))
+    print(f"\nwith the level at 2× known: Brier of P(gain > {MIN_GAIN}) {share:.2f} of the base rate's")
     one_bad_evaluation(figures)
     print(json.dumps({"benchmark": "leave_one_source_out", "figures": figures}))
 
@@ -109,7 +117,8 @@ def _changed(pool: ForecastPool, changes: dict[str, Any]) -> ForecastPool:
     rate = settings.late_rise
     with np.errstate(divide="ignore"):
         after = pool.rise_after * (np.log1p(-pool.late_rise) / np.log1p(-rate))
-    return replace(pool, settings=settings, late_rise=rate, rise_after=after)
+    changed = replace(pool, settings=settings, late_rise=rate, rise_after=after)
+    return replace(changed, expert_sd=float(np.std(changed.expected(np.array([2.0 * changed.now])))))
 
 
 def _evaluations(
@@ -120,10 +129,20 @@ def _evaluations(
     )
 
 
-def _scored(fitted: cf.Fit, pool: ForecastPool, target: Target) -> tuple[np.ndarray, float]:
-    informed = replace(fitted, pool=pool, settings=pool.settings)
+def _scored(pool: ForecastPool, target: Target) -> tuple[np.ndarray, float]:
+    """What came is the difference of two evaluations, so its probability is that of an evaluation above the last one."""
     seen = pool.evaluation(np.array([target.at]))[:, 0]
-    return seen, cf.p_gain_above(informed, target.at, MIN_GAIN)
+    return seen, float(np.mean(seen - target.last > MIN_GAIN))
+
+
+def _given_level(fitted: cf.Fit, target: Target) -> float:
+    """P(gain > minGain) from the evaluations around the target."""
+    curve = target.origin.curve
+    there = int(np.argmin(np.abs(curve.compute - target.at)))
+    near = [i for i in range(there - 2, there + 3) if i != there and target.points <= i < len(curve)]
+    level = float(np.mean(curve.reward[near])) if near else target.actual
+    sd = max(fitted.sigma.median, LEAST_SD) * np.sqrt(1 + 1 / max(len(near), 1))
+    return float(ndtr((level - target.last - MIN_GAIN) / sd))
 
 
 def _columns(scored: Sequence[tuple[np.ndarray, float]]) -> Scored:

@@ -18,6 +18,7 @@ are what a prior is for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -239,7 +240,7 @@ def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> Ru
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=pool.departure_sd,
+        departure=math.hypot(pool.departure_sd, pool.expert_sd),
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),

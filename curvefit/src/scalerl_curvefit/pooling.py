@@ -6,8 +6,9 @@ language models best when each source is left out in turn (docs/forecast.md). A 
 wider than its errors, so each is moved towards the common mean, by `pool_spread`.
 
 Two terms are added beyond the last point (*now*). The departure (model discrepancy) is normal, with an sd that grows with
-each doubling of compute, shrinks as rewards approach 1, and grows with the misfit of the curve to its own points. A late rise is a second rise without a sign in the earlier
-points, at a constant rate per doubling.
+each doubling of compute, shrinks as rewards approach 1, and grows with the misfit of the curve to its own points. Its floor
+is one of the whole forecast: experts that disagree need less of it, and those of many points, whose posteriors are narrow, more.
+A late rise is a second rise without a sign in the earlier points, at a constant rate per doubling.
 
 Earlier runs of the same task (`earlier_runs`) add a fourth expert: their gains from the same compute on. Its weight is its
 precision relative to that of the others, at one doubling.
@@ -71,6 +72,7 @@ class ForecastPool:
     curves: fitted curves; used up to now by all draws, and beyond by those whose expert is a family.
     expert: index of the family; the number of families for the trend; that number plus one for the earlier runs.
     misfit: root mean square of the fitted curve's residuals beyond noise.
+    expert_sd: sd of the experts' rewards at one doubling beyond now, without earlier runs.
     gains: distribution of the earlier runs' gains; None without earlier runs.
     departure: deviation from the expected reward, in units of `departure_scale`.
     late_rise: probability of a late rise per doubling.
@@ -84,6 +86,7 @@ class ForecastPool:
     now: float
     settings: FitSettings
     misfit: float
+    expert_sd: float
     gains: GainPrior | None
     departure: FloatArray
     late_rise: float
@@ -101,10 +104,11 @@ class ForecastPool:
 
     @property
     def departure_sd(self) -> float:
-        """sd of the departure per doubling: a floor, a share of the headroom, and the curve's misfit so far."""
+        """sd of the departure per doubling: what the experts lack to a floor, a share of the headroom, the curve's misfit so far."""
         settings = self.settings
+        lacking = max(settings.departure**2 - self.expert_sd**2, 0.0)
         headroom = settings.departure_headroom * self.trend.headroom
-        return float(np.sqrt(settings.departure**2 + headroom**2 + (settings.misfit * self.misfit) ** 2))
+        return float(np.sqrt(lacking + headroom**2 + (settings.misfit * self.misfit) ** 2))
 
     @property
     def mean_late_rise(self) -> float:
@@ -199,6 +203,7 @@ def sample_forecast_pool(
         now=now,
         settings=settings,
         misfit=misfit,
+        expert_sd=0.0,
         gains=None,
         departure=ndtri((random.permutation(n) + 0.5) / n),
         late_rise=late_rise,
@@ -206,6 +211,7 @@ def sample_forecast_pool(
         rise=trend.headroom * np.modf((order + 0.5) * GOLDEN)[0],
         noise=random.standard_normal(n),
     )
+    drawn = replace(drawn, expert_sd=float(np.std(drawn.expected(np.array([2.0 * now])))))
     return drawn if gains is None else _with_gains(drawn, gains, random)
 
 

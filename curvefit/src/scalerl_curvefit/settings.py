@@ -43,8 +43,8 @@ class FitSettings:
     trend_window: doublings of compute over which the weight of a point for the present level falls by e.
     trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
     pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
-    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: a floor,
-        and a share of the distance from the present level to 1, in quadrature.
+    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: what the
+        experts' sd lacks to a floor, and a share of the distance from the present level to 1, in quadrature.
         Language models creep by .01 to .03 a doubling after a flat one, which is the floor.
     misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's sd.
     late_rise: probability of a far late rise per doubling of compute, counted in `plateau`: of language models. Its size is

@@ -126,13 +126,13 @@ def _rows(outlook: Outlook) -> list[list[str]]:
         ]
         for o in choices
     ]
-    columns = [
+    columns: list[tuple[str, list[str | None]]] = [
         (
             "device-hours",
             [None if o.device_hours is None else formatting.amount(o.device_hours) for o in choices],
         ),
         ("cost", [None if o.cost is None else formatting.amount(o.cost) for o in choices]),
-        ("mean gain", [made.scale.difference(o.mean_gain) for o in choices]),
+        ("mean gain", [*(made.scale.difference(o.mean_gain) for o in choices)]),
         ("value − cost", [None if o.net is None else formatting.amount(o.net) for o in choices]),
         (
             "done by",
