@@ -115,7 +115,7 @@ def test_record_that_holds(directory: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["replay", str(directory)]) == 0
     said = capsys.readouterr().out
     assert "13 decisions, all reproduced" in said
-    assert "STOP, stop (Suspend): P(gain at 2× the compute > 0.02) is" in said
+    assert "STOP, stop (Suspend): P(gain at 2× the compute > 0.04) is" in said
 
 
 def test_earlier_runs_that_counted_are_shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ async def test_flat_run_is_stopped_with_reason(url: str) -> None:
     await stepped.settled(curve[:40])
     assert not stepped.report(curve[:40]).stop
     report = await stepped.settled(curve)
-    assert report.event.startswith("STOP: P(gain at 2× the compute > 0.02)")
+    assert report.event.startswith("STOP: P(gain at 2× the compute > 0.04)")
     report = stepped.report(curve)
     assert (report.stop, report.state, report.event) == (FORECAST, "STOP", "")
     assert (report.ready, report.reason) == (True, Reason.READY)

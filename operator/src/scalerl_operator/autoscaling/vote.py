@@ -21,9 +21,9 @@ MOST_BEFORE_CMID: Final = 0.2
 published parameters, the reward at twice the compute was off by more than .02 in one of four at 2·Cmid, and in two of
 three at Cmid."""
 
-STOP_BELOW: Final = 0.10
+STOP_BELOW: Final = 0.13
 """P(gain at the horizon > minGain) below which the vote is to stop; some .015 of it are late rises, which no fit can exclude."""
-RELEASE_AT: Final = 0.20
+RELEASE_AT: Final = 0.25
 """The same P from which the vote is to continue; between the two it is neither."""
 TARGET_BELOW: Final = 0.05
 """P(R(Cmax) > target) below which the vote is to stop."""
@@ -34,7 +34,10 @@ RELEASE_RETURN: Final = 0.1
 PATIENCE: Final = 0.5
 """Share of the budget from which a run without any rise can be stopped. docs/autoscaling.md has the frontier between reward
 lost and compute saved from which it was chosen."""
-FIT_EXPECTS_GAIN: Final = 0.7
+FLAT_STOP_BELOW: Final = 0.08
+FLAT_RELEASE_AT: Final = 0.16
+"""STOP_BELOW and RELEASE_AT for P of a flat run, which has that of a first rise."""
+FIT_EXPECTS_GAIN: Final = 0.2
 """P(gain at the horizon > minGain) of a fit from which a run is not flat, however uncertain its asymptote is: a rise that
 accelerates has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
@@ -45,9 +48,10 @@ MOST_NAMES: Final = 5
 METHOD_1_STOP_BELOW: Final = 0.1
 METHOD_1_RELEASE_AT: Final = 0.2
 """STOP_BELOW and RELEASE_AT for answers of method 1, whose P has no late rises."""
-FLAT_STOP_BELOW: Final = 0.18
-FLAT_RELEASE_AT: Final = 0.28
-"""The same for a flat run, whose P has a first rise; and for P of methods 2 and 3, which has late rises of .064 a doubling."""
+METHOD_3_STOP_BELOW: Final = 0.18
+METHOD_3_RELEASE_AT: Final = 0.28
+METHOD_3_EXPECTS_GAIN: Final = 0.7
+"""The same for answers of methods 2 and 3, flat or not, whose P has late rises of .064 a doubling."""
 
 
 class Side(enum.IntEnum):
@@ -153,10 +157,10 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or spec.price_per_device_hour is not None
         or answer.fit.points_used < ENOUGH_POINTS
         or flat.share < PATIENCE
-        or (answer.method != 2 and answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN)
+        or answer.outlook.p_gain_above_min >= _expects_gain(answer)
     ):
         return None
-    side = _side(flat.p_gain, FLAT_STOP_BELOW, FLAT_RELEASE_AT)
+    side = _side(flat.p_gain, *_thresholds(answer, FLAT_STOP_BELOW, FLAT_RELEASE_AT))
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
@@ -235,7 +239,7 @@ def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) ->
         text += f", that of an unannounced rise, {late:.2f}, included"
         # The thresholds are for a horizon of one doubling; a longer one adds late rises to P.
         more = late - (1.0 - (1.0 - late) ** (1.0 / doublings))
-    stop_below, release_at = _thresholds(answer)
+    stop_below, release_at = _thresholds(answer, STOP_BELOW, RELEASE_AT)
     side = _side(p, stop_below + more, release_at + more)
     # At low rewards, or far ahead, a fit has a wider distribution than the trend of its points.
     flat_cast = flat_vote(spec, answer) if side is Side.NEITHER else None
@@ -261,11 +265,18 @@ def _by_price(spec: AutoscalingSpec, block: BestBlock) -> tuple[Side, str]:
     return Side.CONTINUE if block.net >= RELEASE_RETURN * (worth - block.net) else Side.NEITHER, text
 
 
-def _thresholds(answer: ForecastAnswer) -> tuple[float, float]:
-    """STOP_BELOW and RELEASE_AT for the method that made an answer."""
+def _thresholds(answer: ForecastAnswer, stop_below: float, release_at: float) -> tuple[float, float]:
+    """These two, or those of the earlier method that made an answer."""
     if answer.method in (msgspec.UNSET, 2, 3):
-        return FLAT_STOP_BELOW, FLAT_RELEASE_AT
-    return STOP_BELOW, RELEASE_AT
+        return METHOD_3_STOP_BELOW, METHOD_3_RELEASE_AT
+    return stop_below, release_at
+
+
+def _expects_gain(answer: ForecastAnswer) -> float:
+    """FIT_EXPECTS_GAIN for the method that made an answer; method 2 has no such rule."""
+    if answer.method == 2:
+        return math.inf
+    return METHOD_3_EXPECTS_GAIN if answer.method in (msgspec.UNSET, 3) else FIT_EXPECTS_GAIN
 
 
 def _side(p: float, stop_below: float, release_at: float) -> Side:
