@@ -12,7 +12,7 @@ Real curves: those of ``curvefit/data``, each ending where its record ends; thei
 Terms
 - gain to come: the highest noiseless reward up to twice the compute or the end of the plan, whichever is later, above
   the reward now; late rises count.
-- stop: the first evaluation with state STOP. False stop: the gain to come was ≥ minGain (.02). A run that falls is judged
+- stop: the first evaluation with state STOP. False stop: the gain to come was ≥ minGain (.04). A run that falls is judged
   by its curve before the fall; a stop after it is not false.
 - over: the gain to come is under minGain at the last half of the planned evaluations or more, and nothing falls.
   saved: 1 − evaluations used ÷ planned of those; 0 for one that was not stopped.
@@ -23,13 +23,13 @@ Terms
   has really come back.
 - Brier: mean of (P(gain > minGain) − whether it came)², at every fourth evaluation with a forecast.
 
-With --others the runs are of the 35 families of ``other_families.py``, which bounds and
-patience were not chosen on.
+With --families others the runs are of the 35 families of ``other_families.py``, which bounds and patience were not chosen
+on; with tried and kept, of 20 each of ``more_families.py``: thresholds are to be chosen with the tried ones only.
 
 With --earlier N each simulated run has N finished runs of its family as a prior: the same curve with its speed changed by
 a factor of sd .1 and its gains by one of sd .05, and noise of their own.
 
-    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--others | --earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
+    OMP_NUM_THREADS=1 python benchmarks/decisions.py [--families others | --earlier 5] [--quick] [--each 20] [--only NAME] [--frontier] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from more_families import KEPT, TRIED
 from msgspec.structs import replace
-from other_families import OTHERS, seen_run
+from other_families import OTHERS, Families, seen_run
 from other_families import Shape as OtherShape
 from run_families import FAMILIES, Shape
 
@@ -84,7 +85,7 @@ PLAN_DEVICE_HOURS = 4000.0
 TOKENS_PER_DEVICE_HOUR = 1_000_000
 SPEC = AutoscalingSpec(mode="Advisory")
 MIN_GAIN = float(SPEC.min_gain)
-FALLEN = 0.5 * MIN_GAIN
+FALLEN = 0.25 * MIN_GAIN
 EACH, QUICK_EACH = 20, 3
 PATIENCES = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 2.0)
 LATEST = 0.7
@@ -184,9 +185,13 @@ def one_run(job: int, only: str = "", earlier: int = 0) -> Result:
     )
 
 
-def other_run(job: int) -> Result:
+SETS: dict[str, Families] = {"others": OTHERS, "tried": TRIED, "kept": KEPT}
+
+
+def other_run(job: int, families: str = "others") -> Result:
     """One run of another family, of draws that nothing was chosen on."""
-    seen = seen_run(list(OTHERS)[job % len(OTHERS)], job // len(OTHERS), seed=2)
+    of = SETS[families]
+    seen = seen_run(list(of)[job % len(of)], job // len(of), seed=2, families=of)
     shape = seen.shape
     truncated = None if shape.truncated is None else np.clip(shape.truncated(seen.u), 0, 1)
     return _result(
@@ -383,20 +388,26 @@ def main() -> None:
     parser.add_argument(
         "--frontier", action="store_true", help="stops by the patience with runs that show nothing"
     )
-    parser.add_argument("--others", action="store_true", help="the families of other_families.py")
+    parser.add_argument(
+        "--families",
+        default="",
+        choices=["", *SETS],
+        help="those of other_families.py; or, of more_families.py, those that thresholds may be chosen with, or those kept apart",
+    )
     parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
     started = time.perf_counter()
     each = QUICK_EACH if arguments.quick else arguments.each
-    runs = each * (1 if arguments.only else len(OTHERS if arguments.others else FAMILIES))
+    runs = each * (1 if arguments.only else len(SETS[arguments.families] if arguments.families else FAMILIES))
     run = partial(one_run, only=arguments.only, earlier=arguments.earlier)
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(other_run if arguments.others else run, range(runs), chunksize=2))
+        other = partial(other_run, families=arguments.families)
+        results = list(pool.map(other if arguments.families else run, range(runs), chunksize=2))
     figures = report(results)
     if arguments.frontier:
         frontier(results)
-    if not (arguments.only or arguments.quick or arguments.earlier or arguments.others):
+    if not (arguments.only or arguments.quick or arguments.earlier or arguments.families):
         print("\nreal curves, each as far as its record goes")
         families(real_runs(), lambda r: r.kind)
     print(f"{runs} runs in {time.perf_counter() - started:.0f} s")

@@ -127,13 +127,18 @@ def cases_of(group: str, task: Sequence[LLMCurve], others: Sequence[LLMCurve]) -
 
 @cache
 def summary_of(run: LLMCurve) -> cf.SummarizedRun:
-    return cf.summarize_run(cf.EarlierRun(run.name, run.curve))
+    return cf.summarize_run(cf.EarlierRun(run.name, run.curve), settings_of(run))
+
+
+def settings_of(run: LLMCurve) -> cf.FitSettings:
+    return cf.BY_RISES[cf.LateRises.GAMES if run.source == "procgen" else cf.LateRises.LANGUAGE_MODELS]
 
 
 def both(case: Case) -> tuple[Row, Row]:
     """Scores without and with the earlier runs."""
     at = np.array([case.target.at])
-    alone, informed = (cf.fit(case.target.head, earlier=runs) for runs in ([], case.earlier))
+    settings = settings_of(case.target.origin)
+    alone, informed = (cf.fit(case.target.head, settings, runs) for runs in ([], case.earlier))
     return (
         row_of(case.target, cf.forecast_pool(alone).evaluation(at)[:, 0]),
         row_of(case.target, cf.forecast_pool(informed).evaluation(at)[:, 0]),

@@ -43,7 +43,8 @@ REAL_A = np.arange(0.05, 1.001, 0.025)
 """For the paper's search on the real curves, whose rewards run from .1 to .95, where its own A would fail."""
 
 # The rule that is simulated here; the operator's own has its own benchmark.
-MIN_GAIN, STOP_BELOW, IN_A_ROW = 0.02, 0.15, 3
+GAMES = cf.BY_RISES[cf.LateRises.GAMES]
+MIN_GAIN, STOP_BELOW, IN_A_ROW = 0.04, 0.1, 3
 EVALUATIONS = 40
 
 Row = dict[str, Any]
@@ -194,7 +195,7 @@ def one_real(job: tuple[str, int, bool]) -> Row:
     compute, reward = np.array(data["compute"]), np.array(data["reward"])
     curve = cf.Curve(compute[:origin], reward[:origin])
     then = int(np.argmin(np.abs(compute - 2 * curve.now)))
-    (ahead,) = cf.forecast(cf.fit(curve), [compute[then]])
+    (ahead,) = cf.forecast(cf.fit(curve, GAMES), [compute[then]])
     whole = cf.fit(cf.Curve(compute, reward)).point.reward(compute[then : then + 1])[0]
     recipe, game = name.split("-run")[0], name.split("_")[1]
     seeds = [np.array(c["reward"]) for other, c in curves.items() if same_recipe(other, recipe, game, name)]

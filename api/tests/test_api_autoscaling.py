@@ -27,7 +27,7 @@ def test_defaults_leave_a_run_alone() -> None:
     spec = parsed("{}").spec.autoscaling
     assert (spec.mode, spec.min_gain, spec.horizon, spec.stop_after, spec.cooldown_seconds) == (
         "Off",
-        "0.02",
+        "0.04",
         "2",
         3,
         600,

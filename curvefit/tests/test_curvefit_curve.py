@@ -48,7 +48,7 @@ def test_fit_without_enough_distinct_points_raises(points, error, says) -> None:
 
 def test_errors_derive_from_curve_error() -> None:
     errors = [value for name, value in vars(cf).items() if name.endswith("Error")]
-    assert len(errors) == 14
+    assert len(errors) == 15
     assert all(issubclass(error, cf.CurveError) and issubclass(error, ValueError) for error in errors)
 
 

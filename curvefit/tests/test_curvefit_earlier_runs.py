@@ -68,9 +68,11 @@ def test_prior_other_task_has_little_weight_and_reason():
     head = run_of(0).head(16)
     informed = cf.fit(head, earlier=earlier(start=0.7, asymptote=0.95))
     assert all(use.weight < 0.01 for use in informed.earlier)
-    assert "it had 0.8" in informed.earlier[0].reason
-    assert "this run has 0.5" in informed.earlier[0].reason
+    assert "another task or model" in informed.earlier[0].reason
     assert informed.prior.gains is None
+    (one,) = cf.fit(head, earlier=earlier([1], start=0.7, asymptote=0.95)).earlier
+    assert one.weight < 0.01
+    assert "its rewards so far differ from this run's by 0.4" in one.reason
     # Of one run the draws differ by up to a tenth, and not by the same on every processor.
     other_task = earlier(start=0.7, asymptote=0.95)
     heads = [run_of(seed).head(16) for seed in range(4)]
@@ -233,11 +235,42 @@ def test_forecast_is_continuous_in_similarity():
 
 def test_noise_prior_scales_with_weight():
     head = cf.Curve(run_of(0).compute[:12], run_of(0).reward[:12], samples=1000)
-    noisy = run_of(3, noise=0.06)
-    near = [cf.EarlierRun("noisy", cf.Curve(noisy.compute, np.clip(noisy.reward + 0.09, 0, 1), samples=40))]
-    fitted = cf.fit(head, earlier=near)
-    assert fitted.prior.noise[0] > 0.04
-    assert fitted.sigma.median < 3 * cf.fit(head).sigma.median
+    other = run_of(3, noise=0.01)
+    dof = []
+    for shift in (0.0, 0.07):
+        run = cf.EarlierRun("other", cf.Curve(other.compute, other.reward + shift, samples=1000))
+        dof.append(cf.fit(head, earlier=[run]).prior.noise[1])
+    assert 0 < dof[1] < 0.7 * dof[0]
+
+
+def test_prior_other_noise_has_no_weight():
+    head = run_of(0).head(16)
+    (use,) = cf.fit(head, earlier=[cf.EarlierRun("noisy", run_of(3, noise=0.08))]).earlier
+    assert use.weight < 0.1
+    assert "scatter" in use.reason
+
+
+def test_prior_other_path_to_the_same_level_has_less_weight():
+    """A run of another task that has the same reward now."""
+    compute = np.linspace(2.5, 100.0, 40)
+    late = cf.Curve(compute, 0.05 + 0.9 / (1 + (40.0 / compute) ** 6))
+    head = run_of(0).head(16)
+    (use,) = cf.fit(head, earlier=[cf.EarlierRun("late", late)]).earlier
+    level = float(np.interp(head.now, late.compute, late.reward))
+    assert abs(level - head.reward[-1]) < 0.06
+    assert use.weight < 0.1
+
+
+def test_prior_of_three_foreign_runs_has_no_weight():
+    """They agree with one another, and lie near this run: the weights of each alone do not notice."""
+    head = run_of(0).head(16)
+    foreign = earlier([1, 2, 3], start=0.28, asymptote=0.68)
+    alone = cf.fit(head, earlier=foreign[:1]).earlier[0].weight
+    informed = cf.fit(head, earlier=foreign)
+    assert alone > 0.05
+    assert [use.weight for use in informed.earlier] == [0.0, 0.0, 0.0]
+    assert informed.prior.gains is None
+    assert all(use.weight > 0.5 for use in cf.fit(head, earlier=earlier([1, 2, 3])).earlier)
 
 
 def test_p_reward_above_before_now_matches_draws():

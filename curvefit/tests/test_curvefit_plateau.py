@@ -41,20 +41,27 @@ def counts() -> ModuleType:
 
 def test_constants_match_public_curves(counts: ModuleType) -> None:
     both = counts.counted()
-    assert sum(one["doublings"] for one in both.values()) == plateau.DOUBLINGS
-    assert tuple(sorted(size for one in both.values() for size in one["sizes"])) == plateau.SIZES
+    for rises, file in zip(cf.LateRises, ("llm_curves", "procgen_curves"), strict=True):
+        assert both[file]["doublings"] == plateau.DOUBLINGS[rises]
+        assert tuple(both[file]["sizes"]) == plateau.SIZES[rises]
+        # The rate in use lies within what so few far rises leave open: by half or by one more.
+        far = sum(size >= 0.05 for size in plateau.SIZES[rises])
+        rate = cf.BY_RISES[rises].late_rise
+        assert 0.5 * far <= rate * plateau.DOUBLINGS[rises] <= far + 1
     assert sum(one["curves"] for one in both.values()) == plateau.CURVES
     not_risen = np.sum([one["not_risen"] for one in both.values()], axis=0)
     assert (counts.SHARES, tuple(not_risen)) == (plateau.SHARES, plateau.NOT_RISEN)
 
 
 def test_p_late_rise_decreases_with_size_and_increases_with_doublings() -> None:
-    assert plateau.p_late_rise(1.0, 0.02) == pytest.approx(7.5 / 118)
-    assert plateau.p_late_rise(2.0, 0.02) > plateau.p_late_rise(1.0, 0.02) > plateau.p_late_rise(1.0, 0.1)
-    assert plateau.p_late_rise(1.0, 0.5) > 0.0
-    assert plateau.p_late_rise(0.0, 0.02) == 0.0
-    assert plateau.late_rise_sizes(0.02) == (0.108, 0.028, 0.267)
-    assert plateau.late_rise_sizes(0.5) is None
+    def p(doublings: float, least: float, headroom: float = 0.4) -> float:
+        return plateau.p_late_rise(doublings, least, 0.016, headroom)
+
+    assert p(1.0, 0.1) == pytest.approx(0.016 * 0.75)
+    assert p(2.0, 0.02) > p(1.0, 0.02) > p(1.0, 0.1) > p(1.0, 0.4) == p(0.0, 0.02) == p(1.0, 0.1, 0.0) == 0.0
+    assert plateau.late_rise_sizes(0.02, cf.LateRises.LANGUAGE_MODELS) == (0.049, 0.028, 0.151)
+    assert plateau.late_rise_sizes(0.02, cf.LateRises.GAMES) == (0.127, 0.098, 0.267)
+    assert plateau.late_rise_sizes(0.5, cf.LateRises.GAMES) is None
     first = [plateau.p_first_rise(share) for share in (0.1, 0.3, 0.5, 0.7, 1.0)]
     assert first == sorted(first, reverse=True)
     assert plateau.p_first_rise(0.5) == pytest.approx(5 / 64)

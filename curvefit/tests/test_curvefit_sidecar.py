@@ -16,6 +16,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import aiohttp
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
@@ -23,7 +25,6 @@ from aiohttp.test_utils import unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
-from scalerl_curvefit.plateau import p_late_rise
 from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
@@ -120,9 +121,31 @@ async def test_forecast_includes_late_rises(start) -> None:
     curve = points(simulated(n=50, seed=1))
     sidecar = client(await start(Sidecar().application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
-    assert answer.outlook.p_late_rise == pytest.approx(p_late_rise(2.0, 0.02))
-    assert answer.outlook.p_gain_above_min > answer.outlook.p_late_rise
-    assert answer.outlook.late_rise.high == pytest.approx(0.267)
+    games = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0, late_rises="games"))
+    for of, rate, largest in ((answer, 0.016, 0.151), (games, 0.062, 0.267)):
+        assert 0.8 * rate < of.outlook.p_late_rise < 2 * rate
+        assert of.outlook.p_gain_above_min > of.outlook.p_late_rise
+        assert of.outlook.late_rise.high == pytest.approx(largest)
+    assert games.outlook.expected_gain > answer.outlook.expected_gain
+
+
+async def test_forecast_says_which_gain_is_decidable(start) -> None:
+    """Three standard deviations of an evaluation, and the samples that would do for the gain asked for."""
+    random = np.random.default_rng(0)
+    compute = np.arange(1.0, 31.0)
+    rewards = random.binomial(100, 0.2 + 0.4 / (1 + (5 / compute) ** 2)) / 100
+    sidecar = client(await start(Sidecar().application()))
+
+    def request(least: float, samples: float | None = 100.0) -> wire.ForecastRequest:
+        seen = wire.Points(compute=compute.tolist(), reward=rewards.tolist(), samples=samples)
+        return wire.ForecastRequest(points=seen, min_gain=least)
+
+    few = (await sidecar.forecast(request(0.04))).outlook
+    assert few.decidable_gain > 0.06
+    assert 200 < few.samples_needed < 3000
+    assert (await sidecar.forecast(request(0.2))).outlook.samples_needed is msgspec.UNSET
+    assert (await sidecar.forecast(request(0.01))).outlook.samples_needed is msgspec.UNSET, "below the floor"
+    assert (await sidecar.forecast(request(0.04, None))).outlook.samples_needed is msgspec.UNSET
 
 
 async def test_forecast_new_recipe_uses_axis_of_request(start) -> None:

@@ -69,8 +69,9 @@ class AutoscalingSpec(Model):
 
     mode: Literal["Off", "Advisory", "Auto"] = "Off"
     """``Advisory`` decides and records, but changes nothing; ``Auto`` acts."""
-    min_gain: OpenUnitDecimal = "0.02"
-    """Minimum worthwhile gain of reward at the horizon. The paper's margin is ±.02 [P]."""
+    min_gain: OpenUnitDecimal = "0.04"
+    """Minimum worthwhile gain of reward at the horizon. No decision is made by a gain below three standard deviations of an
+    evaluation, which cannot be forecast."""
     horizon: HorizonDecimal = "2"
     """Multiple of the current compute at which the gain is predicted."""
     target: OpenUnitDecimal | None = None
@@ -91,6 +92,9 @@ class AutoscalingSpec(Model):
     """Allowed number of generators; default: the number is not changed."""
     cooldown_seconds: Annotated[int, Field(ge=1, le=604_800)] = 600
     """Minimum time between two changes of the number of generators."""
+    late_rises: Literal["LanguageModels", "Games"] = "LanguageModels"
+    """Public curves from which the probability of late rises is taken: those of language models creep, those of game
+    agents jump."""
     stop_after: Annotated[int, Field(ge=1, le=100)] = 3
     """Consecutive new evaluations that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"

@@ -13,6 +13,8 @@ a constant efficiency); rewards as pass rates in [0, 1] after ``scale``. Interva
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 FIT = "/v1/fit"
@@ -26,9 +28,10 @@ MAX_FORECASTS = 200
 """Maximum length of ``ForecastRequest.at``."""
 MAX_DRAWS = 20_000
 MAX_EARLIER_RUNS = 50
-METHOD = 3
+METHOD = 4
 """Version of the forecasts and decisions. 1: the collapse alarm compared the last evaluations with a forecast. 2: it
-compares them with the best earlier ones. 3: a run whose fit predicts a gain is not flat."""
+compares them with the best earlier ones. 3: a run whose fit predicts a gain is not flat. 4: rare late
+rises of language models, heavy-tailed noise, a check of the curve against its points, and the expected gain."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
 """Counter by ``path`` and ``status``."""
@@ -88,7 +91,7 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     """Total compute of each forecast; if empty, one forecast at twice the compute of the last point."""
     horizon: float = 2.0
     """Multiple of the last point's compute at which gains are predicted."""
-    min_gain: float = 0.02
+    min_gain: float = 0.04
     """Minimum worthwhile gain of reward at the horizon."""
     target: float | None = None
     """Reward for ``Outlook.to_target`` and the two probabilities of exceeding it."""
@@ -109,6 +112,8 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     raise no alarm."""
     draws: int = 2000
     """Number of posterior draws."""
+    late_rises: Literal["language_models", "games"] = "language_models"
+    """Public curves from which the probability of late rises is taken."""
     earlier: list[EarlierRun] = []
     """Finished runs for the prior; each is weighted by its similarity to this run."""
 
@@ -238,6 +243,13 @@ class Outlook(Message, frozen=True, kw_only=True):
     """Probability that a late rise of ``min_gain`` or more, which no fit predicts, begins before the horizon."""
     late_rise: Interval | msgspec.UnsetType = msgspec.UNSET
     """Gains of late rises in public curves: median, minimum and maximum. A wrong stop loses such a gain."""
+    expected_gain: float | msgspec.UnsetType = msgspec.UNSET
+    """Mean of R(horizon·now) − R(now): what a stop forgoes on average. Unset before method 4."""
+    decidable_gain: float | msgspec.UnsetType = msgspec.UNSET
+    """Three standard deviations of an evaluation: a smaller ``min_gain`` cannot be told from noise. Unset before method 4."""
+    samples_needed: int | msgspec.UnsetType = msgspec.UNSET
+    """Samples of an evaluation with which ``min_gain`` could be; unset if it can be now, the samples are not known, or no
+    number suffices."""
 
 
 class Fall(Message, frozen=True, kw_only=True):

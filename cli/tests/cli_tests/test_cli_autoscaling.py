@@ -24,7 +24,7 @@ from scalerl_operator.autoscaling.models import Action
 
 pytestmark = pytest.mark.slow
 
-AUTO: dict[str, Any] = {"mode": "Auto", "minGain": "0.02", "stopAfter": 2}
+AUTO: dict[str, Any] = {"mode": "Auto", "minGain": "0.04", "stopAfter": 2}
 LONG: dict[str, Any] = {"maxSteps": 100_000}
 
 

@@ -90,7 +90,7 @@ def test_truncation_counts_for_mixed_weights(tmp_path: Path, before: str, newest
 
 
 def test_bounds_are_those_of_the_autoscaler() -> None:
-    assert pytest.approx(0.5 * float(AutoscalingSpec().min_gain)) == LEAST
+    assert pytest.approx(0.25 * float(AutoscalingSpec().min_gain)) == LEAST
     assert alarm.HEALTHY_TRUNCATED == HEALTHY_TRUNCATED
 
 

@@ -61,7 +61,7 @@ def test_costs_time_and_dates_follow_from_rate(tmp_path: Path, capsys: pytest.Ca
     assert twice["device_hours"] == pytest.approx(5.0)
     assert twice["cost"] == pytest.approx(15.0)
     assert twice["date"] == "2026-03-04 14:30"
-    assert twice["net"] == pytest.approx(1000 * twice["gain"]["median"] - 15.0)
+    assert twice["net"] == pytest.approx(1000 * twice["mean_gain"] - 15.0)
     assert rows["+1 device-hours"]["compute"] == pytest.approx(12e6)
     assert rows["stop now"]["cost"] == 0.0
     assert "+.5 device-hours" in [o["option"] for o in plan(capsys, curve, "--budget", "0.5")["options"]]

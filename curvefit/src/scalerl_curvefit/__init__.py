@@ -41,14 +41,18 @@ from .decision_quantities import (
     ComputeToTarget,
     best_block,
     compute_to,
+    decidable_gain,
+    expected_gain,
     gain,
     marginal_gain,
     p_asymptote_above,
     p_gain_above,
     p_reward_above,
+    samples_for,
 )
 from .earlier_runs import EarlierRun, EarlierUse, SummarizedRun
 from .errors import (
+    ComputeSpanError,
     ConstantRewardError,
     CurveError,
     DuplicateComputeError,
@@ -71,15 +75,17 @@ from .hindcast import Hindcast, hindcasts
 from .least_squares import LeastSquaresFit
 from .pooling import ForecastPool
 from .sampling import Draws
-from .settings import FitSettings
+from .settings import BY_RISES, FitSettings, LateRises
 
 __all__ = [
+    "BY_RISES",
     "SIGNED_SCALE",
     "UNIT_SCALE",
     "Better",
     "Block",
     "CollapseCheck",
     "Comparison",
+    "ComputeSpanError",
     "ComputeToTarget",
     "ConstantRewardError",
     "Curve",
@@ -99,6 +105,7 @@ __all__ = [
     "GridSearch",
     "Hindcast",
     "InputError",
+    "LateRises",
     "LeastSquaresFit",
     "MixedSegmentsError",
     "NegativeComputeError",
@@ -118,8 +125,10 @@ __all__ = [
     "compare",
     "compare_seeds",
     "compute_to",
+    "decidable_gain",
     "detect_collapse",
     "draws",
+    "expected_gain",
     "fit",
     "forecast",
     "forecast_pool",
@@ -131,5 +140,6 @@ __all__ = [
     "p_reward_above",
     "paper_grid_search",
     "power_law",
+    "samples_for",
     "summarize_run",
 ]

@@ -37,7 +37,7 @@ ERROR_RATE: Final = 0.01
 WITHIN_NOISE: Final = 1.645
 """An alarm ends once the newest mean is within this many s of the best: 5 % of a normal distribution."""
 LEAST: Final = 0.01
-"""Smallest fall that matters: half of the default `minGain`, as for the autoscaler."""
+"""Smallest fall that matters: a quarter of the default `minGain`, as for the autoscaler."""
 MAX_TRUNCATION: Final = 0.10
 """A truncation rate above 10 % precedes collapse; below 5 % is healthy (ScaleRL, §A [P])."""
 MIN_HISTORY: Final = 8
@@ -204,8 +204,8 @@ def difference_sd(reward: FloatArray, order: int = 3) -> float:
     steps = np.diff(reward)
     # Equal for independent noise; second differences contain less of a curved trend.
     fast = min(
-        _robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
-        _robust_sd(np.diff(steps)) / CONSECUTIVE,
+        robust_sd(steps - np.median(steps)) / math.sqrt(CONSECUTIVE),
+        robust_sd(np.diff(steps)) / CONSECUTIVE,
     )
     means = np.convolve(reward, np.full(CONSECUTIVE, 1.0 / CONSECUTIVE), "valid")
     # Third differences: in second differences a fast rise at the start looks like noise ten times as large.
@@ -214,10 +214,11 @@ def difference_sd(reward: FloatArray, order: int = 3) -> float:
         between = between[CONSECUTIVE:] - between[:-CONSECUTIVE]
     if between.size < CONSECUTIVE + 1:
         return fast
-    return max(fast, _robust_sd(between) / math.sqrt(math.comb(2 * order, order) / 2.0))
+    return max(fast, robust_sd(between) / math.sqrt(math.comb(2 * order, order) / 2.0))
 
 
-def _robust_sd(deviations: FloatArray) -> float:
+def robust_sd(deviations: FloatArray) -> float:
+    """sd of normal deviations (n,) around 0, with those beyond `CUT` sds clipped."""
     size = np.abs(deviations)
     cut = CUT * MAD_TO_SD * float(np.median(size))
     return CUT_TO_SD * float(np.sqrt(np.mean(np.minimum(size, cut) ** 2)))

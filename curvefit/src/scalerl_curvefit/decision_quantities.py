@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,8 @@ BLOCKS: Final = 32
 """Number of sizes that `best_block` tries, from 1 % of now to the horizon."""
 BLOCK_DRAWS: Final = 500
 """Draws for the expected gain of a block; a mean needs fewer than a quantile."""
+DECIDABLE_SDS: Final = 3.0
+"""A gain of fewer standard deviations of an evaluation cannot be forecast: on real curves no better than by its base rate."""
 STEP: Final = 1e-4
 """Half step in ln C of the numeric derivative."""
 TINY: Final = 1e-12
@@ -69,6 +72,30 @@ def marginal_gain(fitted: Fit, at: float | None = None) -> Estimate:
 def gain(fitted: Fit, to: float) -> Estimate:
     """R(to) − R(now), including departures and late rises."""
     return Estimate.of(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)]))[:, 0])
+
+
+def expected_gain(fitted: Fit, to: float) -> float:
+    """E[R(to) − R(now)], including departures and late rises: what many runs like this one gain on average."""
+    return float(_gains(forecast_pool(fitted), np.array([_beyond(fitted, to)])).mean())
+
+
+def decidable_gain(fitted: Fit) -> float:
+    """The smallest gain that can be told from noise: three standard deviations of an evaluation."""
+    return DECIDABLE_SDS * fitted.sigma.median
+
+
+def samples_for(fitted: Fit, least: float) -> int | None:
+    """Samples of an evaluation with which a gain of `least` can be told from noise; None where they are not known, or no number does.
+
+    The variance of an evaluation is that of its samples, which shrinks with their number, and a floor, which does not.
+    """
+    samples = fitted.curve.samples
+    floor = fitted.settings.noise_floor
+    wanted = (least / DECIDABLE_SDS) ** 2 - floor**2
+    if samples is None or wanted <= 0:
+        return None
+    of_samples = max(fitted.sigma.median**2 - floor**2, 0.0)
+    return math.ceil(float(samples[-1]) * of_samples / wanted)
 
 
 def p_gain_above(fitted: Fit, to: float, least: float) -> float:

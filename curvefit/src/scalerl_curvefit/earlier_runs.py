@@ -9,13 +9,16 @@
 - *Noise* of an evaluation, as pseudo-points.
 - *Late rises*: number of their doublings with a rise after a flat one.
 
-The weight of a run is its similarity to the new one so far: in the level at the same compute and in the gain of the last
-doubling, each in units of the spread between the earlier runs. A run of another task usually has another level and little
-weight; one whose curve passes the same points has weight, and does harm (docs/forecast.md).
+The weight of a run is its similarity to the new one so far: in the level at the same compute, in the path there (the level
+at equal compute over the last doublings), in the gain of the last doubling, and in the noise of its evaluations. Runs of
+another task have no weight: the new run is further from them than they are from one another (`_foreign`). One run of another
+task that passes the same points in the same way cannot be told apart, and does harm (docs/forecast.md); seeds of one recipe
+are what a prior is for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -23,9 +26,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .collapse import CONSECUTIVE, difference_sd
 from .curve import Curve, FloatArray
 from .plateau import late_rises
-from .pooling import ForecastPool, GainPrior, departure_sd
+from .pooling import ForecastPool, GainPrior
 from .posterior import Nodes
 from .settings import FitSettings
 from .trend import Trend, smoothed
@@ -41,8 +45,24 @@ AHEAD: Final = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MIN_LEVEL_SPREAD: Final = 0.05
 MIN_GAIN_SPREAD: Final = 0.03
 """Smallest spread between runs of one task, of the level and of a doubling's gain: the units of similarity."""
+MAX_LEVEL_SPREAD: Final = 0.1
+"""Largest spread between runs that counts as a unit: runs that differ by more are not of one task and model."""
+PATH: Final = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0])
+"""Doublings before now at which paths are compared."""
+PATH_WEIGHT: Final = 0.5
+"""Weight of the path in the similarity, and of the level now, which is its last point."""
+NOISE_FACTOR: Final = 2.0
+"""Two runs' noise may differ by this factor, which few points leave open; each further factor of e^(1/3) counts as one
+standard deviation."""
+FOREIGN: Final = 1.5
+"""A run whose mean distance from the earlier runs is this many times the largest of theirs from one another is of another task."""
+FEWEST_FOR_FOREIGN: Final = 3
+"""Fewest earlier runs whose distances from one another can be compared."""
+SCATTER_POINTS: Final = 8
+SCATTER_FLOOR: Final = 0.006
+"""Fewest points for a measured noise, and its floor."""
 GAIN_WEIGHT: Final = 0.25
-"""Weight of the last doubling's gain in the similarity; the level has weight 1."""
+"""Weight of the last doubling's gain in the similarity."""
 REPORTED_BELOW: Final = 0.9
 """A smaller weight is reported with its reason."""
 MIN_TOTAL_WEIGHT: Final = 0.1
@@ -98,6 +118,7 @@ class RunSummary:
     departure: sd of its forecast per doubling beyond its end.
     shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
     sigma: noise sd of an evaluation.
+    scatter: the same from the differences of neighbours, without a curve.
     late: number of doublings that could have a late rise, and number that had one.
     fell: compute at which its reward fell, or None; only the points before are used.
     """
@@ -109,6 +130,7 @@ class RunSummary:
     shape: FloatArray
     shape_sd: FloatArray
     sigma: float
+    scatter: float
     late: tuple[int, int]
     fell: float | None = None
 
@@ -201,9 +223,7 @@ class EarlierRunsPrior:
         return float((PUBLIC_FLAT_RUNS * public + rose) / (PUBLIC_FLAT_RUNS + flat))
 
 
-def summarize(
-    curve: Curve, pool: ForecastPool, settings: FitSettings, fell: float | None = None
-) -> RunSummary:
+def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> RunSummary:
     """Summarize a finished run from its points and its own forecast."""
     at = curve.first_trained
     doubling, reward = np.log2(curve.compute[at:]), curve.reward[at:]
@@ -220,10 +240,11 @@ def summarize(
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=departure_sd(pool.trend, settings),
+        departure=math.hypot(pool.departure_sd, pool.expert_sd),
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),
+        scatter=_scatter(reward),
         late=(doublings, len(rises)),
         fell=fell,
     )
@@ -248,7 +269,16 @@ def earlier_runs_prior(
     begin, end = np.array([(c.doubling_k[0], c.end) for c in summaries]).T
     covered = np.clip(end - now, 0.0, 1.0) * (now >= begin)
     own_gain = local.level - float(own_back[0])
-    similarity, reasons = _similarity(level_i, level_i - back_i, local.level, own_gain, covered > 0)
+    path_k = now - PATH[now - PATH >= np.log2(curve.compute[at])]
+    own_k = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], path_k, WINDOW)
+    path_ik = np.array([c.level(path_k) for c in summaries])
+    apart_i = np.sqrt(np.mean((path_ik - own_k) ** 2, axis=1))
+    noise_i = np.log(np.array([c.scatter for c in summaries]) / _scatter(curve.reward[at:]))
+    similarity, reasons = _similarity(
+        level_i, level_i - back_i, local.level, own_gain, apart_i, noise_i, covered > 0
+    )
+    if foreign := _foreign(apart_i, path_ik):
+        similarity, reasons = np.zeros_like(similarity), [foreign] * len(reasons)
     weight = similarity * covered
     used = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, summaries, strict=True)])
     uses = tuple(
@@ -278,24 +308,65 @@ def earlier_runs_prior(
 
 
 def _similarity(
-    level: FloatArray, gain: FloatArray, own_level: float, own: float, counts: NDArray[np.bool_]
+    level: FloatArray,
+    gain: FloatArray,
+    own_level: float,
+    own: float,
+    apart: FloatArray,
+    noise: FloatArray,
+    counts: NDArray[np.bool_],
 ) -> tuple[FloatArray, list[str]]:
     """Similarity of each earlier run to the new run so far, from 0 to 1, and its largest difference as a message.
 
     level, gain: level of each earlier run at the new run's compute, and its gain over the last doubling up to there.
     own_level, own: level and gain of the new run.
+    apart: distance of each earlier run's path from the new one's. noise: ln of the ratio of their noise.
     counts: mask of the earlier runs that determine the spread between runs.
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
-    z_level = (level - own_level) / np.hypot(MIN_LEVEL_SPREAD, between_level)
+    unit = np.hypot(MIN_LEVEL_SPREAD, min(between_level, MAX_LEVEL_SPREAD))
+    z_level, z_path = (distance / unit * np.sqrt(PATH_WEIGHT) for distance in (level - own_level, apart))
+    z_noise = 3.0 * np.maximum(np.abs(noise) - np.log(NOISE_FACTOR), 0.0)
     z_gain = (gain - own) / np.hypot(MIN_GAIN_SPREAD, between_gain) * np.sqrt(GAIN_WEIGHT)
-    reasons = [
-        f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}"
-        if abs(by_level) >= abs(by_gain)
-        else f"it gained {at_gain:.2f} over the last doubling, this run {own:.2f}"
-        for at_level, at_gain, by_level, by_gain in zip(level, gain, z_level, z_gain, strict=True)
+    texts = [
+        [
+            f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}",
+            f"it gained {at_gain:.2f} over the last doubling, this run {own:.2f}",
+            f"its rewards so far differ from this run's by {off:.2f} at equal compute",
+            f"its evaluations scatter {np.exp(ratio):.2g} times as much as this run's",
+        ]
+        for at_level, at_gain, off, ratio in zip(level, gain, apart, noise, strict=True)
     ]
-    return np.exp(-0.5 * (z_level**2 + z_gain**2)), reasons
+    z_4i = np.abs([z_level, z_gain, z_path, z_noise])
+    reasons = [text[worst] for text, worst in zip(texts, z_4i.argmax(axis=0).tolist(), strict=True)]
+    return np.exp(-0.5 * (z_4i**2).sum(axis=0)), reasons
+
+
+def _foreign(apart: FloatArray, path_ik: FloatArray) -> str:
+    """Why the earlier runs are of another task than the new one; empty if they may be of the same.
+
+    Of runs of one task, each is as likely as the others to lie furthest from the rest.
+
+    apart: distance of each earlier run's path from the new one's. path_ik: their paths.
+    """
+    count = apart.size
+    if count < FEWEST_FOR_FOREIGN:
+        return ""
+    between_ij = np.sqrt(np.mean((path_ik[:, None] - path_ik[None]) ** 2, axis=2))
+    theirs = float(between_ij.sum(axis=1).max()) / (count - 1)
+    if apart.mean() <= FOREIGN * max(theirs, 0.5 * MIN_LEVEL_SPREAD):
+        return ""
+    return (
+        f"this run differs from the earlier ones by {apart.mean():.2f} in the mean, they from one another by {theirs:.2f} at "
+        "most: another task or model"
+    )
+
+
+def _scatter(reward: FloatArray) -> float:
+    """Noise sd of an evaluation from the differences of neighbours (n,), at least the prior's floor."""
+    if reward.size < SCATTER_POINTS:
+        return SCATTER_FLOOR
+    return max(difference_sd(reward) * float(np.sqrt(CONSECUTIVE / 2.0)), SCATTER_FLOOR)
 
 
 def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tuple[float, str]:

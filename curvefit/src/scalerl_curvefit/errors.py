@@ -46,6 +46,10 @@ class TooFewPointsError(InputError):
     """Fewer points than a four-parameter curve needs."""
 
 
+class ComputeSpanError(InputError):
+    """The compute of all points is nearly the same, as of times since another epoch."""
+
+
 class ConstantRewardError(InputError):
     """All rewards are equal, so that they fit every curve."""
 

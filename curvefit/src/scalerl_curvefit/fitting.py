@@ -21,10 +21,12 @@ from .earlier_runs import (
     earlier_runs_prior,
     summarize,
 )
-from .errors import ConstantRewardError, CurveError, RequestError, TooFewPointsError
+from .errors import ComputeSpanError, ConstantRewardError, CurveError, RequestError, TooFewPointsError
 from .least_squares import LeastSquaresFit, least_squares_fit
-from .pooling import ForecastPool, departure_sd, sample_forecast_pool
+from .outliers import outlier_weights
+from .pooling import ForecastPool, sample_forecast_pool
 from .posterior import COARSE_GRID, FINE_GRID, Nodes, Prior, grid_posterior, make_prior
+from .predictive_check import PredictiveCheck, predictive_check
 from .sampling import Draws, interval, sample
 from .settings import DEFAULTS, FitSettings
 from .sufficient_statistics import SufficientStatistics, sufficient_statistics
@@ -36,10 +38,17 @@ ENOUGH_POINTS: Final = 10
 MAX_P_BEFORE_CMID: Final = 0.2
 MAX_A_WIDTH: Final = 0.15
 """The asymptote is not identifiable with fewer than ENOUGH_POINTS points, with a 90 % interval of A wider than
-MAX_A_WIDTH, or with a probability above MAX_P_BEFORE_CMID that Cmid still lies ahead."""
+MAX_A_WIDTH, with a probability above MAX_P_BEFORE_CMID that Cmid still lies ahead, or where the curve does not fit
+(`predictive_check`)."""
 DRAWS: Final = 2000
 SMALLEST: Final = 1e-6
 """Change of one of several equal rewards, so that they can be fitted."""
+OUTLIER: Final = 0.1
+"""An evaluation of a smaller weight is an outlier."""
+LEAST_SPAN: Final = 1.05
+"""Smallest ratio of the compute of the last point to that of the first."""
+LEAST_TRUST: Final = 1e-6
+"""Smallest weight of a point: the likelihood needs a precision above 0."""
 EDGE_MASS: Final = 0.05
 """A bound of the prior is reported from this posterior mass next to it."""
 
@@ -101,6 +110,8 @@ class Fit:
     draws: DRAWS curves of the first family, for the estimates.
     pool: DRAWS draws of the forecast pool, for the forecasts.
     seed: hash of points, settings and earlier runs; seed of all draws.
+    check: whether the least-squares curve fits its points.
+    outliers: number of points that have little weight, since their neighbours contradict them (`outliers`).
     prior: prior from earlier runs; None without any.
     """
 
@@ -125,6 +136,8 @@ class Fit:
     draws: Draws
     pool: ForecastPool
     seed: int
+    check: PredictiveCheck
+    outliers: int
     prior: EarlierRunsPrior | None = None
 
     @property
@@ -135,7 +148,7 @@ class Fit:
     @property
     def departure(self) -> float:
         """Increase of the forecasts' sd per doubling of compute beyond now."""
-        return departure_sd(self.trend, self.settings)
+        return self.pool.departure_sd
 
 
 def fit(
@@ -154,6 +167,7 @@ def fit(
     ------
     MixedSegmentsError: the recipe or evaluation version changes; fit one of `curve.segments()`.
     TooFewPointsError: fewer than 4 points at compute > 0.
+    ComputeSpanError: compute grows by less than 5 % from the first point to the last.
     ConstantRewardError: all rewards equal.
 
     >>> c = np.arange(1.0, 31.0)
@@ -165,11 +179,12 @@ def fit(
     curve.require_one_segment()
     _require_points(curve)
     at = curve.first_trained
-    local = trend(curve.compute[at:], curve.reward[at:], settings)
+    trust = outlier_weights(curve)
+    local = trend(curve.compute[at:], curve.reward[at:], settings, trust)
     known = [summarize_run(run, settings) if isinstance(run, EarlierRun) else run for run in earlier]
     summaries = [(run.name, _summary_for(run, curve)) for run in known]
     prior = earlier_runs_prior(summaries, curve, local, settings) if earlier else None
-    points = _prepare(curve, settings, prior)
+    points = _prepare(curve, settings, prior, trust)
     sums = points.sufficient_statistics(settings)
     nodes = tuple(
         grid_posterior(sums, points.prior, family, COARSE_GRID if i else FINE_GRID)
@@ -183,7 +198,9 @@ def fit(
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
     a, before = Estimate.of(drawn.A), float(np.mean(drawn.Cmid > curve.now))
     used = len(curve) - at
-    doubts = _doubts(used, a, before)
+    point = _point(main, points)
+    checked = _checked(point, points, trust)
+    doubts = _doubts(used, a, before, checked)
     return Fit(
         curve=curve,
         settings=settings,
@@ -193,7 +210,7 @@ def fit(
         R0=Estimate.of(drawn.R0),
         sigma=Estimate.of(drawn.sigma),
         rho=float(np.mean(drawn.rho)),
-        point=_point(main, points),
+        point=point,
         identifiable=not doubts,
         doubts=doubts,
         edges=_edges(drawn, points.prior, settings),
@@ -204,8 +221,10 @@ def fit(
         nodes=nodes,
         trend=local,
         draws=drawn,
-        pool=_pool(nodes, local, curve.now, settings, prior, DRAWS, random),
+        pool=_pool(nodes, local, curve.now, settings, prior, checked.misfit, DRAWS, random),
         seed=seed,
+        check=checked,
+        outliers=int(np.sum(trust < OUTLIER)),
         prior=prior,
     )
 
@@ -224,7 +243,8 @@ def forecast_pool(fitted: Fit, n: int = DRAWS) -> ForecastPool:
     if n == DRAWS:
         return fitted.pool
     random = np.random.default_rng(fitted.seed)
-    return _pool(fitted.nodes, fitted.trend, fitted.now, fitted.settings, fitted.prior, n, random)
+    misfit = fitted.check.misfit
+    return _pool(fitted.nodes, fitted.trend, fitted.now, fitted.settings, fitted.prior, misfit, n, random)
 
 
 def _pool(
@@ -233,11 +253,12 @@ def _pool(
     now: float,
     settings: FitSettings,
     prior: EarlierRunsPrior | None,
+    misfit: float,
     n: int,
     random: np.random.Generator,
 ) -> ForecastPool:
     gains, late_rise = (None, None) if prior is None else (prior.gains, prior.late_rise)
-    return sample_forecast_pool(nodes, local, now, settings, n, random, gains, late_rise)
+    return sample_forecast_pool(nodes, local, now, settings, n, random, gains, late_rise, misfit)
 
 
 def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> SummarizedRun:
@@ -253,7 +274,7 @@ def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> Summa
         if fall is not None:
             curve = curve.head(fall.points)
         compute = None if fall is None else fall.compute
-        summary: RunSummary | str = summarize(curve, fit(curve, settings).pool, settings, compute)
+        summary: RunSummary | str = summarize(curve, fit(curve, settings).pool, compute)
     except CurveError as error:
         summary = str(error)
     return SummarizedRun(run.name, content_seed(run.curve), _eval_version(run.curve), summary)
@@ -322,6 +343,12 @@ def _require_points(curve: Curve) -> None:
             f"{n} points at compute > 0; a curve of four parameters needs at least {MIN_POINTS}, "
             f"and {ENOUGH_POINTS} before its asymptote means anything"
         )
+    first = float(curve.compute[curve.first_trained])
+    if curve.now < LEAST_SPAN * first:
+        raise ComputeSpanError(
+            f"compute runs from {first:g} to {curve.now:g}, within a factor of {LEAST_SPAN:g}: it must count from the start "
+            "of the run (Unix seconds do not; subtract their value at the start), and grow further before a curve can be fitted"
+        )
     if np.ptp(reward) == 0.0:
         raise ConstantRewardError(
             f"all {n} rewards are {reward[0]:g}; check that the evaluation sees the trained weights, "
@@ -329,7 +356,9 @@ def _require_points(curve: Curve) -> None:
         )
 
 
-def _prepare(curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | None) -> _Points:
+def _prepare(
+    curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | None, trust: FloatArray
+) -> _Points:
     first = curve.first_trained
     compute, reward = curve.compute[first:], curve.reward[first:]
     n = compute.size
@@ -342,9 +371,9 @@ def _prepare(curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | No
         noise_sd = math.sqrt((noise_dof * noise_sd**2 + dof * theirs**2) / (noise_dof + dof))
         noise_dof += dof
     precision[:burnt] /= settings.burn_in_sd_factor
-    prior = make_prior(
-        settings, float(compute[0]), float(compute[-1]), float(curve.reward[0]), noise_sd, noise_dof
-    )
+    precision *= np.sqrt(np.maximum(trust, LEAST_TRUST))
+    begin = curve.reward[0] if first else reward[np.argmax(trust >= OUTLIER)]
+    prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(begin), noise_sd, noise_dof)
     return _Points(compute, np.log(compute), reward, precision, burnt, prior)
 
 
@@ -374,7 +403,7 @@ def _point(nodes: Nodes, points: _Points) -> LeastSquaresFit:
     )
 
 
-def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:
+def _doubts(points: int, a: Estimate, before: float, checked: PredictiveCheck) -> tuple[str, ...]:
     doubts = []
     if points < ENOUGH_POINTS:
         doubts.append(f"{points} points, fewer than {ENOUGH_POINTS}")
@@ -382,7 +411,16 @@ def _doubts(points: int, a: Estimate, before: float) -> tuple[str, ...]:
         doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {MAX_A_WIDTH}")
     if before > MAX_P_BEFORE_CMID:
         doubts.append(f"half of the gain still lies ahead with probability {before:.2f}")
+    if checked.doubt:
+        doubts.append(checked.doubt)
     return tuple(doubts)
+
+
+def _checked(point: LeastSquaresFit, points: _Points, trust: FloatArray) -> PredictiveCheck:
+    """The check of the points with full weight."""
+    kept = trust >= OUTLIER
+    kept[: points.burnt] = False
+    return predictive_check(points.reward[kept] - point.reward(points.compute[kept]))
 
 
 def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...]:

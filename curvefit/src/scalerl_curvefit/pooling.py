@@ -6,8 +6,9 @@ language models best when each source is left out in turn (docs/forecast.md). A 
 wider than its errors, so each is moved towards the common mean, by `pool_spread`.
 
 Two terms are added beyond the last point (*now*). The departure (model discrepancy) is normal, with an sd that grows with
-each doubling of compute and shrinks as rewards approach 1. A late rise is a second rise without a sign in the earlier
-points, at a constant rate per doubling.
+each doubling of compute, shrinks as rewards approach 1, and grows with the misfit of the curve to its own points. Its floor
+is one of the whole forecast: experts that disagree need less of it, and those of many points, whose posteriors are narrow, more.
+A late rise is a second rise without a sign in the earlier points, at a constant rate per doubling.
 
 Earlier runs of the same task (`earlier_runs`) add a fourth expert: their gains from the same compute on. Its weight is its
 precision relative to that of the others, at one doubling.
@@ -70,6 +71,8 @@ class ForecastPool:
 
     curves: fitted curves; used up to now by all draws, and beyond by those whose expert is a family.
     expert: index of the family; the number of families for the trend; that number plus one for the earlier runs.
+    misfit: root mean square of the fitted curve's residuals beyond noise.
+    expert_sd: sd of the experts' rewards at one doubling beyond now, without earlier runs.
     gains: distribution of the earlier runs' gains; None without earlier runs.
     departure: deviation from the expected reward, in units of `departure_scale`.
     late_rise: probability of a late rise per doubling.
@@ -82,6 +85,8 @@ class ForecastPool:
     trend: Trend
     now: float
     settings: FitSettings
+    misfit: float
+    expert_sd: float
     gains: GainPrior | None
     departure: FloatArray
     late_rise: float
@@ -96,6 +101,14 @@ class ForecastPool:
     def from_earlier_runs(self) -> NDArray[np.bool_]:
         """(d,) whether the expert of a draw is the earlier runs."""
         return np.asarray(self.expert == len(self.curves.families) + 1)
+
+    @property
+    def departure_sd(self) -> float:
+        """sd of the departure per doubling: what the experts lack to a floor, a share of the headroom, the curve's misfit so far."""
+        settings = self.settings
+        lacking = max(settings.departure**2 - self.expert_sd**2, 0.0)
+        headroom = settings.departure_headroom * self.trend.headroom
+        return float(np.sqrt(lacking + headroom**2 + (settings.misfit * self.misfit) ** 2))
 
     @property
     def mean_late_rise(self) -> float:
@@ -135,7 +148,7 @@ class ForecastPool:
     def departure_scale(self, compute: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(c,) scales of the departure at compute (c,): of the normal distribution, and of Student's t for the earlier runs."""
         doublings_c = self.doublings(compute)
-        own = departure_sd(self.trend, self.settings) * doublings_c
+        own = self.departure_sd * doublings_c
         return own, own if self.gains is None else self.gains.at(doublings_c)[1]
 
     def reward(self, compute: FloatArray) -> FloatArray:
@@ -154,11 +167,6 @@ class ForecastPool:
         return np.asarray(np.clip(self.reward(compute) + (self.curves.sigma * self.noise)[:, None], 0.0, 1.0))
 
 
-def departure_sd(trend: Trend, settings: FitSettings) -> float:
-    """sd of the departure per doubling."""
-    return float(np.hypot(settings.departure, settings.departure_headroom * trend.headroom))
-
-
 def sample_forecast_pool(
     nodes: Sequence[Nodes],
     trend: Trend,
@@ -168,11 +176,13 @@ def sample_forecast_pool(
     random: np.random.Generator,
     gains: GainPrior | None = None,
     late_rise: float | None = None,
+    misfit: float = 0.0,
 ) -> ForecastPool:
     """`n` draws of the forecast pool. Draws of the trend have curves of the first family up to now.
 
     gains: distribution of the earlier runs' gains.
     late_rise: probability of a late rise per doubling, in place of the settings'.
+    misfit: root mean square of the fitted curve's residuals beyond noise.
     """
     late_rise = settings.late_rise if late_rise is None else late_rise
     counts = systematic(np.array(settings.pool), n, random)
@@ -192,6 +202,8 @@ def sample_forecast_pool(
         trend=trend,
         now=now,
         settings=settings,
+        misfit=misfit,
+        expert_sd=0.0,
         gains=None,
         departure=ndtri((random.permutation(n) + 0.5) / n),
         late_rise=late_rise,
@@ -199,13 +211,14 @@ def sample_forecast_pool(
         rise=trend.headroom * np.modf((order + 0.5) * GOLDEN)[0],
         noise=random.standard_normal(n),
     )
+    drawn = replace(drawn, expert_sd=float(np.std(drawn.expected(np.array([2.0 * now])))))
     return drawn if gains is None else _with_gains(drawn, gains, random)
 
 
 def _with_gains(own: ForecastPool, gains: GainPrior, random: np.random.Generator) -> ForecastPool:
     """The pool with a random part of its draws, from all experts, reassigned to the earlier runs."""
     at, n = np.array([2.0 * own.now]), len(own)
-    variance = float(np.var(own.expected(at)) + departure_sd(own.trend, own.settings) ** 2)
+    variance = float(np.var(own.expected(at)) + own.departure_sd**2)
     scale = float(gains.at(np.ones(1))[1][0])
     given = round(
         n * gains.strength * min(1.0 / (1.0 + OWN_PRECISION_WEIGHT * scale**2 / variance), MAX_EARLIER_WEIGHT)

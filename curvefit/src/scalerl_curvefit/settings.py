@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Final
 
 from .errors import SettingsError
 from .families import Family
+
+
+class LateRises(StrEnum):
+    """Where the prior of late rises was counted (`plateau`, `benchmarks/late_rises.py`)."""
+
+    LANGUAGE_MODELS = "language_models"
+    GAMES = "games"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,13 @@ class FitSettings:
     trend_window: doublings of compute over which the weight of a point for the present level falls by e.
     trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
     pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
-    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: a floor,
-        and a share of the distance from the present level to 1, in quadrature.
-    late_rise: probability of a late rise per doubling of compute, counted in `plateau`. Its size is uniform between 0
-        and the distance from the present level to 1.
+    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: what the
+        experts' sd lacks to a floor, and a share of the distance from the present level to 1, in quadrature.
+        Language models creep by .01 to .03 a doubling after a flat one, which is the floor.
+    misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's sd.
+    late_rise: probability of a far late rise per doubling of compute, counted in `plateau`: of language models. Its size is
+        uniform between 0 and the distance from the present level to 1.
+    rises: where it was counted.
     """
 
     burn_in_fraction: float = 0.2
@@ -63,9 +74,11 @@ class FitSettings:
     trend_window: float = 0.2
     trend_damping: float = 0.25
     pool_spread: float = 0.5
-    departure: float = 0.004
+    departure: float = 0.016
     departure_headroom: float = 0.02
-    late_rise: float = 0.064
+    misfit: float = 1.5
+    late_rise: float = 0.016
+    rises: LateRises = LateRises.LANGUAGE_MODELS
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -89,7 +102,7 @@ class FitSettings:
         for name in ("pool_spread", "late_rise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must be in [0, 1]")
-        for name in ("departure", "departure_headroom", "trend_damping"):
+        for name in ("departure", "departure_headroom", "misfit", "trend_damping"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must not be negative")
         for name in ("cmid_below", "cmid_above"):
@@ -126,3 +139,5 @@ class FitSettings:
 
 
 DEFAULTS: Final = FitSettings()
+GAMES: Final = FitSettings(late_rise=0.062, rises=LateRises.GAMES)
+BY_RISES: Final = {settings.rises: settings for settings in (DEFAULTS, GAMES)}

@@ -32,18 +32,23 @@ class Trend:
         return 1.0 - min(max(self.level, 0.0), 1.0)
 
 
-def trend(compute: FloatArray, reward: FloatArray, settings: FitSettings) -> Trend:
+def trend(
+    compute: FloatArray, reward: FloatArray, settings: FitSettings, trust: FloatArray | None = None
+) -> Trend:
     """The trend at the last of these points (n,), n ≥ 3, all at compute > 0.
+
+    trust: (n,) weights of the points (`outliers`); 1 by default.
 
     The level is the value at C_now of a line through all points, with weight exp(−h/trend_window) for a point h doublings
     ago: dense evaluations are averaged, and among sparse ones the newest dominates.
     """
     doublings = np.log2(compute / compute[-1])
-    level, _ = _line(doublings, reward, np.exp(doublings / settings.trend_window))
+    trust = np.ones(doublings.size) if trust is None else trust
+    level, _ = _line(doublings, reward, trust * np.exp(doublings / settings.trend_window))
     # Include the last point before the doubling: evaluations close together do not determine a slope.
     since = int(np.searchsorted(doublings, -0.999))
     last = max(doublings.size - max(since - 1, 0), MIN_GAIN_POINTS)
-    _, slope = _line(doublings[-last:], reward[-last:], np.ones(last))
+    _, slope = _line(doublings[-last:], reward[-last:], trust[-last:])
     return Trend(level, slope * min(1.0, -float(doublings[-last])))
 
 

@@ -34,7 +34,7 @@ async def test_real_sidecar_stops_a_flat_run_and_records_why(tmp_path: Path) -> 
         assert steps[-1].action == Action(kind="stop", on_stop="Suspend")
         first = next(step for step in steps if step.decision.state is State.STOP)
         assert first.changed
-        assert "P(gain at 2× the compute > 0.02)" in first.decision.reasons[0]
+        assert "P(gain at 2× the compute > 0.04)" in first.decision.reasons[0]
         assert await watched.step(curve) is None  # nothing new
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 120) == 0

@@ -16,6 +16,7 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import (
+    BY_RISES,
     CollapseCheck,
     ComputeToTarget,
     CurveError,
@@ -26,6 +27,7 @@ from scalerl_curvefit import (
     Fit,
     Forecast,
     Hindcast,
+    LateRises,
     PowerLaw,
     RequestError,
     compute_to,
@@ -131,8 +133,8 @@ class Analysis:
 
     @property
     def fallen(self) -> int:
-        """Number of evaluations after the fall, which are not fitted."""
-        return 0 if self.fall is None else self.fall.over
+        """Number of evaluations after the fall, which are not fitted; 0 where too few are before it, so that all are."""
+        return len(self.file.segment.curve) - len(self.fitted.curve)
 
     @property
     def start(self) -> float:
@@ -250,14 +252,19 @@ class Analysis:
         return shown
 
 
-def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = None) -> Analysis:
+def analyse(
+    file: CurveFile,
+    at: Sequence[float] = (),
+    prior: Prior | None = None,
+    late_rises: str = LateRises.LANGUAGE_MODELS,
+) -> Analysis:
     """Fit the last segment with the runs of ``prior``, check for collapse, and forecast at 2× now and at each of ``at``.
 
     Raises:
         CurveProblem: no curve can be fitted to the points, a compute lies before this recipe, or none of the earlier runs
             can be used.
     """
-    segment = file.segment.curve
+    segment, settings = file.segment.curve, BY_RISES[LateRises(late_rises)]
     try:
         guarded = detect_collapse(segment)
         fall = guarded.fall
@@ -265,6 +272,7 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
         # With too few points before the fall, all are fitted; the run is BROKEN either way.
         fitted = fit(
             before if len(before) - before.first_trained >= MIN_POINTS else segment,
+            settings,
             earlier=() if prior is None else prior.runs,
         )
     except CurveError as error:
@@ -276,7 +284,7 @@ def analyse(file: CurveFile, at: Sequence[float] = (), prior: Prior | None = Non
         file,
         fitted,
         replace(guarded, broken=bool(reasons), reasons=tuple(reasons)),
-        hindcasts(fitted.curve),
+        hindcasts(fitted.curve, settings),
         (),
         () if prior is None else prior.left_out,
     )

@@ -194,6 +194,12 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="earlier runs of the same task and model: directories (runs/*) or files with the same columns",
     )
+    command.add_argument(
+        "--late-rises",
+        choices=["language_models", "games"],
+        default="language_models",
+        help="public curves from which the probability of late rises is taken (default: language_models)",
+    )
     command.add_argument("--plot", type=Path, metavar="OUT.png", help="write a figure (.png, .pdf or .svg)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     rate = command.add_mutually_exclusive_group()

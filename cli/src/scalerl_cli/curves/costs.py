@@ -10,7 +10,7 @@ from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_curvefit import Block, Estimate, Forecast, best_block, gain
+from scalerl_curvefit import Block, Estimate, Forecast, best_block, expected_gain, gain
 
 MULTIPLES: Final = (2, 4)
 POINTS: Final = 100.0
@@ -26,13 +26,12 @@ class Prices:
     value: float | None
     """Value of a point (.01) of reward."""
 
-    def worth(self, gained: Estimate | None, device_hours: float | None) -> tuple[float | None, float | None]:
-        """Cost of ``device_hours``, and value of the median gain − cost; None where unknown."""
+    def worth(self, gained: float, device_hours: float | None) -> tuple[float | None, float | None]:
+        """Cost of ``device_hours``, and value of the mean gain ``gained`` − cost; None where unknown."""
         if self.price is None or device_hours is None:
             return None, None
         cost = self.price * device_hours
-        points = 0.0 if gained is None else gained.median * POINTS
-        return cost, None if self.value is None else self.value * points - cost
+        return cost, None if self.value is None else self.value * POINTS * gained - cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,13 @@ class Option:
     """Forecast of an evaluation at ``compute``."""
     gain: Estimate | None
     """Gain of the reward, without evaluation noise; None for stopping."""
+    mean_gain: float
+    """What many runs like this one gain on average, late rises included; 0 for stopping."""
     device_hours: float | None
     wall_hours: float | None
     cost: float | None
     net: float | None
-    """Value of the median gain − cost."""
+    """Value of the mean gain − cost, as of the best further block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,11 @@ def _option(made: Analysis, pace: Pace, prices: Prices, name: str, more: float, 
     # A budget below the floating-point precision of now does not change it.
     moves = made.fitted.now + more > made.fitted.now
     gained = gain(made.fitted, made.fitted.now + more) if moves else None
+    mean = expected_gain(made.fitted, made.fitted.now + more) if moves else 0.0
     device_hours = None if pace.rate is None else more / pace.rate
     wall_hours = None if device_hours is None or pace.devices is None else device_hours / pace.devices
-    cost, net = prices.worth(gained, device_hours)
-    return Option(name, point.compute, more, point, gained, device_hours, wall_hours, cost, net)
+    cost, net = prices.worth(mean, device_hours)
+    return Option(name, point.compute, more, point, gained, mean, device_hours, wall_hours, cost, net)
 
 
 def growths(
@@ -145,7 +147,8 @@ def growths(
         speed = (devices / pace.devices) ** given
         wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
         worth = [
-            prices.worth(option.gain, hours * devices) for option, hours in zip(choices, wall, strict=True)
+            prices.worth(option.mean_gain, hours * devices)
+            for option, hours in zip(choices, wall, strict=True)
         ]
         spent = tuple((hours * devices, hours) for hours in wall)
         made.append(Growth(count, devices, speed, spent, tuple(worth)))

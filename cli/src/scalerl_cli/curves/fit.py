@@ -25,7 +25,7 @@ def run_fit(arguments: argparse.Namespace) -> int:
         _check_together(arguments)
         file = _read(arguments)
         prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
-        made = analyse(file, arguments.at, prior)
+        made = analyse(file, arguments.at, prior, arguments.late_rises)
         text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
     except CurveProblem as problem:
         say(str(problem), error=True)
@@ -86,7 +86,7 @@ def _alone(arguments: argparse.Namespace, made: Analysis) -> str:
 
 
 def _compared(arguments: argparse.Namespace, made: Analysis) -> str:
-    both = pair(made, analyse(_read(arguments, other=True), arguments.at))
+    both = pair(made, analyse(_read(arguments, other=True), arguments.at, None, arguments.late_rises))
     lines = list(comparison_report(both))
     if arguments.plot:
         from scalerl_cli.curves.compare_picture import draw_comparison

@@ -63,7 +63,8 @@ def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
     file = read_curve(
         arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
     )
-    made = analyse(file, prior=read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns))
+    earlier = read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns)
+    made = analyse(file, prior=earlier, late_rises=arguments.late_rises)
     pace = pace_of(file, arguments.rate, arguments.devices)
     prices = Prices(arguments.price, arguments.value_per_point)
     if prices.value is not None and prices.price is None:
@@ -125,12 +126,13 @@ def _rows(outlook: Outlook) -> list[list[str]]:
         ]
         for o in choices
     ]
-    columns = [
+    columns: list[tuple[str, list[str | None]]] = [
         (
             "device-hours",
             [None if o.device_hours is None else formatting.amount(o.device_hours) for o in choices],
         ),
         ("cost", [None if o.cost is None else formatting.amount(o.cost) for o in choices]),
+        ("mean gain", [*(made.scale.difference(o.mean_gain) for o in choices)]),
         ("value − cost", [None if o.net is None else formatting.amount(o.net) for o in choices]),
         (
             "done by",
@@ -204,6 +206,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
                 "compute": o.compute,
                 "reward": interval_json(made.scale.levels(o.forecast)),
                 "gain": None if o.gain is None else interval_json(made.scale.changes(o.gain)),
+                "mean_gain": made.scale.change(o.mean_gain),
                 "device_hours": o.device_hours,
                 "cost": o.cost,
                 "net": o.net,

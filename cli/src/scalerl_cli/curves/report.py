@@ -54,6 +54,8 @@ def _points(made: Analysis) -> Iterator[str]:
             f"  only the {formatting.count(fitted.points_used, 'point')} before the fall, up to "
             f"{formatting.amount(fitted.now + made.start)}, are fitted"
         )
+    elif made.fall is not None:
+        yield "  the run falls from its start: all points are fitted, by a curve that cannot fall, so A, B, Cmid and R0 mean nothing"
     if len(fitted.curve) > fitted.points_used:
         yield "  the evaluation at compute 0 is drawn but not fitted, because the fit uses ln C"
     if file.segments > 1:

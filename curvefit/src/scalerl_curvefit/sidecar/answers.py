@@ -18,17 +18,21 @@ from ..curve import Curve, Segment
 from ..decision_quantities import (
     best_block,
     compute_to,
+    decidable_gain,
+    expected_gain,
     gain,
     marginal_gain,
     p_asymptote_above,
     p_gain_above,
     p_reward_above,
+    samples_for,
 )
 from ..earlier_runs import EarlierRun, EarlierRunsPrior, EarlierUse, SummarizedRun
 from ..errors import ConstantRewardError, CurveError, RequestError
 from ..fitting import Estimate, Fit, fit, summarize_run, with_changed_last_reward
 from ..forecasting import forecast
 from ..plateau import MIN_EVALUATIONS, detect_plateau, late_rise_sizes, p_late_rise
+from ..settings import BY_RISES, FitSettings, LateRises
 
 
 def answer_fit(request: wire.FitRequest) -> wire.FitAnswer:
@@ -56,10 +60,11 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         raise RequestError(f"horizon is {request.horizon:g}; it must be a multiple of now above 1")
     _check_earlier(request)
     segment = _last_segment(request.points)
+    settings = BY_RISES[LateRises(request.late_rises)]
     earlier, excluded = list[SummarizedRun](), dict[str, str]()
     for run in request.earlier:
         points = _HashedPoints.of(run.points)
-        found = _earlier_segment(points)
+        found = _earlier_segment(points, settings)
         if points.points is None:
             yield None
         if isinstance(found, str):
@@ -68,11 +73,11 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
             excluded[run.name] = "compute counts from a change of recipe in only one of the two runs"
         else:
             earlier.append(replace(found.run, name=run.name))
-    fitted = _fit(segment.curve, request, earlier)
+    fitted = _fit(segment.curve, request, earlier, settings)
     checked = detect_collapse(
         segment.curve,
         request.truncation,
-        least=0.5 * request.min_gain,
+        least=0.25 * request.min_gain,
         after=max(request.alarms_after - segment.start, 0.0),
         start=segment.start,
     )
@@ -153,7 +158,7 @@ class _EarlierSegment:
 
 
 @lru_cache(maxsize=1024)
-def _earlier_segment(hashed: _HashedPoints) -> _EarlierSegment | str:
+def _earlier_segment(hashed: _HashedPoints, settings: FitSettings) -> _EarlierSegment | str:
     """The last segment of an earlier run, or the reason why its points are invalid; cached, since requests repeat earlier runs."""
     points, hashed.points = hashed.points, None
     assert points is not None
@@ -161,7 +166,7 @@ def _earlier_segment(hashed: _HashedPoints) -> _EarlierSegment | str:
         segment = _last_segment(points)
     except CurveError as error:
         return str(error)
-    return _EarlierSegment(summarize_run(EarlierRun("", segment.curve)), segment.start > 0)
+    return _EarlierSegment(summarize_run(EarlierRun("", segment.curve), settings), segment.start > 0)
 
 
 def _earlier_uses(
@@ -175,14 +180,16 @@ def _earlier_uses(
     ]
 
 
-def _fit(curve: Curve, request: wire.ForecastRequest, earlier: list[SummarizedRun]) -> Fit:
+def _fit(
+    curve: Curve, request: wire.ForecastRequest, earlier: list[SummarizedRun], settings: FitSettings
+) -> Fit:
     """The fit of one segment. With a budget, equal rewards are fitted too (with the last one changed slightly), for the plateau."""
     try:
-        return fit(curve, earlier=earlier)
+        return fit(curve, settings, earlier)
     except ConstantRewardError:
         if request.budget is None or len(curve) - curve.first_trained < MIN_EVALUATIONS:
             raise
-    return fit(with_changed_last_reward(curve), earlier=earlier)
+    return fit(with_changed_last_reward(curve), settings, earlier)
 
 
 def _flat(
@@ -240,9 +247,11 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
     late = p_late_rise(
-        math.log2(request.horizon), request.min_gain, fitted.pool.mean_late_rise / fitted.settings.late_rise
+        math.log2(request.horizon), request.min_gain, fitted.pool.mean_late_rise, fitted.trend.headroom
     )
-    sizes = late_rise_sizes(request.min_gain)
+    sizes = late_rise_sizes(request.min_gain, fitted.settings.rises)
+    decidable = decidable_gain(fitted)
+    samples = samples_for(fitted, request.min_gain) if request.min_gain < decidable else None
     return wire.Outlook(
         marginal_gain=_interval(marginal_gain(fitted)),
         gain=_interval(gain(fitted, horizon)),
@@ -251,6 +260,9 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
         late_rise=msgspec.UNSET
         if sizes is None
         else wire.Interval(median=sizes[0], low=sizes[1], high=sizes[2]),
+        expected_gain=expected_gain(fitted, horizon),
+        decidable_gain=decidable,
+        samples_needed=msgspec.UNSET if samples is None else samples,
         p_asymptote_above_target=asymptote_above,
         p_target_at_max_compute=at_most,
         to_target=to_target,

@@ -25,7 +25,7 @@ def alarm(spec: AutoscalingSpec, observation: Observation, history: History) -> 
     | kind | raised | cleared |
     |---|---|---|
     | not finite | the newest reward or truncation is not finite | it is finite |
-    | curve | the mean of three evaluations, all since a broken run was last resumed, is below the best such mean by more than noise and by half of minGain or more | it is within noise of the best, or an evaluation is the best so far |
+    | curve | the mean of three evaluations, all since a broken run was last resumed, is below the best such mean by more than noise and by a quarter of minGain or more | it is within noise of the best, or an evaluation is the best so far |
     | truncated | 10 % or more of the newest completions are cut off | below 5 % |
 
     The sidecar detects the fall of a curve from the points. Without its answer, an alarm on the same evaluation set stays.

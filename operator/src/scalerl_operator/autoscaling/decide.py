@@ -30,6 +30,7 @@ from scalerl_operator.autoscaling.vote import (
     insufficiency,
     prior_note,
     stop_caveat,
+    stop_price,
     vote,
 )
 
@@ -91,7 +92,8 @@ def _stop(spec: AutoscalingSpec, observation: Observation, history: History, cas
     agree = f"{history.streak} new evaluations in a row agree"
     if prior := prior_note(observation.forecast):
         agree += f", {prior}"
-    reasons = [*cast.reasons, agree, *stop_caveat(observation.forecast)]
+    price = stop_price(spec, observation.forecast, pace_now(observation, history))
+    reasons = [*cast.reasons, agree, *price, *stop_caveat(observation.forecast)]
     decision = _decided(observation, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
     return replace(decision, advice=advice(observation.recipe), pays=0.0)
 

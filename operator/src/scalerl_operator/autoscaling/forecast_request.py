@@ -65,6 +65,7 @@ def build_request(
         value=value,
         price=price,
         budget=budget,
+        late_rises="games" if spec.late_rises == "Games" else "language_models",
         alarms_after=max((float(p.tokens) for p in used if p.version <= history.forgiven), default=0.0),
     )
 
@@ -117,6 +118,8 @@ def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:
             return "no best block, which was asked for"
         if outlook.best_block is not None and outlook.best_block.compute < 0:
             return f"a block of {outlook.best_block.compute:g} tokens"
+        if outlook.expected_gain is not UNSET and not -1.0 <= outlook.expected_gain <= 1.0:
+            return f"an expected gain of {outlook.expected_gain:g}"
         probabilities["p_gain_above_min"] = outlook.p_gain_above_min
         if request.target is not None:
             probabilities["p_asymptote_above_target"] = outlook.p_asymptote_above_target

@@ -12,7 +12,7 @@ import msgspec
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import BestBlock, ForecastAnswer, Outlook
 from scalerl_operator.autoscaling.alarm import small_fall
-from scalerl_operator.autoscaling.models import Observation
+from scalerl_operator.autoscaling.models import Observation, Pace
 
 ENOUGH_POINTS: Final = 10
 WIDEST_A: Final = 0.15
@@ -21,9 +21,9 @@ MOST_BEFORE_CMID: Final = 0.2
 published parameters, the reward at twice the compute was off by more than .02 in one of four at 2·Cmid, and in two of
 three at Cmid."""
 
-STOP_BELOW: Final = 0.18
-"""P(gain at the horizon > minGain) below which the vote is to stop; some .06 of it are late rises, which no fit can exclude."""
-RELEASE_AT: Final = 0.28
+STOP_BELOW: Final = 0.13
+"""P(gain at the horizon > minGain) below which the vote is to stop; some .015 of it are late rises, which no fit can exclude."""
+RELEASE_AT: Final = 0.25
 """The same P from which the vote is to continue; between the two it is neither."""
 TARGET_BELOW: Final = 0.05
 """P(R(Cmax) > target) below which the vote is to stop."""
@@ -34,7 +34,10 @@ RELEASE_RETURN: Final = 0.1
 PATIENCE: Final = 0.5
 """Share of the budget from which a run without any rise can be stopped. docs/autoscaling.md has the frontier between reward
 lost and compute saved from which it was chosen."""
-FIT_EXPECTS_GAIN: Final = 0.7
+FLAT_STOP_BELOW: Final = 0.08
+FLAT_RELEASE_AT: Final = 0.16
+"""STOP_BELOW and RELEASE_AT for P of a flat run, which has that of a first rise."""
+FIT_EXPECTS_GAIN: Final = 0.2
 """P(gain at the horizon > minGain) of a fit from which a run is not flat, however uncertain its asymptote is: a rise that
 accelerates has a low mean trend too."""
 WORTH_MORE_DEVICES: Final = 0.5
@@ -45,6 +48,10 @@ MOST_NAMES: Final = 5
 METHOD_1_STOP_BELOW: Final = 0.1
 METHOD_1_RELEASE_AT: Final = 0.2
 """STOP_BELOW and RELEASE_AT for answers of method 1, whose P has no late rises."""
+METHOD_3_STOP_BELOW: Final = 0.18
+METHOD_3_RELEASE_AT: Final = 0.28
+METHOD_3_EXPECTS_GAIN: Final = 0.7
+"""The same for answers of methods 2 and 3, flat or not, whose P has late rises of .064 a doubling."""
 
 
 class Side(enum.IntEnum):
@@ -88,11 +95,30 @@ def insufficiency(spec: AutoscalingSpec, observation: Observation) -> list[str]:
         found.append(f"half of the gain still lies ahead with probability {fit.p_before_cmid:.2f}")
     if not found and not fit.identifiable:
         found.extend(fit.doubts or ["the asymptote is not identifiable"])
+    if spec.price_per_device_hour is None and answer.outlook is not None:
+        found.extend(_undecidable(spec, answer, answer.outlook))
     if answer.outlook is None:
         found.append(small_fall(answer.guard) or "the answer has no outlook")
     elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
         found.append("what a device-hour buys is not known yet, so nothing can be said in money")
     return found
+
+
+def _undecidable(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> list[str]:
+    """Whether ``minGain`` is below what an evaluation can tell from noise, and the samples that would do."""
+    least = outlook.decidable_gain
+    if least is msgspec.UNSET or float(spec.min_gain) >= least:
+        return []
+    needed = outlook.samples_needed
+    remedy = (
+        "a larger minGain"
+        if needed is msgspec.UNSET
+        else f"evaluations of {needed:,} samples, or a larger minGain"
+    )
+    return [
+        f"minGain {spec.min_gain} is below three standard deviations of an evaluation, {least:.3f}, so a gain of it cannot be "
+        f"forecast; {remedy} would do"
+    ]
 
 
 def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vote:
@@ -131,10 +157,10 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or spec.price_per_device_hour is not None
         or answer.fit.points_used < ENOUGH_POINTS
         or flat.share < PATIENCE
-        or (answer.method != 2 and answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN)
+        or answer.outlook.p_gain_above_min >= _expects_gain(answer)
     ):
         return None
-    side = _side(flat.p_gain, STOP_BELOW, RELEASE_AT)
+    side = _side(flat.p_gain, *_thresholds(answer, FLAT_STOP_BELOW, FLAT_RELEASE_AT))
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
@@ -144,6 +170,28 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         f"late, {flat.p_late:.2f}, included"
     )
     return Vote(side, (text,), False, 0.0)
+
+
+def stop_price(spec: AutoscalingSpec, answer: ForecastAnswer, pace: Pace | None) -> list[str]:
+    """What a stop forgoes and what it saves: the expected gain up to the horizon, its interval, and the compute for it.
+
+    Empty for answers before method 4, which do not have it.
+    """
+    outlook = answer.outlook
+    if outlook is None or outlook.expected_gain is msgspec.UNSET:
+        return []
+    tokens = (float(spec.horizon) - 1.0) * answer.fit.now
+    cost = f"{tokens:.3g} more tokens"
+    if pace is not None:
+        hours = tokens / pace.tokens_per_second * pace.devices / 3600.0
+        cost += f", {hours:,.1f} device-hours at the present pace"
+        if spec.price_per_device_hour is not None:
+            cost += f", a cost of {float(spec.price_per_device_hour) * hours:,.2f}"
+    gain = outlook.gain
+    return [
+        f"a stop forgoes an expected gain of {outlook.expected_gain:+.3f} (90 %: {gain.low:+.3f} to {gain.high:+.3f}) at "
+        f"{spec.horizon}× the compute, P(gain > {spec.min_gain}) {outlook.p_gain_above_min:.2f}, and saves {cost}"
+    ]
 
 
 def stop_caveat(answer: ForecastAnswer) -> list[str]:
@@ -191,7 +239,8 @@ def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) ->
         text += f", that of an unannounced rise, {late:.2f}, included"
         # The thresholds are for a horizon of one doubling; a longer one adds late rises to P.
         more = late - (1.0 - (1.0 - late) ** (1.0 / doublings))
-    side = _side(p, STOP_BELOW + more, RELEASE_AT + more)
+    stop_below, release_at = _thresholds(answer, STOP_BELOW, RELEASE_AT)
+    side = _side(p, stop_below + more, release_at + more)
     # At low rewards, or far ahead, a fit has a wider distribution than the trend of its points.
     flat_cast = flat_vote(spec, answer) if side is Side.NEITHER else None
     if flat_cast is not None and flat_cast.side is Side.STOP:
@@ -214,6 +263,20 @@ def _by_price(spec: AutoscalingSpec, block: BestBlock) -> tuple[Side, str]:
         return Side.STOP, text
     worth = 100.0 * float(spec.value_per_point or 0) * block.gain
     return Side.CONTINUE if block.net >= RELEASE_RETURN * (worth - block.net) else Side.NEITHER, text
+
+
+def _thresholds(answer: ForecastAnswer, stop_below: float, release_at: float) -> tuple[float, float]:
+    """These two, or those of the earlier method that made an answer."""
+    if answer.method in (msgspec.UNSET, 2, 3):
+        return METHOD_3_STOP_BELOW, METHOD_3_RELEASE_AT
+    return stop_below, release_at
+
+
+def _expects_gain(answer: ForecastAnswer) -> float:
+    """FIT_EXPECTS_GAIN for the method that made an answer; method 2 has no such rule."""
+    if answer.method == 2:
+        return math.inf
+    return METHOD_3_EXPECTS_GAIN if answer.method in (msgspec.UNSET, 3) else FIT_EXPECTS_GAIN
 
 
 def _side(p: float, stop_below: float, release_at: float) -> Side:
