@@ -34,6 +34,7 @@ from scalerl_api.roles import (
     TrainerSpec,
     WeightSyncSpec,
 )
+from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
@@ -228,6 +229,8 @@ class RunSpec(Model):
     trace: bool = False
     """Writes ``trace.jsonl`` to the run's volume, with the times, generator and lengths of each group, for
     ``scalerl simulate``."""
+    rollouts: RolloutsSpec = RolloutsSpec()
+    """The record of prompts, completions and their rewards, to read."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()
