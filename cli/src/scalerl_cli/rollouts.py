@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pydoc
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,10 +41,6 @@ _NEWEST: Final = "last"
 
 class Problem(Exception):
     """The rollouts cannot be read; the message has the reason."""
-
-
-class _Vanished(Exception):
-    """A file was merged into another one, or deleted for its age, since the listing."""
 
 
 @dataclass(frozen=True)
@@ -120,28 +117,19 @@ def run_rollouts(arguments: argparse.Namespace) -> int:
 
 def select(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int, int]:
     """The rows to show, the number of matching rows, and that of all rows. Raises :class:`Problem`."""
-    for _ in range(_LISTINGS):
-        files = _files(arguments.dir)
-        try:
-            newest = arguments.step == _NEWEST
-            step = _newest(files, arguments) if newest else arguments.step
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                results = list(pool.map(lambda file: list(_matches(file, arguments, step)), files.items()))
-            found = [one for result in results for one in result]
-            found.sort(key=lambda one: one.key)
-            chosen = found[: arguments.limit] if arguments.limit else found
-            return _read(files, chosen), len(found), sum(file.metadata.num_rows for file in files.values())
-        except _Vanished:
-            continue
-    raise Problem(f"{arguments.dir}: its files change faster than they can be read; try again")
+    files = _files(arguments.dir)
+    step = _newest(files, arguments) if arguments.step == _NEWEST else arguments.step
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(lambda file: list(_matches(file, arguments, step)), files.items())
+        found = sorted((one for result in results for one in result), key=lambda one: one.key)
+    chosen = found[: arguments.limit] if arguments.limit else found
+    return _read(files, chosen), len(found), sum(file.metadata.num_rows for file in files.values())
 
 
 def _files(directory: Path) -> dict[Path, pq.ParquetFile]:
     """The files of the record, without those that others replace. Raises :class:`Problem`."""
     if find_spec("pyarrow") is None:
         raise Problem("scalerl rollouts needs pyarrow, which this installation does not have")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     paths = RunPaths(directory)
     if not directory.is_dir():
@@ -153,24 +141,39 @@ def _files(directory: Path) -> dict[Path, pq.ParquetFile]:
             f"{directory} has no rollouts: its coordinator did not start, was of a release before this command, or had "
             'rollouts.share "0"'
         )
-    files: dict[Path, pq.ParquetFile] = {}
-    replaced: set[str] = set()
-    for path in sorted(paths.rollouts.glob("[!.]*.parquet")):
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for _ in range(_LISTINGS):
         try:
-            files[path] = file = pq.ParquetFile(path, memory_map=True)
-        except FileNotFoundError:
+            files = {path: _open(path) for path in sorted(paths.rollouts.glob("[!.]*.parquet"))}
+            break
+        except FileNotFoundError:  # merged into another one, or deleted for its age, since the listing
             continue
-        except (OSError, pa.ArrowException) as error:
-            say(f"{path}: left out, not a complete Parquet file: {str(error).splitlines()[0]}", error=True)
-            continue
-        names = (file.schema_arrow.metadata or {}).get(b"replaces", b"").decode()
-        replaced.update(names.split(","))
-    files = {path: file for path, file in files.items() if path.name not in replaced}
-    if not files:
+    else:
+        raise Problem(f"{directory}: its files change faster than they can be opened; try again")
+    opened = {path: file for path, file in files.items() if file is not None}
+    metadata = [file.schema_arrow.metadata or {} for file in opened.values()]
+    replaced = {name for one in metadata for name in one.get(b"replaces", b"").decode().split(",")}
+    opened = {path: file for path, file in opened.items() if path.name not in replaced}
+    if not opened:
         raise Problem(
             f"{directory} has no rollouts yet: they are written after the first step and the first evaluation"
         )
-    return files
+    return opened
+
+
+def _open(path: Path) -> pq.ParquetFile | None:
+    """The file; None if it is torn, which is reported. Raises FileNotFoundError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path, memory_map=True)
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        say(f"{path}: left out, not a complete Parquet file: {str(error).splitlines()[0]}", error=True)
+        return None
 
 
 def _split(arguments: argparse.Namespace) -> str | None:
@@ -202,14 +205,11 @@ def _matches(
     for number in range(file.num_row_groups):
         if _pruned(file, number, {"step": step, "reward": arguments.reward}):
             continue
-        try:
-            table = file.read_row_group(number, columns=sorted(columns), use_threads=False)
-            rows = np.flatnonzero(_mask(table, arguments, step))
-            if len(rows) and arguments.contains:
-                texts = file.read_row_group(number, columns=["completion"], use_threads=False)["completion"]
-                rows = rows[_containing(texts.take(rows), arguments.contains)]
-        except FileNotFoundError as error:
-            raise _Vanished from error
+        table = file.read_row_group(number, columns=sorted(columns), use_threads=False)
+        rows = np.flatnonzero(_mask(table, arguments, step))
+        if len(rows) and arguments.contains:
+            texts = file.read_row_group(number, columns=["completion"], use_threads=False)["completion"]
+            rows = rows[_containing(texts, arguments.contains)[rows]]
         if not len(rows):
             continue
         table = table.take(rows)
@@ -228,9 +228,10 @@ def _pruned(file: pq.ParquetFile, number: int, wanted: dict[str, tuple[float, fl
     for at in range(group.num_columns):
         column = group.column(at)
         limits, statistics = wanted.get(column.path_in_schema), column.statistics
-        if limits is not None and statistics is not None and statistics.has_min_max:
-            if statistics.max < limits[0] or statistics.min > limits[1]:
-                return True
+        if limits is None or statistics is None or not statistics.has_min_max:
+            continue
+        if statistics.max < limits[0] or statistics.min > limits[1]:
+            return True
     return False
 
 
