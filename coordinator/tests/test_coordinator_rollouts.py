@@ -105,10 +105,10 @@ async def publish_and_lease(client: Client, digest: str) -> tuple[str, list[wire
     return member, (await client.lease(member, 0, 40)).leases
 
 
-async def test_steps_and_evaluations_are_recorded_once(make_process):
+async def test_steps_and_evaluations_are_recorded_once(tmp_path: Path, make_process):
     """Across a kill of the coordinator, and a return of the trainer to a checkpoint."""
     coordinator = make_process(rollouts={"share": "1"})
-    directory = coordinator.directory / "rollouts"
+    directory = tmp_path / "rollouts"
     coordinator.start()
     async with aiohttp.ClientSession() as session:
         client = Client(session, coordinator.url)
@@ -152,7 +152,7 @@ async def test_steps_and_evaluations_are_recorded_once(make_process):
     assert one["training_reward"] is not None
 
 
-async def test_rollouts_are_not_recorded_with_share_0(make_process):
+async def test_rollouts_are_not_recorded_with_share_0(tmp_path: Path, make_process):
     coordinator = make_process(rollouts={"share": "0"})
     coordinator.start()
     async with aiohttp.ClientSession() as session:
@@ -162,7 +162,7 @@ async def test_rollouts_are_not_recorded_with_share_0(make_process):
         assert leases
         assert not any(lease.record for lease in leases)
     assert coordinator.terminate() == 0
-    assert not (coordinator.directory / "rollouts").exists()
+    assert not (tmp_path / "rollouts").exists()
 
 
 def test_row_says_why_it_is_not_trained_on(tmp_path: Path) -> None:

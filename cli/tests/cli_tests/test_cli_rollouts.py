@@ -105,7 +105,7 @@ def found(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> lis
         (("--step", "1:2", "--reward", "0.5:1"), [(1, 0), (1, 1)]),
         (("--reward", ":0"), [(0, 1), (8, 0)]),
         (("--step", "last", "--sort", "reward", "--limit", "2"), [(8, 0), (8, 1)]),
-        (("--step", "last", "--split", "train", "--limit", "1"), [(1, 2)]),
+        (("--step", "last", "--split", "train", "--limit", "1"), [(1, 0)]),
         (("--split", "held-out", "--sort", "reward", "--descending", "--limit", "2"), [(8, 4), (8, 3)]),
         (("--sort", "advantage", "--split", "train", "--limit", "1"), [(0, 1)]),
         (("--label", "hard=yes", "--label", "kind=a"), [(1, 1)]),
