@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -65,21 +66,27 @@ def stored(rollouts: int = 2, errors: dict[int, str] | None = None) -> StoredGro
     return decode_stored(msgspec.msgpack.encode(group))
 
 
-def accepted(**changes: object) -> Accepted:
-    values = {"lease_id": "a", "prompt_tokens": 3, "lengths": [4, 4], "scores": [0.0, 1.0], "truncated": 0}
+def accepted(**changes: Any) -> Accepted:
+    values: dict[str, Any] = {
+        "lease_id": "a",
+        "prompt_tokens": 3,
+        "lengths": [4, 4],
+        "scores": [0.0, 1.0],
+        "truncated": 0,
+    }
     return Accepted(
         **values | {"oldest_version": 0, "version_tokens": 0, "parts": {"format": [1.0, 0.5]}} | changes
     )
 
 
-def group_of(step: int, **changes: object) -> RecordedGroup:
+def group_of(step: int, **changes: Any) -> RecordedGroup:
     return RecordedGroup.of_training(
         step, step, PromptRef(0, Split.TRAIN, step), accepted(**changes), stored(), False
     )
 
 
 def record_in(
-    directory: Path, lost: list[int] | None = None, size: int = 2**30, **options: object
+    directory: Path, lost: list[int] | None = None, size: int = 2**30, **options: Any
 ) -> RolloutRecord:
     record = RolloutRecord(
         directory, size, lambda prompt: "main", (lost if lost is not None else []).append, **options
@@ -88,8 +95,9 @@ def record_in(
     return record
 
 
-def rows_in(directory: Path) -> list[dict[str, object]]:
-    return pq.read_table(directory).to_pylist()
+def rows_in(directory: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(directory).to_pylist()
+    return rows
 
 
 def written(directory: Path, steps: Iterable[int], settled: int = 0) -> None:
@@ -169,7 +177,7 @@ def test_row_says_why_it_is_not_trained_on(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     prompt = PromptRef(0, Split.TRAIN, 5)
 
-    def group(slot: int, *, skipped: bool = False, **changes: object) -> RecordedGroup:
+    def group(slot: int, *, skipped: bool = False, **changes: Any) -> RecordedGroup:
         of = stored(errors={1: "boom"})
         return RecordedGroup.of_training(0, slot, prompt, accepted(**changes), of, skipped)
 
