@@ -4,7 +4,10 @@ Groups of 16 short completions of which half are right, through the real pool: c
 rows, each with another reference; it is read, and with each verifier checked as ``scalerl validate`` does: each reference is graded
 as a reply, alone and in a box.
 
-    python benchmarks/grading.py [--quick]
+``--own``: the same comparison of numbers as a function of ``verifier.python``, in each signature, beside ``number``, alternating; and
+the scores per second of a reward service on loopback, in another process.
+
+    python benchmarks/grading.py [--quick] [--own]
 """
 
 from __future__ import annotations
@@ -12,12 +15,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig, open_reasoning_gym
+from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
+from scalerl_tasks.python_verifier import PythonFunction
 from scalerl_tasks.task_checks import task_problems
 
 GROUP = 16
@@ -36,12 +45,14 @@ FOREVER = " × ".join(["9" * 4000] * 2000)
 TIMEOUT_SECONDS = 0.2
 
 
-async def rate(verifier: VerifierConfig, seconds: float) -> dict[str, float]:
+async def rate(verifier: VerifierConfig | HttpGrader, seconds: float) -> dict[str, float]:
     """Start-up time, and completions per second with eight groups waiting at any time."""
     source = open_reasoning_gym(TASK.name, TASK.parameters, seed=TASK.seed, size=TASK.size)
     prompts = [source[i] for i in range(len(source))]
     begin = time.perf_counter()
-    async with GradingPool(verifier) as pool:
+    async with verifier if isinstance(verifier, HttpGrader) else GradingPool(verifier) as pool:
+        if isinstance(verifier, HttpGrader):  # it is there when it answers
+            await pool.score_group(prompts[0], ["1"])
         started = time.perf_counter() - begin
         graded, begin = 0, time.perf_counter()
 
@@ -113,7 +124,83 @@ def file_seconds(rows: int) -> dict[str, float]:
     return found
 
 
-async def main(quick: bool) -> None:
+OWN = """
+from functools import lru_cache
+
+from scalerl_tasks.answer_extraction import extract
+from scalerl_tasks.number import last_quantity, read_quantity, same_quantity
+
+read_reference = lru_cache(read_quantity)
+
+def same(completion, answer):
+    text, enclosed = extract(completion)
+    given = read_quantity(text) if enclosed else last_quantity(text)
+    return float(given is not None and same_quantity(read_reference(answer), given))
+
+def score(prompt, completion, answer, metadata):
+    return same(completion, answer)
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return same(solution_str, ground_truth)
+
+def reward(prompts, completions, answer, **kwargs):
+    return [same(text, wanted) for text, wanted in zip(completions, answer)]
+"""
+
+SERVICE = """
+import sys
+from aiohttp import web
+
+async def score(request):
+    rows = (await request.json())["completions"]
+    return web.json_response({"scores": [float(row["answer"] in row["completion"]) for row in rows]})
+
+app = web.Application(client_max_size=1 << 28)
+app.router.add_post("/", score)
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None)
+"""
+
+
+async def own(quick: bool) -> dict[str, float]:
+    """Rates of functions in a file beside the verifier number, and of a service."""
+    seconds, rounds = (0.5, 1) if quick else (4.0, 5)
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.py"
+        path.write_text(OWN)
+        verifiers = {"number": VerifierConfig("number")} | {
+            signature: VerifierConfig(
+                "python", python=PythonFunction(name, path=str(path), signature=signature)
+            )
+            for signature, name in (("score", "score"), ("verl", "compute_score"), ("trl", "reward"))
+        }
+        for _ in range(rounds):
+            for name, verifier in verifiers.items():
+                rates.setdefault(name, []).append((await rate(verifier, seconds))["completions_per_second"])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        (Path(folder) / "service.py").write_text(SERVICE)
+        process = subprocess.Popen([sys.executable, str(Path(folder) / "service.py"), str(port)])  # noqa: ASYNC220
+        try:
+            service = HttpGrader(RewardService(f"http://127.0.0.1:{port}/", batch=64, concurrency=4))
+            found = await rate(service, seconds * rounds)
+            rates["http"] = [found["completions_per_second"]]
+        finally:
+            process.terminate()
+            process.wait()
+    return {f"own_{name}_per_second": statistics.median(values) for name, values in rates.items()}
+
+
+async def main(quick: bool, own_only: bool) -> None:
+    if own_only:
+        figures = {name: round(value, 1) for name, value in (await own(quick)).items()}
+        print(json.dumps({"benchmark": "grading", "figures": figures}, indent=1))
+        return
+    await built_in(quick)
+
+
+async def built_in(quick: bool) -> None:
     figures: dict[str, float] = {}
     for verifier in VERIFIERS:
         found = await rate(verifier, 1.0 if quick else 10.0)
@@ -133,4 +220,8 @@ async def main(quick: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds in all")
-    asyncio.run(main(parser.parse_args().quick))
+    parser.add_argument(
+        "--own", action="store_true", help="functions of verifier.python and a reward service"
+    )
+    arguments = parser.parse_args()
+    asyncio.run(main(arguments.quick, arguments.own))

@@ -180,7 +180,7 @@ def test_defaults_survive_a_round_trip() -> None:
             "spec.task.jsonl",
             {"path": "a"},
             "spec.task",
-            "exactly one of reasoningGym, jsonl, dataset, opGraph, mix; given are reasoningGym, jsonl",
+            "exactly one of reasoningGym, jsonl, dataset, opGraph, plugin, mix; given are reasoningGym, jsonl",
         ),
         ("spec.budget", {}, "spec.budget", "at least one of maxSteps"),
         ("spec.budget", None, "spec.budget", "required"),
@@ -273,7 +273,7 @@ def test_lease_outlives_one_grading() -> None:
     run = copy.deepcopy(GOOD)
     run["spec"] |= {"generator": {"leaseSeconds": 10}}
     assert problems(yaml.safe_dump(run)) == [
-        "spec: generator.leaseSeconds (10) must be more than task.verifier.timeoutSeconds (10): one completion that hangs "
+        "spec: generator.leaseSeconds (10) must be more than task.verifier.timeoutSeconds: one completion that hangs "
         "the verifier would cost its whole group the lease"
     ]
     run["spec"]["generator"]["leaseSeconds"] = 11

@@ -430,3 +430,34 @@ def test_register_refuses_another_task(world):
     request = wire.Register(name="x", control_url="u", task_digest="other")
     with pytest.raises(Refusal, match="same version of the task library"):
         world.rollouts.register(request, "x/1", world.now)
+
+
+def test_register_refuses_other_code_of_the_verifier():
+    """A generator that starts after an edit of the file would score with another reward than the curve's."""
+    world = World(make_settings(grading=("a", "")))
+    for grading in (["b", ""], ["", ""], []):
+        request = wire.Register(name="x", control_url="u", task_digest="train", grading=grading)
+        with pytest.raises(Refusal, match=r"other code of verifier\.python"):
+            world.rollouts.register(request, "x/1", world.now)
+    request = wire.Register(name="x", control_url="u", task_digest="train", grading=["a", ""])
+    assert world.rollouts.register(request, "x/1", world.now).member_id
+
+
+def test_code_of_the_verifier_is_part_of_what_a_point_measures():
+    plain, one, other = (make_settings(grading=grading).identity for grading in ((), ("a",), ("b",)))
+    assert len({plain.measured(0), one.measured(0), other.measured(0)}) == 3
+    assert one.fixed == other.fixed == plain.fixed  # prompts keep their meaning
+    assert make_settings(grading=("", "b")).identity.measured(0) == plain.measured(0)
+
+
+def test_status_names_the_reward_service_that_generators_wait_for(world):
+    problem = "the reward service http://rewards/score answered with status 500"
+    member = world.register("g")
+    world.beat(member, 0, reward_problem=problem)
+    status = build_status(world.core)
+    assert status.reward_problem == f"g: {problem}"
+    world.publish("t")
+    world.beat(member, 0, reward_problem=problem)
+    assert build_status(world.core).waiting_for == f"the reward service: g: {problem}"
+    world.beat(member, 0)
+    assert build_status(world.core).reward_problem == ""

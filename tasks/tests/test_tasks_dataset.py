@@ -2,15 +2,18 @@
 
 import bz2
 import csv
+import decimal
 import gzip
 import json
 import lzma
 import os
+import random
 import subprocess
 import sys
 import textwrap
 
 import pyarrow
+import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 
 from scalerl_api.source import DatasetSource as DatasetSpec
 from scalerl_api.source import HubDataset, TaskSpec
+from scalerl_api.spec import RunSpec
 from scalerl_tasks import (
     AnswersError,
     JsonlError,
@@ -27,8 +31,10 @@ from scalerl_tasks import (
     check_answers,
     open_dataset,
     open_source,
+    open_tasks,
     render_prompt,
     split_held_out,
+    task_problems,
 )
 from scalerl_tasks.dataset import source as dataset_source
 from scalerl_tasks.dataset.expressions import Expression, NoValue
@@ -218,7 +224,7 @@ def test_dataset_layout_is_recognized(tmp_path, name, form):
     assert one.labels == labels
     assert any(
         layout in line and "set task.dataset.columns and answerPattern to override" in line
-        for line in dataset_source.description(source.table.info)
+        for line in dataset_source.description(source)
     )
 
 
@@ -525,7 +531,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             {},
             "the columns are no known layout: a, b; say where prompt and answer are",
         ),
-        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer are"),
+        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer is"),
         (
             [{"prompt": "p", "answer": "1"}],
             {"columns": {"solution": "solutoin"}},
@@ -563,6 +569,21 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             "is one JSON object of 'prompt', 'answer'; write a list",
         ),
         ([""], {}, "no rows"),
+        (
+            [{"prompt": "p", "answer": None}, {"prompt": "q", "answer": "1"}],
+            {},
+            "line 1, answer: is null; correct columns.answer, or drop such rows with filter.where: answer != null",
+        ),
+        (
+            [{"prompt": "p", "m": {"a": 1}}, {"prompt": "q", "m": {}}],
+            {"columns": {"prompt": "prompt", "answer": "m.a"}},
+            "line 2, m.a: m has no 'a' (it is empty); correct columns.answer",
+        ),
+        (
+            [{"prompt": "p", "answer": "1"}, '{"prompt": "p2", "answer": "1", "x": "\\ud800"}'],
+            {},
+            "line 2: cannot be written as JSON",
+        ),
     ],
 )
 def test_dataset_bad_row_is_named(tmp_path, rows, fields, says):
@@ -587,14 +608,30 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.jsonl", '{"prompt": "p", "answer": "1"}'.encode("utf-16"), "is UTF-16; convert it"),
         ("d.jsonl", b'{"prompt": "p\xe4", "answer": "1"}', "byte 0xe4 is not UTF-8"),
         ("d.parquet", b"PAR1 and then nothing", "cannot be read as Parquet"),
-        ("d.parquet", b"version https://git-lfs.github.com/spec/v1\n", "it is a pointer of Git LFS"),
+        ("d.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("d.arrow", b"ARROW1 nothing more", "cannot be read as Arrow"),
-        ("d.jsonl.gz", gzip.compress(b'{"prompt": "p", "answer": "1"}\n' * 999)[:60], "cannot be read"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b'{"prompt": "p", "answer": "1"}\n' * 999, mtime=0)[:60],
+            "cannot be read",
+        ),
         ("d.json", b'[{"prompt": "p", "answer": "1"}, {"pro', "row 2: bad JSON"),
         ("d.json", b"3", "is neither a JSON array of objects nor one object a line"),
         ("d.csv", b"prompt,answer\np,1\nq,2,3\n", "line 3: has 3 fields, the header 2"),
         ("d.csv", b"prompt,prompt\np,1\n", "two columns of one name"),
         ("d.txt", b"x", "unknown ending; files are .jsonl"),
+        ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("d.csv", b"prompt;answer\np;1\n", "its fields are separated by ';'; write it with commas"),
+        (
+            "d.json",
+            b'{"prompt": ["p", "q"], "answer": ["1", "2"]}',
+            "is one JSON object of 'prompt', 'answer'",
+        ),
+        (
+            "d.json",
+            b'{"data": [{"prompt": "p", "answer": "1"}]}',
+            "is one JSON object of 'data'; write a list",
+        ),
     ],
 )
 def test_dataset_bad_file_is_named(tmp_path, name, content, says):
@@ -603,6 +640,38 @@ def test_dataset_bad_file_is_named(tmp_path, name, content, says):
         open_dataset(spec(name), tmp_path)
     assert says in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
+
+
+def test_dataset_of_every_type_of_a_column(tmp_path):
+    """Of Parquet: what JSON and Python have no type for becomes text, or is named."""
+    columns = {
+        "prompt": pa.array(["p"]).dictionary_encode(),
+        "answer": pa.array([decimal.Decimal("1.10")]),
+        "time": pa.array([1], pa.timestamp("ns")),
+        "bytes": pa.array([b"\xff"]),
+        "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+    }
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "d.parquet")
+    one = open_dataset(spec("d.parquet"), tmp_path)[0]
+    assert (one.text, one.answer) == ("p", "1.10")
+    assert one.metadata == {
+        "answer": "1.10",
+        "time": "1970-01-01 00:00:00.000000001",
+        "bytes": "/w==",
+        "map": [["k", 1]],
+    }
+    nested = pa.array([{"t": 1}], pa.struct([("t", pa.timestamp("ns"))]))
+    pyarrow.parquet.write_table(pa.table(columns | {"nested": nested}), tmp_path / "e.parquet")
+    with pytest.raises(SourceError, match=r"e\.parquet, row 1: cannot be read: Nanosecond"):
+        open_dataset(spec("e.parquet"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "verl", "big-math"])
+def test_dataset_layout_is_recognized_though_the_first_row_has_nulls(tmp_path, name):
+    row, layout, prompt, *_ = LAYOUTS[name]
+    where = {"filter": {"where": ["answer != null"]}}
+    source = opened(tmp_path, [dict.fromkeys(row), row | {"more": 1}], **where)
+    assert (source.table.info.layout, source[0].text, len(source)) == (layout, prompt, 1)
 
 
 def test_dataset_without_a_file_is_named(tmp_path):
@@ -736,8 +805,129 @@ def test_dataset_answers_that_no_reply_can_match_are_listed(tmp_path, verifier, 
     section = TaskSpec.model_validate(task)
     with pytest.raises(AnswersError) as caught:
         check_answers(open_source(section, tmp_path), section)
-    assert len(caught.value.texts) == 1
-    assert bad in caught.value.texts[0]
+    listed, summary = caught.value.texts
+    assert bad in listed
+    assert "1 of 3 rows (33.33%) have answers that do not score 1" in summary
+    assert "that is more than filter.maxRejected (0.05)" in summary
+
+
+def with_bad_answers(tmp_path, bad, total=200, **given):
+    """A run whose data set has some answers that its verifier rejects."""
+    rows = [
+        {"prompt": f"{i} + 1 = ?", "answer": ("ten" if i % 2 else "10:30") if i in bad else str(i)}
+        for i in range(total)
+    ]
+    write_lines(tmp_path / "d.jsonl", rows)
+    task = {"dataset": {"files": ["d.jsonl"]} | given, "verifier": {"name": "number"}, "heldOut": {"size": 8}}
+    return RunSpec.model_validate({"model": {"path": "/m"}, "task": task, "budget": {"maxSteps": 1}})
+
+
+def test_dataset_rows_with_rejected_answers_are_left_out_of_a_run(tmp_path):
+    bad, told = {0, 7, 8, 9, 50, 199}, []
+    run = with_bad_answers(tmp_path, bad)
+    assert task_problems(run, tmp_path, progress=told.append) == []
+    (task,) = open_tasks(run, tmp_path).tasks
+    sources = [task.train[i] for i in range(len(task.train))] + [task.held_out[i] for i in range(8)]
+    assert sorted(int(prompt.answer) for prompt in sources) == [i for i in range(200) if i not in bad]
+    assert all(prompt.text == f"{prompt.answer} + 1 = ?" for prompt in sources)
+    summary = next(text for text in told if "do not score 1" in text)
+    assert summary.startswith(
+        "task.dataset: 6 of 200 rows (3.00%) have answers that do not score 1 by number:"
+    )
+    assert "3 its answer … has no number" in summary
+    assert "3 its answer … is not one number" in summary
+    assert any("d.jsonl, line 8, answer: its answer 'ten' has no number" in text for text in told)
+    assert any("d.jsonl, line 1, answer: its answer '10:30' is not one number" in text for text in told)
+    # The record beside the table counts for all later processes, also after an edit of the verifier's limits.
+    (record,) = tmp_path.glob("data/*.left-out.json")
+    assert json.loads(record.read_text())["rejected"] == {
+        "its answer … has no number": 3,
+        "its answer … is not one number": 3,
+    }
+    changed = run.model_dump(by_alias=True, exclude_unset=True)
+    changed["task"]["verifier"]["timeoutSeconds"] = 20
+    slower = RunSpec.model_validate(changed)
+    assert open_tasks(slower, tmp_path).digest == open_tasks(run, tmp_path).digest
+    again = []
+    assert task_problems(run, tmp_path, progress=again.append) == []
+    assert any(
+        "3 rows left out, rejected by the verifier: its answer … has no number" in text for text in again
+    )
+    assert not any("do not score 1" in text for text in again), "they are not checked again"
+
+
+def test_dataset_with_too_many_rejected_answers_is_refused(tmp_path):
+    bad = set(range(11))
+    problems = task_problems(with_bad_answers(tmp_path, bad), tmp_path)
+    assert {problem.field for problem in problems} == {"task.verifier.name"}
+    *listed, summary = [problem.text for problem in problems]
+    assert len(listed) == 6, "three of each reason"
+    assert "11 of 200 rows (5.50%)" in summary
+    assert "raise filter.maxRejected" in summary
+    assert not list(tmp_path.glob("data/*.json"))
+    assert task_problems(with_bad_answers(tmp_path, bad, filter={"maxRejected": "0.06"}), tmp_path) == []
+    (tmp_path / "strict").mkdir()
+    strict = with_bad_answers(tmp_path / "strict", {3}, filter={"maxRejected": "0"})
+    (one, _) = task_problems(strict, tmp_path / "strict")
+    assert "line 4" in one.text
+
+
+def test_dataset_rejected_by_either_verifier_is_left_out_of_both(tmp_path):
+    """Two tasks of one table: its rows, and so their order, are the same in both."""
+    run = with_bad_answers(tmp_path, {5})
+    section = run.task.model_dump(by_alias=True, exclude_none=True, exclude={"mix"})
+    exact = section | {"verifier": {"name": "exact"}}
+    mix = [{"name": "a", "weight": "0.5"} | section, {"name": "b", "weight": "0.5"} | exact]
+    run = RunSpec.model_validate({"model": {"path": "/m"}, "task": {"mix": mix}, "budget": {"maxSteps": 1}})
+    assert task_problems(run, tmp_path) == []
+    a, b = open_tasks(run, tmp_path).tasks
+    assert len(a.train) == len(b.train) == 199 - 8
+    assert a.held_out.digest == b.held_out.digest
+
+
+def test_dataset_sample_is_only_refused_beyond_doubt(tmp_path):
+    """A sample of a data set with less than the share may have slightly more."""
+    run = with_bad_answers(tmp_path, set(range(0, 200, 19)))
+    section = run.task.tasks[0].section
+    source = open_source(section, tmp_path)
+    check_answers(source, section, limit=100)  # has 6
+    with pytest.raises(AnswersError, match=r"11 of 200 rows"):
+        check_answers(source, section, limit=200)
+
+
+def test_dataset_overlap_with_held_out_prompts_is_not_trained_on(tmp_path):
+    """Same problem, other words around it; the instruction that all have is not counted."""
+    instruction = "Solve the following problem step by step and give the final answer at the end:"
+    rng = random.Random(3)
+    texts = [" ".join(rng.choices([f"w{i}" for i in range(300)], k=20)) for _ in range(250)]
+    held, train = texts[:50], texts[50:]
+    for i in (0, 7, 149):  # other punctuation and case, and only eight words
+        train[i] = f"x {', '.join(held[i % 50].split()[5:13]).upper()} y"
+    for name, problems in (("held", held), ("train", train)):
+        rows = [{"prompt": f"{instruction} {text}", "answer": str(i)} for i, text in enumerate(problems)]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    verifier = {"verifier": {"name": "number"}}
+    task = {
+        "dataset": {"files": ["train.jsonl"], "filter": {"overlap": 8}},
+        "heldOut": {"size": 5},
+    } | verifier
+    sets = [{"name": "s", "task": {"dataset": {"files": ["held.jsonl"]}} | verifier}]
+    spec = {"model": {"path": "/m"}, "task": task, "evaluation": {"sets": sets}, "budget": {"maxSteps": 1}}
+    run, told = RunSpec.model_validate(spec), []
+    without = open_tasks(run, tmp_path).tasks[0]
+    assert task_problems(run, tmp_path, progress=told.append) == []
+    opened = open_tasks(run, tmp_path).tasks[0]
+    assert opened.held_out.digest == without.held_out.digest
+    assert opened.train.digest != without.train.digest
+    kept = {opened.held_out[i].answer for i in range(5)}
+    assert kept.isdisjoint({"0", "7", "149"}), "of this seed"
+    assert {opened.train[i].answer for i in range(len(opened.train))} | kept == {
+        str(i) for i in range(200) if i not in (0, 7, 149)
+    }
+    assert len(opened.train) == 192
+    said = next(text for text in told if "consecutive" in text)
+    assert said.startswith("task.dataset: 3 of 200 rows share 8 consecutive words with a held-out prompt")
+    assert said.endswith(f"the first: {tmp_path}/train.jsonl, line 1")
 
 
 HUB = HubDataset.model_validate({"name": "a/b"})

@@ -83,7 +83,8 @@ def test_tasks_guide_sections_are_valid(tmp_path):
     guide = Path(__file__).parents[2] / "docs" / "tasks.md"
     blocks = re.findall(r"^```yaml\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
-    for section in map(yaml.safe_load, blocks):
+    for block in map(yaml.safe_load, blocks):
+        section = block.get("spec", block)
         if "evaluation" in section:
             EvaluationSpec.model_validate(section["evaluation"])
             continue

@@ -55,6 +55,8 @@ _MIX: Final[Object] = {
     "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
 }
 
+_HTTP: Final[Object] = {"task": {"verifier": {"name": None, "http": {"url": "http://rewards:8000/score"}}}}
+_PYTHON: Final[Object] = {"name": None, "python": {"path": "/code/reward.py", "function": "score"}}
 _HUB: Final[Object] = {"files": None, "hub": {"name": "a/b"}}
 _OF_DATASET: Final[dict[str, Object]] = {
     "files": {},
@@ -71,6 +73,8 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "metadata": {"metadata": ["a"]},
     "filter.where": {"filter": {"where": ["a > 1"]}},
     "filter.duplicates": {"filter": {"duplicates": "Keep"}},
+    "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
+    "filter.overlap": {"filter": {"overlap": 13}},
 }
 
 OTHER: Final[dict[str, Object]] = {
@@ -109,6 +113,29 @@ OTHER: Final[dict[str, Object]] = {
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
+    "task.verifier.range": {"task": {"verifier": _PYTHON | {"range": [-1, 1]}}},
+    **{
+        f"task.verifier.python.{name}": {"task": {"verifier": _PYTHON}}
+        for name in ("path", "function", "signature", "parameters")
+    },
+    "task.verifier.python.module": {
+        "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
+    },
+    **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency", "retries")},
+    **{
+        f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
+        for name in ("name", "parameters")
+    },
+    **{
+        f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
+        for name in ("language", "partial", "cpuSeconds", "memory", "output", "threads")
+    },
+    "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
+    "task.combine": {"task": {"combine": "Product"}},
+    **{
+        f"task.plugin.{name}": {"task": {"reasoningGym": None, "plugin": {"name": "a"}}}
+        for name in ("name", "parameters")
+    },
     "from.run": {"from": {"run": "other"}},
     "from.step": {"from": {"run": "other", "step": 50}},
     "warmStart.steps": {"warmStart": {"steps": 1}},
@@ -116,6 +143,12 @@ OTHER: Final[dict[str, Object]] = {
     "warmStart.learningRate": {"warmStart": {"steps": 1, "learningRate": "1e-4"}},
     "warmStart.stopAtPassRate": {"warmStart": {"steps": 1, "stopAtPassRate": "0.5"}},
     "warmStart.jsonl.path": {"warmStart": {"steps": 1, "jsonl": {"path": "/data/a.jsonl"}}},
+    **{
+        f"warmStart.dataset.{path}": {
+            "warmStart": {"steps": 1, "dataset": {"files": ["/data/a.csv"]} | section}
+        }
+        for path, section in _OF_DATASET.items()
+    },
     "budget.maxComputeTokens": {"budget": {"maxComputeTokens": 1_000_000}},
     "budget.split.beta": {
         "warmStart": {"steps": 1},

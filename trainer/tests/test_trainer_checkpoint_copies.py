@@ -113,6 +113,24 @@ def slow(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     relay.close()
 
 
+UPLOADERS: list[Uploader] = []
+
+
+@pytest.fixture(autouse=True)
+def uploads_end_with_their_test() -> Iterator[None]:
+    """Otherwise their attempts continue, and other tests find the log lines."""
+    yield
+    for uploader in UPLOADERS:
+        uploader._ended = True
+        if uploader._current is not None:
+            uploader._current.cancel()
+    UPLOADERS.clear()
+    for thread in threading.enumerate():
+        if thread.name == "upload":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 class Trainer:
     """One rank's checkpoints on a volume, with copies."""
 
@@ -125,6 +143,7 @@ class Trainer:
         self.uploader = Uploader(
             copies, volume, rank=0, world=1, keep=keep, metrics=self.metrics, pauses=(0.05,)
         )
+        UPLOADERS.append(self.uploader)
         self.engine = Weights()
         ranks: Any = OnlyRank(60.0)
         engine: Any = self.engine

@@ -99,14 +99,25 @@ def checked(root: Path, step: int) -> None:
 
 def test_fork_has_checkpoint_model_reference_and_rows_only(tmp_path: Path) -> None:
     given, target = source(tmp_path / "a", 10, 20), RunPaths(tmp_path / "b")
+    (given.root / "data").mkdir()
+    (given.root / "data/k.rows").write_bytes(b"table")
     before = tree(given.root)
     origin = fork_directory(given.root, target.root, FORK, 10, text)
     assert (origin.run, origin.step, Fork.read(target.fork)) == ("source", 10, origin)
     checked(target.root, 10)
     assert sorted(path.name for path in target.root.iterdir()) == [
-        *("checkpoints", "fork.json", "metrics.jsonl", "model", "run.yaml", "warm-started.safetensors"),
+        *(
+            "checkpoints",
+            "data",
+            "fork.json",
+            "metrics.jsonl",
+            "model",
+            "run.yaml",
+            "warm-started.safetensors",
+        ),
     ]
     assert target.run_file.read_text() == "from source at 10\n"
+    assert (target.root / "data/k.rows").samefile(given.root / "data/k.rows")
     assert os.readlink(target.base_model / "model.safetensors") == "/run/scalerl/models/a.safetensors"
     assert [json.loads(line)["step"] for line in target.metrics.read_text().splitlines()] == [*range(10)]
     assert tree(given.root) == before

@@ -21,7 +21,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
 from scalerl_api.wire import INTERRUPTED
 from scalerl_generator.prompt_codec import PromptCodec
-from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task
+from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer import checkpointer, mid_training
 from scalerl_trainer.checkpoint import CheckpointError
@@ -110,10 +110,38 @@ def test_own_file_trains_on_no_held_out_text(tmp_path: Path, caplog: pytest.LogC
     )
     rows = [{"prompt": text, "answer": "1", "solution": "1"} for text in texts]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(MidTrainingError, match=r"warmStart.jsonl: .*every prompt is held out"):
+    with pytest.raises(MidTrainingError, match=r"warmStart.jsonl: every prompt is held out"):
         solved_pairs(spec, paths.base_model)
-    with pytest.raises(PrepareError, match=r"warmStart.jsonl: .*every prompt is held out"):
+    with pytest.raises(PrepareError, match=r"warmStart.jsonl: every prompt is held out"):
         prepare(paths, spec, one_machine=True)
+
+
+def test_own_data_set_trains_on_its_solutions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Columns of other names, without an answer; the table that the preparation made is what is trained on."""
+    (tmp_path / "own.csv").write_text("ask,say\n" + "".join(f"{i}+1=,it is {i + 1}\n" for i in range(10)))
+    columns = {"prompt": "ask", "solution": "say"}
+    own = {"files": [str(tmp_path / "own.csv")], "columns": columns}
+    spec, paths = own_file_run(tmp_path, jsonl=None, dataset=own), RunPaths(tmp_path)
+    prepare(paths, spec, one_machine=True)
+    (tmp_path / "own.csv").unlink()
+    pairs = solved_pairs(spec, paths.base_model)
+    held_out = open_task(spec.task).held_out
+    trained = {pairs.source[int(index)].text: pairs[rank][1] for rank, index in enumerate(pairs.order)}
+    assert trained == {
+        f"{i}+1=": f"it is {i + 1}" for i in range(10) if f"{i}+1=" not in {h.text for h in held_out}
+    }
+    assert "warmStart.dataset: 2 of 10 prompts are held out" in caplog.text
+    rest = own_file_run(tmp_path, jsonl=None, dataset=own | {"columns": columns | {"solution": "sya"}})
+    (problem,) = task_problems(rest, tmp_path / "other")
+    assert problem.field == "warmStart.dataset"
+    assert "no such file" in problem.text
+    (tmp_path / "own.csv").write_text("ask,say\na,b\nc,\n")
+    given = own | {"columns": columns | {"answer": "ask"}}
+    (problem,) = task_problems(own_file_run(tmp_path, jsonl=None, dataset=given), tmp_path / "other")
+    assert (
+        "own.csv, line 3 has no solution: give each row a solution, or leave warmStart.dataset out"
+        in problem.text
+    )
 
 
 def test_keep_rows_drops_torn_and_repeated_lines(tmp_path: Path) -> None:
@@ -182,7 +210,7 @@ def test_resume_with_other_examples_raises(tmp_path: Path) -> None:
     assert of_source(saved, spec, "a" * 64) == saved
     with pytest.raises(
         MidTrainingError,
-        match=r"warmStart.jsonl: .*own.jsonl, digest bbbbbbbbbbbb, is not .* step 7, digest aaaaaaaaaaaa: put .* back",
+        match=r"warmStart.jsonl: the examples, digest bbbbbbbbbbbb, is not .* step 7, digest aaaaaaaaaaaa: put .* back",
     ):
         of_source(saved, spec, "b" * 64)
 

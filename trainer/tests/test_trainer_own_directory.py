@@ -14,6 +14,7 @@ from s3_server import BUCKET, S3Server
 from test_trainer_prepare import make
 
 from scalerl_api.paths import RunPaths
+from scalerl_tasks import SourceError, open_tasks
 from scalerl_trainer import fetch_model, prepare
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.stored_files import fetch, upload
@@ -167,7 +168,7 @@ def test_model_reaches_a_pod_with_its_own_directory(
     assert files_of(tmp_path / "second/model") == model
     weights = [name for name in model if name.endswith(".safetensors")]
     assert [s3.sent(f"run/model/{name}") for name in weights] == [1]
-    assert f"{to}/model is the model of an earlier preparation" in caplog.text
+    assert f"{to}/model is that of an earlier preparation" in caplog.text
 
     container = subprocess.run(
         [sys.executable, "-m", "scalerl_trainer.fetch_model"],
@@ -184,6 +185,36 @@ def test_model_reaches_a_pod_with_its_own_directory(
     assert files_of(tmp_path / "coordinator/model").keys() == model.keys() - {*weights}
 
 
+def test_data_set_is_read_once_for_all_pods(
+    tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table of the first preparation counts: not the files that a repeated one, or a pod without them, would read."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr("scalerl_trainer.model_checks._structure", lambda *_: ())
+    file, to = tmp_path / "d.csv", f"s3://{BUCKET}/tables"
+    file.write_text("prompt,answer\n" + "".join(f"{i} + 1 =,{i + 1}\n" for i in range(40)))
+    changes = {"checkpoint": {"to": to}, "storage": {"mountedBy": "Coordinator"}}
+    task = {"dataset": {"files": [str(file)]}, "verifier": {"name": "number"}, "heldOut": {"size": 2}}
+    paths, spec = make(tmp_path / "spec", task=task, **changes)
+    for name in ("first", "second"):
+        for variable, value in environment_of(paths, tmp_path / name).items():
+            monkeypatch.setenv(variable, value)
+        (tmp_path / name).mkdir()
+        assert prepare.main() == 0, caplog.text
+        file.write_text("prompt,answer\nanother,1\n" * 40)
+    file.unlink()
+    assert f"{to}/data is that of an earlier preparation" in caplog.text
+    monkeypatch.setenv("SCALERL_DIR", str(tmp_path / "coordinator"))
+    assert fetch_model.main(["--without-weights"]) == 0
+    digests = {
+        name: open_tasks(spec, tmp_path / name).tasks[0].train.digest
+        for name in ("first", "second", "coordinator")
+    }
+    assert len(set(digests.values())) == 1
+    with pytest.raises(SourceError, match="no such file"):
+        open_tasks(spec, tmp_path / "without")
+
+
 def test_fetch_model_says_what_is_missing(
     tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,7 +223,7 @@ def test_fetch_model_says_what_is_missing(
     for variable, value in environment_of(paths, tmp_path / "pod").items():
         monkeypatch.setenv(variable, value)
     assert fetch_model.main([]) == 1
-    assert caplog.messages[-1] == f"s3://{BUCKET}/never/model: the preparation has not uploaded a model there"
+    assert caplog.messages[-1] == f"s3://{BUCKET}/never/model: the preparation has not uploaded it"
     make(tmp_path / "spec")
     assert fetch_model.main([]) == 2
     assert caplog.messages[-1].startswith("checkpoint.to: it is not set")

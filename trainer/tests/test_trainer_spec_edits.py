@@ -72,7 +72,7 @@ def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edi
     )
 
 
-BEFORE_THE_RUN = {"prepare.py", "checks.py", "model_checks.py", "fork.py"}
+BEFORE_THE_RUN = {"prepare.py", "checks.py", "model_checks.py", "fork.py", "stored_files.py"}
 """Of the Job before the run, with the fields that repeat it in :data:`scalerl_api.edits.EDITS`, and of a run without a checkpoint."""
 SOURCES = sorted(
     path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in BEFORE_THE_RUN
@@ -103,9 +103,11 @@ ANNOTATED = {
         "exported_config",
         "write_model",
         "open_tasks",
+        "open_warm_start",
+        "of_run",
     ),
 }
-"""Functions whose annotations name the part of the spec that they read; of ``open_tasks`` the trainer uses the prompts, which
+"""Functions whose annotations name the part of the spec that they read; of the last three the trainer uses the data, which
 cannot change."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""

@@ -362,6 +362,11 @@ class Reason(_Explained):
         "The teacher of recipe.distillation gives a generator no log-probabilities. Its groups wait, since nothing is trained "
         "without them; it sends failed requests again with back-off. The message has the teacher's answer.",
     )
+    REWARD_SERVICE_UNAVAILABLE = (
+        "RewardServiceUnavailable",
+        "The reward service of verifier.http gives a generator no scores. Its groups wait, since nothing is trained without "
+        "them; it sends failed requests again with back-off. The message says what the service answered.",
+    )
     GRADING_FAILED = (
         "GradingFailed",
         "The verifier failed on completions, which have no verdict: check the actor logs. Clears after ten minutes "

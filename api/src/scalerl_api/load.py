@@ -196,7 +196,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 
 def data_paths(spec: RunSpec) -> dict[str, str | None]:
-    """Paths of each task's data files, by path of the field; None if a task has no JSONL file."""
+    """Paths of each task's data files and of its verifier's code, by path of the field; None if a task has no such file."""
     tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
     tasks |= {
         f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
@@ -205,6 +205,13 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
     for field, task in tasks.items():
         files = task.dataset.files or () if task.dataset else ()
         found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
+        for at, one in enumerate(task.scoring):
+            where = f"{field}.verifier" if task.verifier is not None else f"{field}.verifiers[{at}]"
+            if one.python is not None:
+                found[f"{where}.python.path"] = one.python.path
+    own = None if spec.warm_start is None else spec.warm_start.dataset
+    for at, path in enumerate(() if own is None else own.files or ()):
+        found[f"spec.warmStart.dataset.files[{at}]"] = path
     return found
 
 

@@ -15,10 +15,9 @@ from scalerl_api.source import (
     VERIFIER_RULES,
     HeldOutSpec,
     PromptSpec,
+    ScoringSpec,
     ShareDecimal,
-    SourcesSpec,
     TaskSpec,
-    VerifierSpec,
 )
 from scalerl_api.wire.prompts import MAIN_TASK, MEAN_SET
 
@@ -75,7 +74,7 @@ class TrainingTask:
     """Maximum completion length; None: the recipe's."""
 
 
-class RunTaskSpec(SourcesSpec):
+class RunTaskSpec(ScoringSpec):
     """Training data: one task, or several tasks in fixed proportions."""
 
     mix: (
@@ -87,20 +86,18 @@ class RunTaskSpec(SourcesSpec):
         | None
     ) = None
     """Several tasks, each with its own source, verifier, held-out prompts and prompt format; give this or one source."""
-    verifier: VerifierSpec | None = None
-    """How completions are scored, and the limits of scoring. Required, except for a mix, whose tasks have verifiers."""
     prompt: PromptSpec = PromptSpec()
     """How the text of a problem becomes a prompt; in a mix, set it in each task."""
     held_out: HeldOutSpec = HeldOutSpec()
     """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "mix"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin", "mix"),
         Rule(
-            "has(self.mix) != has(self.verifier)",
-            "give verifier, or with mix, each of its tasks its own verifier",
+            "[has(self.mix), has(self.verifier), has(self.verifiers)].exists_one(given, given)",
+            "give verifier or verifiers, or with mix, each of its tasks its own verifier",
             "verifier",
-            lambda task: (task.mix is None) != (task.verifier is None),
+            lambda task: [task.mix, task.verifier, task.verifiers].count(None) == 2,
         ),
         Rule(
             # The API server applies defaults before it checks rules.

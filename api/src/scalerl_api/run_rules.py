@@ -13,6 +13,7 @@ from scalerl_api.recipe.presets import PRESETS, cel
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 if TYPE_CHECKING:
+    from scalerl_api.source import ScoringSpec
     from scalerl_api.spec import RunSpec
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
@@ -27,6 +28,20 @@ _SYNCHRONOUS: Final = [
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
 _PENALTY: Final = "self.recipe.length.penalty"
 _NO_BUFFER: Final = f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENALTY}.maxTokens) || !has({_PENALTY}.bufferTokens)"
+
+
+def _within(task: str) -> str:
+    """CEL: no verifier of a task may take as long as a lease."""
+    seconds = "self.generator.leaseSeconds"
+    return (
+        f"(!has({task}.verifier) || {seconds} > {task}.verifier.timeoutSeconds) && "
+        f"(!has({task}.verifiers) || {task}.verifiers.all(v, {seconds} > v.timeoutSeconds))"
+    )
+
+
+def _longest(task: ScoringSpec) -> int:
+    """Longest time of a verifier of a task, in seconds."""
+    return max((one.timeout_seconds for one in task.scoring), default=0)
 
 
 def _buffer_without_max(spec: RunSpec) -> int:
@@ -218,14 +233,14 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
-        "!has(self.warmStart) || !has(self.warmStart.jsonl) || !has(self.task.mix) || "
+        "!has(self.warmStart) || !(has(self.warmStart.jsonl) || has(self.warmStart.dataset)) || !has(self.task.mix) || "
         "self.task.mix.all(t, t.prompt == self.task.mix[0].prompt)",
-        "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl "
-        "out, to train on the prompts of the mix, or give all tasks the same prompt",
-        "warmStart.jsonl",
+        "warmStart.jsonl has prompts of one format, and the tasks of task.mix have different prompt sections: leave jsonl, or "
+        "dataset, out, to train on the prompts of the mix, or give all tasks the same prompt",
+        "warmStart",
         lambda spec: (
             spec.warm_start is None
-            or spec.warm_start.jsonl is None
+            or not spec.warm_start.own
             or all(t.prompt == spec.task.mix[0].prompt for t in spec.task.mix or ())
         ),
     ),
@@ -237,23 +252,18 @@ RUN_RULES: Final = (
         lambda spec: spec.budget.split is None or spec.warm_start is not None,
     ),
     Rule(
-        "!has(self.task.verifier) || self.generator.leaseSeconds > self.task.verifier.timeoutSeconds",
-        "%(generator.leaseSeconds)s must be more than %(task.verifier.timeoutSeconds)s: one completion that hangs "
+        _within("self.task"),
+        "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds: one completion that hangs "
         "the verifier would cost its whole group the lease",
         "generator.leaseSeconds",
-        lambda spec: (
-            spec.task.verifier is None or spec.generator.lease_seconds > spec.task.verifier.timeout_seconds
-        ),
+        lambda spec: spec.generator.lease_seconds > _longest(spec.task),
     ),
     Rule(
-        "!has(self.task.mix) || self.task.mix.all(t, "
-        "self.generator.leaseSeconds > t.verifier.timeoutSeconds)",
+        f"!has(self.task.mix) || self.task.mix.all(t, {_within('t')})",
         "%(generator.leaseSeconds)s must be more than verifier.timeoutSeconds of each of task.mix: one completion that "
         "hangs the verifier would cost its whole group the lease",
         "generator.leaseSeconds",
-        lambda spec: all(
-            spec.generator.lease_seconds > t.verifier.timeout_seconds for t in spec.task.mix or ()
-        ),
+        lambda spec: all(spec.generator.lease_seconds > _longest(t) for t in spec.task.mix or ()),
     ),
     Rule(
         "!has(self.task.mix) || self.task.mix.all(t, !has(t.maxCompletionTokens) || "
@@ -316,13 +326,12 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
-        "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || "
-        "self.generator.leaseSeconds > s.task.verifier.timeoutSeconds)",
+        f"!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || {_within('s.task')})",
         "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds of each of evaluation.sets: one "
         "completion that hangs the verifier would cost its whole group the lease",
         "generator.leaseSeconds",
         lambda spec: all(
-            spec.generator.lease_seconds > s.task.verifier.timeout_seconds
+            spec.generator.lease_seconds > _longest(s.task)
             for s in spec.evaluation.sets or ()
             if s.task is not None
         ),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalerl_api.fields import (
+    AtLeast,
+    AtMost,
     DecimalString,
     GraderQuantity,
     Matches,
     Model,
     OpenUnitDecimal,
+    PositiveDecimal,
     PositiveUnitDecimal,
+    Quantity,
     Rule,
     exactly_one,
 )
@@ -180,6 +187,18 @@ class ColumnsSpec(Model):
     """Values by which results are broken down, by the label's name."""
 
 
+ShareDecimal = Annotated[
+    DecimalString,
+    AfterValidator(
+        Matches(
+            r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
+            'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
+        )
+    ),
+]
+"""A share from 0 to 1. Shares are compared and summed exactly, so the number of digits is limited."""
+
+
 class DatasetFilterSpec(Model):
     """Rows that are left out; the preparation counts them by reason."""
 
@@ -188,6 +207,12 @@ class DatasetFilterSpec(Model):
     value to compare is left out."""
     duplicates: Literal["Drop", "Keep"] = "Drop"
     """Rows whose prompt an earlier row has."""
+    max_rejected: ShareDecimal = "0.05"
+    """Maximum share of rows whose reference answer, as a reply, does not score 1 by the verifier. They are left out; a run with more
+    of them is refused."""
+    overlap: Annotated[int, Field(ge=4, le=100)] | None = None
+    """Training rows that share as many consecutive words with a held-out prompt, or with one of an evaluation set, are left out, such
+    as 13; default: only those with the same text."""
 
 
 class DatasetSource(Model):
@@ -218,17 +243,6 @@ class DatasetSource(Model):
 
     rules = (exactly_one("files", "hub"),)
 
-
-ShareDecimal = Annotated[
-    DecimalString,
-    AfterValidator(
-        Matches(
-            r"^(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$",
-            'must be a share from 0 to 1 like "0.25", with nine digits after the point at most',
-        )
-    ),
-]
-"""A share from 0 to 1. Shares are compared and summed exactly, so the number of digits is limited."""
 
 OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
 """Contexts for which :mod:`scalerl_tasks.opgraph` has a vocabulary."""
@@ -281,29 +295,168 @@ class OpGraphSource(Model):
     )
 
 
+class PythonVerifier(Model):
+    """A function in a Python file or an installed package, which is trusted code."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Python file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume or in the images."""
+    module: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Installed module, in place of path."""
+    function: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the function there."""
+    signature: Literal["score", "group", "verl", "trl"] = "score"
+    """Arguments: see docs/tasks.md."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Further arguments; write fractions as strings (``"0.5"``)."""
+
+    rules = (exactly_one("path", "module"),)
+
+
+class CodeVerifier(Model):
+    """Programs in completions, which run in a sandbox; the prompts' answers are their tests."""
+
+    language: Literal["python"] = "python"
+    """Language of the programs."""
+    partial: Literal["All", "Share"] = "All"
+    """``All``: 1 if all tests are passed. ``Share``: the share of tests that are passed."""
+    cpu_seconds: Annotated[int, Field(ge=1, le=120)] = 4
+    """CPU time of a test."""
+    memory: GraderQuantity = "512Mi"
+    """Memory limit of a program, beside that of the scoring process."""
+    output: Annotated[Quantity, AfterValidator(AtLeast("1Ki")), AfterValidator(AtMost("64Mi"))] = "1Mi"
+    """Limit of a program's output."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 16
+    """Maximum number of threads of a program, which is one process."""
+
+
+class HttpVerifier(Model):
+    """A reward service; docs/reward-service.yaml has its interface. A token is the variable ``REWARD_TOKEN``, from a Secret."""
+
+    url: Annotated[
+        str,
+        Field(max_length=2048),
+        AfterValidator(
+            Matches(
+                r"^https?://[^/@ ]+(/[^ ]*)?$",
+                "must be http://host:port/… or https://host/…, without a password: that is the variable REWARD_TOKEN",
+            )
+        ),
+    ]
+    """Address that requests are sent to."""
+    batch: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Maximum completions of a request."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Maximum concurrent requests of a generator."""
+    retries: Annotated[int, Field(ge=1, le=100)] = 5
+    """Failures of a completion, while others succeed, after which it has no verdict."""
+
+
+class PluginSpec(Model):
+    """A class of an installed package, found by its entry point."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the entry point."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Arguments of the class; write fractions as strings (``"0.5"``)."""
+
+
+VerifierName = Literal[
+    "reasoning-gym",
+    "exact",
+    "number",
+    "math-verify",
+    "opgraph-outcome",
+    "opgraph-blend",
+    "opgraph-strict",
+    "opgraph-verified",
+]
+
+
 class VerifierSpec(Model):
     """How completions are scored, and the limits of scoring. Completions are untrusted input."""
 
-    name: Literal[
-        "reasoning-gym",
-        "exact",
-        "number",
-        "math-verify",
-        "opgraph-outcome",
-        "opgraph-blend",
-        "opgraph-strict",
-        "opgraph-verified",
-    ]
+    name: VerifierName | None = None
     """``reasoning-gym``: the data set's own scorer. ``exact``: the same text. ``number``: the same number.
     ``math-verify``: the same mathematics. For opGraph: ``opgraph-outcome``, the answer; ``opgraph-blend``, a fifth for the
     right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
     ``opgraph-verified``, the answer if all steps of the solution are there and right."""
+    python: PythonVerifier | None = None
+    """A function of your own; give this, name, code, http or plugin."""
+    code: CodeVerifier | None = None
+    """Programs that have to pass tests."""
+    http: HttpVerifier | None = None
+    """A reward service. While it is down, groups wait, and nothing is trained without their scores."""
+    plugin: PluginSpec | None = None
+    """A verifier of the entry points ``scalerl.verifiers``."""
+    range: Annotated[list[DecimalString], Field(min_length=2, max_length=2)] = ["0", "1"]
+    """Lowest and highest reward of your own code. They become the scores 0 and 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """Time limit for scoring one completion."""
+    """Time limit for scoring one completion, a group at once, or one request."""
     memory: GraderQuantity = "1Gi"
     """Memory limit of a scoring process."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Scoring processes per generator."""
+
+    rules = (
+        exactly_one("name", "python", "code", "http", "plugin"),
+        Rule(
+            "double(string(self.range[0])) < double(string(self.range[1]))",
+            "%(range)s must have the lowest reward first, and the highest above it",
+            "range",
+            lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
+        ),
+        Rule(
+            "!has(self.name) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: verifiers with a name, and code, score from 0 to 1",
+            "range",
+            lambda verifier: (
+                (verifier.name is None and verifier.code is None)
+                or [float(bound) for bound in verifier.range] == [0, 1]
+            ),
+        ),
+    )
+
+    @property
+    def title(self) -> str:
+        """What scores, for messages."""
+        if self.python is not None:
+            return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
+        if self.code is not None:
+            return "code"
+        return self.http.url if self.http else self.plugin.name if self.plugin else self.name or ""
+
+
+class WeightedVerifier(VerifierSpec):
+    """One of several verifiers, whose scores are combined; its fields are those of ``verifier``, and these."""
+
+    label: Annotated[str, Field(min_length=1, max_length=20)] | None = None
+    """Name of its part of the verdict: lower-case letters, digits and ``_``; default: that of the verifier or function."""
+    weight: PositiveDecimal = "1"
+    """Weight in the sum."""
+
+    @property
+    def part(self) -> str:
+        """Name of its part of the verdict."""
+        if self.label is not None:
+            return self.label
+        name = (
+            self.python.function
+            if self.python
+            else self.plugin.name
+            if self.plugin
+            else self.name or ("code" if self.code else "http")
+        )
+        name = re.sub(r"[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")
+        return name[:20] or "verifier"
+
+
+VerifierList = Annotated[list[WeightedVerifier], Field(min_length=1, max_length=8)]
 
 
 class PromptSpec(Model):
@@ -363,28 +516,56 @@ class SourcesSpec(Model):
     """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or opGraph."""
     op_graph: OpGraphSource | None = None
     """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym, jsonl or dataset."""
+    plugin: PluginSpec | None = None
+    """Problems of a source of the entry points ``scalerl.sources``, in place of these."""
+
+
+class ScoringSpec(SourcesSpec):
+    """Sources with the verifiers of their completions."""
+
+    verifier: VerifierSpec | None = None
+    """How completions are scored, and the limits of scoring."""
+    verifiers: VerifierList | None = None
+    """Several verifiers, in place of one; each is a part of the verdict."""
+    combine: Literal["Sum", "Product"] = "Sum"
+    """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
+
+    @property
+    def scoring(self) -> Sequence[VerifierSpec]:
+        """The verifiers: one, or several."""
+        return [self.verifier] if self.verifier is not None else self.verifiers or ()
+
+
+def _names(task: ScoringSpec, several: bool) -> list[str]:
+    given = task.verifiers or () if several else [task.verifier] if task.verifier is not None else ()
+    return [one.name for one in given if one.name is not None]
+
+
+def _verifier_rules(field: str, given: str, verifier: str, end: str, several: bool) -> tuple[Rule, ...]:
+    """given: CEL up to the condition for ``verifier``; end: closes it."""
+    return (
+        Rule(
+            f"{given} || !has({verifier}.name) || !{verifier}.name.startsWith('opgraph-') || !has(self.reasoningGym){end}",
+            "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
+            "use reasoning-gym, exact, number or math-verify",
+            field,
+            lambda task: (
+                task.reasoning_gym is None
+                or not any(name.startswith("opgraph-") for name in _names(task, several))
+            ),
+        ),
+        Rule(
+            f"{given} || !has({verifier}.name) || {verifier}.name != 'reasoning-gym' || has(self.reasoningGym){end}",
+            "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
+            field,
+            lambda task: task.reasoning_gym is not None or "reasoning-gym" not in _names(task, several),
+        ),
+    )
 
 
 VERIFIER_RULES: Final = (
-    Rule(
-        "!has(self.verifier) || !self.verifier.name.startsWith('opgraph-') || !has(self.reasoningGym)",
-        "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
-        "use reasoning-gym, exact, number or math-verify",
-        "verifier.name",
-        lambda task: (
-            task.verifier is None
-            or not task.verifier.name.startswith("opgraph-")
-            or task.reasoning_gym is None
-        ),
-    ),
-    Rule(
-        "!has(self.verifier) || self.verifier.name != 'reasoning-gym' || has(self.reasoningGym)",
-        "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
-        "verifier.name",
-        lambda task: (
-            task.verifier is None or task.verifier.name != "reasoning-gym" or task.reasoning_gym is not None
-        ),
-    ),
+    *_verifier_rules("verifier.name", "!has(self.verifier)", "self.verifier", "", False),
+    *_verifier_rules("verifiers", "!has(self.verifiers) || self.verifiers.all(v, false", "v", ")", True),
 )
 """Rules for the combination of a source and a verifier, if they are given."""
 HELD_OUT_RULES: Final = (
@@ -410,23 +591,27 @@ HELD_OUT_RULES: Final = (
 """Rules for the held-out prompts of a training source."""
 
 
-class ProblemSpec(SourcesSpec):
+class ProblemSpec(ScoringSpec):
     """A source of problems with its verifier and prompt format; common to training and evaluation."""
 
-    verifier: VerifierSpec
-    """How completions are scored, and the limits of scoring."""
     prompt: PromptSpec | None
     """How the text of a problem becomes a prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin"),
+        exactly_one("verifier", "verifiers"),
         *VERIFIER_RULES,
     )
 
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        given = (("jsonl", self.jsonl), ("dataset", self.dataset), ("reasoningGym", self.reasoning_gym))
+        given = (
+            ("jsonl", self.jsonl),
+            ("dataset", self.dataset),
+            ("reasoningGym", self.reasoning_gym),
+            ("plugin", self.plugin),
+        )
         return next((name for name, section in given if section), "opGraph")
 
 
@@ -438,7 +623,7 @@ class TaskSpec(ProblemSpec):
     held_out: HeldOutSpec = HeldOutSpec()
     """Prompts excluded from training; their mean score is the curve."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (ProblemSpec.rules[0], *HELD_OUT_RULES, *VERIFIER_RULES)
+    rules: ClassVar[tuple[Rule, ...]] = (*ProblemSpec.rules[:2], *HELD_OUT_RULES, *VERIFIER_RULES)
 
 
 class EvaluationTaskSpec(ProblemSpec):

@@ -21,6 +21,7 @@ from scalerl_api.fields import (
     PositiveDecimal,
     Rule,
     UnitDecimal,
+    at_most_one,
 )
 from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
 from scalerl_api.pods import ObjectName, PodTemplate
@@ -38,6 +39,7 @@ from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
+    DatasetSource,
     EvaluationTaskSpec,
     HeldOutSpec,
     HubModel,
@@ -109,6 +111,9 @@ class WarmStartSpec(Model):
     """Maximum number of supervised steps; may be omitted with ``budget.split``, which limits their tokens."""
     jsonl: JsonlSource | None = None
     """Separate problems, each with a ``solution``; default: the training prompts of the task."""
+    dataset: DatasetSource | None = None
+    """Separate problems in files of any layout, or of a hub, each with a solution; give this or jsonl. ``columns.answer`` is by default
+    ``columns.solution``."""
     batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 64
     """Examples per step, over all ranks; at least one per rank."""
     learning_rate: LearningRateDecimal = "3e-5"
@@ -116,6 +121,15 @@ class WarmStartSpec(Model):
     stop_at_pass_rate: UnitDecimal | None = None
     """Stop early once sampling would solve this fraction of the latest examples, each measured before it was
     trained on."""
+
+    rules = (at_most_one("jsonl", "dataset"),)
+
+    @property
+    def own(self) -> str:
+        """Field of the separate problems; empty if there are none."""
+        if self.jsonl is None and self.dataset is None:
+            return ""
+        return f"warmStart.{'jsonl' if self.dataset is None else 'dataset'}"
 
 
 class ForkSpec(Model):
@@ -268,6 +282,12 @@ class RunSpec(Model):
             *(one.section for one in self.task.tasks),
             *(one.task for one in self.evaluation.sets or () if one.task is not None),
         ]
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether the preparation makes tables of ``task.dataset``, which the other processes read."""
+        own = None if self.warm_start is None else self.warm_start.dataset
+        return own is not None or any(task.dataset is not None for task in self.tasks)
 
     @property
     def completion_limits(self) -> list[int]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from scalerl_api.load import SpecError
+from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_api.source import DatasetSource as DatasetSpec
-from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
 from scalerl_cli.output import say
@@ -106,9 +106,8 @@ def _show(
         source: tasks.PromptSource
         if section.dataset is not None:
             source = tasks.open_dataset(section.dataset, None, lambda text: None)
-            info = source.table.info
-            say(f"  columns: {', '.join(info.columns)}")
-            for line in description(info):
+            say(f"  columns: {', '.join(source.table.info.columns)}")
+            for line in description(source):
                 say(f"  {line}")
         else:
             source = tasks.open_source(section)
@@ -196,21 +195,31 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
     import scalerl_tasks as tasks
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
-    if info is not None and info.programs:
-        say("  answers: not checked: they are tests of programs")
-        return True
-    if arguments.files[0].suffix not in _RUN_FILES and arguments.verifier is None:
-        numbers = all(_NUMBER.fullmatch(source[i].answer.strip()) for i in range(min(_GUESSED, len(source))))
-        verifier = section.verifier.model_copy(update={"name": "number" if numbers else "math-verify"})
+    given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
+    if not given and info is not None and info.programs:
+        section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
+    elif not given:
+        first = [source[i].answer.strip() for i in range(min(_GUESSED, len(source)))]
+        numbers = sum(_NUMBER.fullmatch(answer) is not None for answer in first)
+        name = "number" if numbers >= 0.95 * len(first) else "math-verify"
+        verifier = VerifierSpec.model_validate({"name": name})
         section = section.model_copy(update={"verifier": verifier})
     count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
+    rejected = tasks.Rejected()
     try:
-        tasks.check_answers(source, section, count, progress=lambda text: say(text, error=True))
+        tasks.check_answers(
+            source, section, count, progress=lambda text: say(f"  {text}", error=True), rejected=rejected
+        )
     except tasks.AnswersError as error:
         for text in error.texts:
             say(f"  {text}", error=True)
         return False
-    say(f"  answers: {count:,} checked by {section.verifier.name}: each scores 1 as a reply")
+    each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
+    named = all(one.name is not None or one.code is not None for one in section.scoring)
+    what = "scores 1 as a reply" if named else "gets a reward as a reply"
+    say(
+        f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {each} {what}"
+    )
     return True
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import SourcesSpec
+from scalerl_api.source import DatasetSource, ScoringSpec, VerifierSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -17,7 +17,8 @@ from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
 
-Section = TypeVar("Section", bound=SourcesSpec)
+Section = TypeVar("Section", bound=ScoringSpec)
+AnyVerifier = TypeVar("AnyVerifier", bound=VerifierSpec)
 
 
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
@@ -41,19 +42,22 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     if spec.model.path is not None:
         model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
         spec = spec.model_copy(update={"model": model})
-    task = _with_absolute_path(base, spec.task)
+    task = _with_absolute_paths(base, spec.task)
     if task.mix is not None:
-        task = task.model_copy(update={"mix": [_with_absolute_path(base, one) for one in task.mix]})
+        task = task.model_copy(update={"mix": [_with_absolute_paths(base, one) for one in task.mix]})
     spec = spec.model_copy(update={"task": task})
     if spec.evaluation.sets is not None:
         sets = [
-            one if one.task is None else one.model_copy(update={"task": _with_absolute_path(base, one.task)})
+            one if one.task is None else one.model_copy(update={"task": _with_absolute_paths(base, one.task)})
             for one in spec.evaluation.sets
         ]
         spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"sets": sets})})
     if spec.warm_start is not None and (own := spec.warm_start.jsonl) is not None:
         own = own.model_copy(update={"path": _absolute(base, own.path)})
         spec = spec.model_copy(update={"warm_start": spec.warm_start.model_copy(update={"jsonl": own})})
+    if spec.warm_start is not None and (data := spec.warm_start.dataset) is not None:
+        given = spec.warm_start.model_copy(update={"dataset": _with_absolute_files(base, data)})
+        spec = spec.model_copy(update={"warm_start": given})
     return run.model_copy(update={"spec": spec})
 
 
@@ -72,14 +76,29 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
         spec[last] = value
 
 
-def _with_absolute_path(base: Path, task: Section) -> Section:
-    if task.dataset is not None and task.dataset.files is not None:
-        files = [_absolute(base, path) for path in task.dataset.files]
-        return task.model_copy(update={"dataset": task.dataset.model_copy(update={"files": files})})
+def _with_absolute_paths(base: Path, task: Section) -> Section:
+
+    def placed(one: AnyVerifier) -> AnyVerifier:
+        if one.python is None or one.python.path is None:
+            return one
+        python = one.python.model_copy(update={"path": _absolute(base, one.python.path)})
+        return one.model_copy(update={"python": python})
+
+    if task.verifier is not None:
+        task = task.model_copy(update={"verifier": placed(task.verifier)})
+    if task.verifiers is not None:
+        task = task.model_copy(update={"verifiers": [placed(one) for one in task.verifiers]})
+    if task.dataset is not None:
+        return task.model_copy(update={"dataset": _with_absolute_files(base, task.dataset)})
     if task.jsonl is None:
         return task
     jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})
     return task.model_copy(update={"jsonl": jsonl})
+
+
+def _with_absolute_files(base: Path, given: DatasetSource) -> DatasetSource:
+    files = None if given.files is None else [_absolute(base, path) for path in given.files]
+    return given.model_copy(update={"files": files})
 
 
 def _absolute(base: Path, path: str) -> str:

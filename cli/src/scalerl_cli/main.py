@@ -145,6 +145,17 @@ def parser() -> argparse.ArgumentParser:
     rollouts.add_argument("--full", action="store_true", help="show long texts whole")
     rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
+    score = commands.add_parser("score", help="score given completions by the verifier of a run")
+    score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
+    score.add_argument(
+        "--completions",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help='JSON lines: {"id": or "prompt": of a prompt of the run, "completion": or "completions":}; with "answer", a prompt of its own',
+    )
+    score.add_argument("--task", metavar="NAME", help="task of a mix, or evaluation set (default: the first)")
+
     plot = commands.add_parser("plot", help="plot DIR/curve.csv as DIR/curve.png")
     plot.add_argument("dir", type=Path, metavar="DIR")
 
@@ -251,6 +262,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.rollouts import run_rollouts
 
             return run_rollouts(arguments)
+        if arguments.command == "score":
+            from scalerl_cli.score import run_score
+
+            return run_score(arguments)
         if arguments.command == "compare":
             from scalerl_cli.compare import run_compare
 

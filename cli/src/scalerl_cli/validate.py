@@ -57,7 +57,7 @@ def split_lines(spec: RunSpec) -> list[str]:
 
 
 def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
-    """All problems of one file. Downloads nothing."""
+    """All problems of one file. Of a hub, data sets are downloaded, models are not."""
     try:
         run = load(file)
     except SpecError as error:

@@ -101,7 +101,15 @@ def test_data_lists_answers_that_no_reply_can_match(
     errors = capsys.readouterr().err
     assert "d.parquet, row 21, answer: its answer 'Ada' has no number" in errors
     assert "d.parquet, row 22, answer: its answer 'soon' has no number" in errors
-    assert "2 of 22 rows cannot be used (2 answers that number cannot use)" in errors
+    assert (
+        "2 of 22 rows (9.09%) have answers that do not score 1 by number: 2 its answer … has no number"
+        in errors
+    )
+    assert main([*words, "--where", "answer != 'soon'"]) == 0
+    said = capsys.readouterr()
+    assert "row 21, answer: its answer 'Ada' has no number" in said.err
+    assert "1 of 21 rows (4.76%)" in said.err
+    assert "answers: 21 checked by number: each of the other 20 scores 1 as a reply" in said.out
     assert main([*words, "--where", "number(answer) >= 0"]) == 0
     assert "2 rows dropped by filter.where, without a value: number(answer) >= 0" in capsys.readouterr().out
 
@@ -151,10 +159,14 @@ def test_validate_checks_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "b.parquet, row 2, question: is empty; drop such rows with filter.where: len(prompt) > 0" in str(
         empty
     )
-    write(tmp_path / "data/b.parquet", [{"question": "Who?", "answer": "#### Ada"}])
-    (answer,) = problems(file, any_machine=True)
+    write(
+        tmp_path / "data/b.parquet",
+        [{"question": who, "answer": "#### Ada"} for who in ("Who?", "Who else?")],
+    )
+    answer, summary = problems(file, any_machine=True)[1:]
     assert answer.where == "spec.task.verifier.name"
-    assert "b.parquet, row 1, answer: its answer 'Ada' has no number" in str(answer)
+    assert "b.parquet, row 2, answer: its answer 'Ada' has no number" in str(answer)
+    assert "2 of 22 rows (9.09%) have answers that do not score 1 by number" in str(summary)
 
 
 def test_data_set_of_an_evaluation_set_is_not_trained_on(tmp_path: Path) -> None:

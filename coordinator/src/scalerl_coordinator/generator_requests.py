@@ -81,6 +81,13 @@ class GeneratorRequests:
                 f"{request.name} has training prompts {request.task_digest[:16]}…, the coordinator {digest[:16]}…: "
                 f"both must read the same run file and the same data, with the same version of the task library",
             )
+        grading = tuple(request.grading) if any(request.grading) else ()
+        if grading != core.settings.identity.grading:
+            raise Refusal(
+                "task-mismatch",
+                f"{request.name} has other code of verifier.python than the coordinator: the file was edited during the run, or "
+                "differs between nodes. Put it back, or resume the run to go on with the new code: its curve begins anew",
+            )
         core.membership.register(member_id, request.name, request.control_url, now)
         for lease_id in sorted(core.book.of(request.name) - set(request.held_leases)):
             core.close_lease(lease_id, r.CloseReason.EXPIRED)
@@ -108,6 +115,9 @@ class GeneratorRequests:
         if request.teacher_problem and not member.teacher_problem:
             log.warning("%s: %s; its groups wait for the teacher", member.name, request.teacher_problem)
         member.teacher_problem = request.teacher_problem
+        if request.reward_problem and not member.reward_problem:
+            log.warning("%s: %s; its groups wait", member.name, request.reward_problem)
+        member.reward_problem = request.reward_problem
         member.generated_leases = frozenset(request.generated_leases)
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)

@@ -111,6 +111,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         train_digest=opened.digest,
         held_out=[(task.held_out.digest, len(task.held_out)) for task in tasks],
         sets=[(one.digest, len(one.prompts)) for one in opened.sets],
+        grading=opened.grading,
         forked_step=_forked_step(environment.paths),
     )
     if settings.rollouts is not None and find_spec("pyarrow") is None:

@@ -55,6 +55,7 @@ class Member:
     generated_tokens: int = 0
     """As last reported, since its registration."""
     teacher_problem: str = ""
+    reward_problem: str = ""
     """Why its groups wait for the teacher; empty if they do not."""
     generated_leases: frozenset[str] = frozenset()
     """Leases that it holds and whose completions are sampled."""

@@ -78,6 +78,7 @@ def build_status(core: Core) -> wire.Status:
         unsaved_version=_unsaved_version(core),
         trainer_registered=not state.awaits_trainer,
         teacher_problem=_teacher_problem(core),
+        reward_problem=_reward_problem(core),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
         compute_tokens=float(core.compute_tokens),
@@ -145,6 +146,8 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
+    if problem := _reward_problem(core):
+        return f"the reward service: {problem}"
     for (version, task), evaluation in sorted(state.evaluations.items()):
         what = f"{len(evaluation.results)} of {evaluation.prompts} {core.settings.identity.evaluation_set(task).name} prompts"
         if core.settings.follows(task) or core.end_reason:
@@ -158,6 +161,11 @@ def _waiting_for(core: Core, phase: Phase) -> str:
 def _unsaved_version(core: Core) -> int:
     failed = core.failed_checkpoint
     return failed.step if failed is not None and failed.holding and not core.finished else -1
+
+
+def _reward_problem(core: Core) -> str:
+    members = sorted(core.membership.members.values(), key=lambda m: m.name)
+    return next((f"{m.name}: {m.reward_problem}" for m in members if m.reward_problem), "")
 
 
 def _teacher_problem(core: Core) -> str:

@@ -68,6 +68,8 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """:attr:`EvaluationSet.k` of the first task's evaluation set."""
     task_max_tokens: tuple[int, ...] = ()
     """Maximum completion tokens of each task of a mix."""
+    grading: tuple[str, ...] = ()
+    """Digest of the code that scores each task, then each further evaluation set; empty for a verifier with a name."""
 
     def evaluation_set(self, task: int) -> EvaluationSet:
         """The evaluation set of ``task``; for 0, the held-out prompts of the first task."""
@@ -97,12 +99,19 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
         return self.evaluation_set(prompt.task).samples
 
     def measured(self, task: int) -> str:
-        """Digest of the prompts of the task's set and of all settings that change a version's expected reward on it.
+        """Digest of the prompts of the task's set, of the code that scores them, and of all settings that change a version's
+        expected reward on it.
 
         Points with different digests do not belong to the same curve. The number of samples is not part of it, because it only
         changes the error.
         """
-        parts = (self.evaluation_set(task).digest, self.evaluation_temperature, self.max_tokens(task))
+        parts: tuple[object, ...] = (
+            self.evaluation_set(task).digest,
+            self.evaluation_temperature,
+            self.max_tokens(task),
+        )
+        if task < len(self.grading) and self.grading[task]:
+            parts = (*parts, self.grading[task])
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
@@ -199,6 +208,7 @@ class Settings:
         train_digest: str,
         held_out: Sequence[tuple[str, int]],
         sets: Sequence[tuple[str, int]] = (),
+        grading: Sequence[str] = (),
         forked_step: int = -1,
     ) -> Settings:
         """The settings of ``run`` and of its tasks.
@@ -207,6 +217,7 @@ class Settings:
             train_digest: digest of the training prompts of all tasks.
             held_out: digest and number of the held-out prompts of each task.
             sets: digest and number of the prompts of each evaluation set with a task of its own.
+            grading: see :attr:`Identity.grading`.
             forked_step: see :attr:`forked_step`.
         """
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
@@ -256,6 +267,7 @@ class Settings:
                 reference=recipe.kl.penalty is not None,
                 held_out_name=first.name,
                 held_out_k=first.k,
+                grading=tuple(grading) if any(grading) else (),
                 sets=tuple(others),
                 task_max_tokens=tuple(
                     task.max_completion_tokens or recipe.max_completion_tokens for task in spec.task.mix or ()

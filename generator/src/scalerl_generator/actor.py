@@ -56,7 +56,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_api.spec import ProblemSpec, RunSpec
+from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
 from scalerl_generator.completion_streams import CompletionStreams
@@ -82,7 +82,7 @@ from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_generator.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
-from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.sources import RunTasks, open_grading_pool, open_tasks, verifier_config
 from scalerl_tasks.text import check_interruption
 
@@ -155,6 +155,7 @@ async def run_actor(
         teacher = None
         if distillation is not None:
             teacher = Teacher(session, distillation.teacher, os.environ.get(API_KEY, ""), metrics)
+        graders: list[GroupGrader] = []
         registration = Registration(
             coordinator,
             state,
@@ -163,6 +164,7 @@ async def run_actor(
             name=environment.name,
             control_url=arguments.advertise,
             teacher_problem=lambda: "" if teacher is None else teacher.problem,
+            reward_problem=lambda: next(filter(None, (one.problem for one in graders)), ""),
         )
         control = WeightControl(server, state, busy, metrics)
         await _serve(stack, actor_app(control, metrics, environment.token, registration.not_ready), arguments)
@@ -176,7 +178,7 @@ async def run_actor(
             return
         tasks, codecs = opening.result()
         codec = codecs[0]
-        graders = await _graders(stack, spec, tasks)
+        graders += await _graders(stack, spec, tasks)
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
@@ -231,7 +233,7 @@ async def run_actor(
         )
         gc.collect()
         gc.freeze()  # exempt the imported objects, which stay, from later collections
-        heartbeats = _owned(stack, registration.run(tasks.digest))
+        heartbeats = _owned(stack, registration.run(tasks.digest, tasks.grading))
         pushing = _owned(stack, delivery.run())
         leases = _owned(stack, _run_leasing(leasing, teacher, codec, spec))
         reporting = _owned(stack, partials.run())
@@ -326,18 +328,23 @@ async def _open_inputs(environment: ProcessEnvironment, spec: RunSpec) -> tuple[
     return tasks, codecs
 
 
-async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GradingPool]:
+async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GroupGrader]:
     """The grading pool of each task and of each evaluation set with a task. Equal verifiers share a pool."""
-    problems: list[ProblemSpec] = [
-        *(task.section for task in spec.task.tasks),
-        *(one.spec for one in tasks.sets),
+    problems: list[tuple[ProblemSpec, PromptSpec]] = [
+        *((task.section, task.section.prompt) for task in spec.task.tasks),
+        *((one.spec, one.prompt) for one in tasks.sets),
     ]
-    keys = [(problem.verifier, verifier_config(problem)) for problem in problems]
-    pools: list[GradingPool] = []
-    for i, problem in enumerate(problems):
+    keys = [
+        (problem.scoring, problem.combine, [verifier_config(problem, one, prompt) for one in problem.scoring])
+        for problem, prompt in problems
+    ]
+    pools: list[GroupGrader] = []
+    for i, (problem, prompt) in enumerate(problems):
         first = keys.index(keys[i])
         pools.append(
-            pools[first] if first < i else await stack.enter_async_context(open_grading_pool(problem))
+            pools[first]
+            if first < i
+            else await stack.enter_async_context(open_grading_pool(problem, prompt=prompt))
         )
     return pools
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
@@ -137,6 +137,7 @@ class Registration:
         name: of the actor, the same after a restart.
         control_url: where the trainer reaches the actor.
         teacher_problem: returns why the teacher does not answer; empty if it does.
+        reward_problem: the same of the reward service.
     """
 
     def __init__(
@@ -149,9 +150,11 @@ class Registration:
         name: str,
         control_url: str,
         teacher_problem: Callable[[], str] = str,
+        reward_problem: Callable[[], str] = str,
     ) -> None:
         self._coordinator, self._state, self._busy, self._metrics = coordinator, state, busy, metrics
         self._name, self._control_url, self._teacher_problem = name, control_url, teacher_problem
+        self._reward_problem = reward_problem
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
         self._registered_start = 0
@@ -194,11 +197,12 @@ class Registration:
             self._clear_member()
             self._wake.set()
 
-    async def run(self, task_digest: str) -> None:
+    async def run(self, task_digest: str, grading: Sequence[str] = ()) -> None:
         """Register and send heartbeats, until cancelled.
 
         Args:
             task_digest: of this actor's training prompts; the coordinator refuses any but its own.
+            grading: digests of the code that scores completions; refused likewise.
 
         Raises:
             Refused: the coordinator refuses this actor (wrong token, wire version or task).
@@ -206,7 +210,7 @@ class Registration:
         backoff = Backoff()
         while True:
             try:
-                await self._once(task_digest)
+                await self._once(task_digest, grading)
             except UnknownMember as error:
                 logger.warning("no longer a member: %s", error)
                 self._clear_member()
@@ -226,22 +230,23 @@ class Registration:
                 async with asyncio.timeout(timeout_seconds):
                     await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=False))
 
-    async def _once(self, task_digest: str) -> None:
+    async def _once(self, task_digest: str, grading: Sequence[str]) -> None:
         if self._registered_start != self._state.start_count:
             self._clear_member()
         if self.member_id is None:
             if self._state.up:
-                await self._register(task_digest)
+                await self._register(task_digest, grading)
             return
         await self._coordinator.heartbeat(self._heartbeat(self.member_id, healthy=self._state.up))
 
-    async def _register(self, task_digest: str) -> None:
+    async def _register(self, task_digest: str, grading: Sequence[str]) -> None:
         start = self._state.start_count
         reply = await self._coordinator.register(
             Register(
                 name=self._name,
                 control_url=self._control_url,
                 task_digest=task_digest,
+                grading=list(grading),
                 held_leases=sorted(self.held_leases),
             )
         )
@@ -266,6 +271,7 @@ class Registration:
             held_leases=sorted(self.held_leases),
             generated_leases=sorted(self.generated_leases),
             teacher_problem=self._teacher_problem(),
+            reward_problem=self._reward_problem(),
             progress=self._progress,
         )
 

@@ -42,9 +42,11 @@ from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_tasks.answer_extraction import extract_answer
-from scalerl_tasks.grading.grading_pool import Graded, GradingPool
+from scalerl_tasks.grading.combined import GroupGrader
+from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.verdict import NOT_APPLICABLE
 
 logger = logging.getLogger("scalerl.actor.rollouts")
 
@@ -143,7 +145,7 @@ class Section:
 
     source: PromptSource
     codec: PromptCodec
-    grader: GradingPool
+    grader: GroupGrader
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,8 @@ class RolloutGenerator:
         )
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         verdicts = group_verdicts(graded, section.grader.part_names)
-        self._log_grading_errors(generated.prompt, list(verdicts.errors.values()))
+        errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
+        self._log_grading_errors(generated.prompt, errors)
         text = await self._in_thread(self._text, (generated, texts)) if generated.lease.record else None
         if generated.lease.split is not Split.TRAIN:
             return verdicts, None, text

@@ -90,21 +90,29 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
     """Memory of all scoring processes of a generator; tasks with equal verifiers share theirs."""
     graders: list[tuple[VerifierSpec, ReasoningGymSource | None]] = []
     for task in spec.tasks:
-        grader = task.verifier, task.reasoning_gym if task.verifier.name == "reasoning-gym" else None
-        if grader not in graders:
-            graders.append(grader)
-    return sum(quantity_bytes(verifier.memory) * verifier.workers for verifier, _ in graders)
+        for one in task.scoring:
+            grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
+            if grader not in graders and one.http is None:
+                graders.append(grader)
+    return sum(
+        (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
+        * verifier.workers
+        for verifier, _ in graders
+    )
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
     run = Volume(f"$({DIR})", writable=writable)
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
+    code = dict.fromkeys(
+        one.python.path for task in spec.tasks for one in task.scoring if one.python and one.python.path
+    )
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     files = dict.fromkeys(
         path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ()
     )
-    return (run, *model, *jsonl, *(Volume(literal(path)) for path in files))
+    return (run, *model, *jsonl, *(Volume(literal(path)) for path in (*files, *code)))
 
 
 def _listen(port: str) -> str:
@@ -112,7 +120,10 @@ def _listen(port: str) -> str:
 
 
 def _uses_hub(spec: RunSpec) -> bool:
-    return spec.model.hub is not None or any(task.dataset and task.dataset.hub for task in spec.tasks)
+    data = [task.dataset for task in spec.tasks]
+    if spec.warm_start is not None:
+        data.append(spec.warm_start.dataset)
+    return spec.model.hub is not None or any(one is not None and one.hub is not None for one in data)
 
 
 def _prepare(spec: RunSpec) -> Workload:

@@ -243,6 +243,15 @@ def test_unavailable_teacher_degrades_until_it_answers(reconciles: Reconciles) -
     assert reconciles.reconcile(5, teacher_problem="") == Reason.HEALTHY
 
 
+def test_unavailable_reward_service_degrades_until_it_answers(reconciles: Reconciles) -> None:
+    problem = "generator-0: the reward service http://rewards/score answered with status 500"
+    assert reconciles.reconcile(0, reward_problem=problem) == Reason.REWARD_SERVICE_UNAVAILABLE
+    said = reconciles.after.condition(ConditionType.DEGRADED)
+    assert said is not None
+    assert problem in (said.message or "")
+    assert reconciles.reconcile(5, reward_problem="") == Reason.HEALTHY
+
+
 def test_unsaved_weights_are_neither_stalled_nor_failed(reconciles: Reconciles) -> None:
     """The trainer keeps them in memory; the message has the disk's error, and what to do."""
     reconciles.reconcile(0)

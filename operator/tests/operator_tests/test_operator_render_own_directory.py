@@ -58,12 +58,20 @@ def test_only_preparation_trainer_and_init_container_have_the_credentials() -> N
     }
 
 
-@pytest.mark.parametrize("history", [False, True])
-def test_coordinator_fetches_the_tokenizer_for_past_responses_only(history: bool) -> None:
-    generator = {"speculation": {"history": {}}} if history else {}
-    pod = pod_spec(rendered(own_directories(generator=generator))["StatefulSet/coordinator"])
+@pytest.mark.parametrize(
+    ("changes", "fetches"),
+    [
+        ({}, False),
+        ({"generator": {"speculation": {"history": {}}}}, True),
+        ({"task": {"dataset": {"files": ["/data/a.csv"]}, "verifier": {"name": "exact"}}}, True),
+    ],
+)
+def test_coordinator_fetches_the_tokenizer_for_past_responses_and_the_tables(
+    changes: dict[str, Any], fetches: bool
+) -> None:
+    pod = pod_spec(rendered(own_directories(**changes))["StatefulSet/coordinator"])
     commands = [each["command"] for each in pod.get("initContainers", ())]
-    assert commands == [["python", "-m", "scalerl_trainer.fetch_model", "--without-weights"]] * history
+    assert commands == [["python", "-m", "scalerl_trainer.fetch_model", "--without-weights"]] * fetches
 
 
 def test_pods_with_their_own_directory_request_its_size() -> None:

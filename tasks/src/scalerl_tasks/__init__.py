@@ -61,10 +61,11 @@ from scalerl_tasks.sources import (
     open_source,
     open_task,
     open_tasks,
+    open_warm_start,
     verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
-from scalerl_tasks.task_checks import TaskProblem, check_answers, task_problems
+from scalerl_tasks.task_checks import Rejected, TaskProblem, check_answers, task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 
@@ -94,6 +95,7 @@ __all__ = [
     "PromptError",
     "PromptSource",
     "ReasoningGymSource",
+    "Rejected",
     "RenderedPrompt",
     "RunTasks",
     "SectionError",
@@ -122,6 +124,7 @@ __all__ = [
     "open_task",
     "open_tasks",
     "open_verifier",
+    "open_warm_start",
     "render_prompt",
     "select_prompts",
     "split_held_out",

@@ -10,13 +10,28 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
-from scalerl_tasks.errors import EvaluationSetError, MixedTaskError, SourceError, TaskError, VerifierError
+from scalerl_tasks.errors import (
+    EvaluationSetError,
+    JsonlError,
+    MixedTaskError,
+    SourceError,
+    TaskError,
+    VerifierError,
+)
+from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
+from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.plugins import VERIFIERS as PLUGIN_VERIFIERS
+from scalerl_tasks.plugins import Plugin, entry_point, open_plugin_source
+from scalerl_tasks.programs.verifier import CodeConfig
+from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,
@@ -24,18 +39,15 @@ from scalerl_tasks.split import (
     choose_held_out,
     open_train,
     select_prompts,
-    split_held_out,
 )
 from scalerl_tasks.verifiers import VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import HeldOutSpec
+    from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
-def open_source(
-    spec: ProblemSpec, directory: Path | None = None
-) -> ReasoningGymSource | JsonlSource | DatasetSource | OpGraphSource:
+def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSource:
     """Open the prompt source of a task section.
 
     Args:
@@ -72,32 +84,163 @@ def open_source(
                 section.count,
             )
         )
-    raise SourceError("task: give one of reasoningGym, jsonl, dataset and opGraph")
+    if spec.plugin is not None:
+        return open_plugin_source(Plugin(spec.plugin.name, spec.plugin.parameters))
+    raise SourceError("task: give one of reasoningGym, jsonl, dataset, opGraph and plugin")
 
 
-def verifier_config(spec: ProblemSpec) -> VerifierConfig:
-    """The verifier of a task section, for a grading process to open."""
-    name = spec.verifier.name
-    return VerifierConfig(name, task=_gym_task(spec) if name == "reasoning-gym" else None)
+def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource | DatasetSource | None:
+    """Open the separate problems of ``warmStart``; None if there are none. ``directory``: as for :func:`open_source`.
+
+    Raises:
+        SourceError: as :func:`open_source`.
+    """
+    given = spec.warm_start
+    if given is None or not given.own:
+        return None
+    if given.jsonl is not None:
+        return JsonlSource((directory or Path()) / given.jsonl.path)
+    assert given.dataset is not None
+    columns = given.dataset.columns
+    if columns.answer is None and columns.solution is not None:
+        columns = columns.model_copy(update={"answer": columns.solution})
+    try:
+        return open_dataset(given.dataset.model_copy(update={"columns": columns}), directory)
+    except JsonlError:
+        raise
+    except SourceError as error:
+        raise SourceError(str(error).replace("task.dataset", "warmStart.dataset")) from error
 
 
-def open_grading_pool(spec: ProblemSpec, workers: int | None = None) -> GradingPool:
-    """The grading pool of a task section, with the section's number of graders or ``workers``; not started yet.
+def verifier_config(
+    spec: ProblemSpec,
+    given: VerifierSpec | None = None,
+    prompt: PromptSpec | None = None,
+    directory: Path | None = None,
+) -> VerifierConfig | RewardService:
+    """A verifier of a task section, for a grading process to open, or the service that is asked.
+
+    Args:
+        spec: the section.
+        given: one of several verifiers; default: the first.
+        prompt: the prompt format; default: that of the section.
+        directory: base of a relative ``verifier.python.path``.
+    """
+    given, prompt = given or spec.scoring[0], prompt or spec.prompt
+    low, high = map(float, given.range)
+    if (own := given.python) is not None:
+        return VerifierConfig(
+            "python",
+            python=PythonFunction(
+                function=own.function,
+                path=None if own.path is None else str((directory or Path()) / own.path),
+                module=own.module,
+                signature=own.signature,
+                parameters=own.parameters,
+                chat=prompt is not None and prompt.format == "Chat",
+                template=None if prompt is None else prompt.template,
+                system=None if prompt is None else prompt.system,
+                range=(low, high),
+            ),
+        )
+    if given.code is not None:
+        return VerifierConfig("code", code=_code_config(given.code, given.timeout_seconds))
+    if given.http is not None:
+        return RewardService(
+            given.http.url,
+            given.http.batch,
+            given.http.concurrency,
+            given.http.retries,
+            given.timeout_seconds,
+            (low, high),
+            None if prompt is None else prompt.template,
+            None if prompt is None else prompt.system,
+        )
+    if given.plugin is not None:
+        return VerifierConfig(
+            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high))
+        )
+    assert given.name is not None
+    return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
+
+
+def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
+    from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
+
+    limits = Limits(
+        given.cpu_seconds, quantity_bytes(given.memory), quantity_bytes(given.output), given.threads
+    )
+    return CodeConfig.of(given.partial, limits, timeout_seconds)
+
+
+def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
+    """Digest of all that scores the completions of a section, with the code; empty for one verifier with a name.
+
+    Raises:
+        VerifierError: the code cannot be read.
+    """
+    if spec.verifier is not None and spec.verifier.name is not None:
+        return ""
+    limits = {"timeout_seconds", "memory", "workers"}
+    parts: list[object] = [spec.combine]
+    for given in spec.scoring:
+        kept = {**given.model_dump(mode="json", exclude=limits)}
+        if (own := given.python) is not None:
+            kept["python"] |= {"path": "", "module": ""}
+            kept["code"] = code_digest(
+                None if own.path is None else (directory or Path()) / own.path, own.module
+            )
+        if given.http is not None:
+            kept["http"] = {"url": given.http.url}
+        if given.plugin is not None:
+            try:
+                entry = entry_point(PLUGIN_VERIFIERS, given.plugin.name)
+            except TaskError as error:
+                raise VerifierError(str(error)) from error
+            kept["code"] = code_digest(module=entry.module)
+        parts.append(sorted(kept.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def open_grading_pool(
+    spec: ProblemSpec,
+    workers: int | None = None,
+    *,
+    prompt: PromptSpec | None = None,
+    directory: Path | None = None,
+    show_output: bool = False,
+) -> GroupGrader:
+    """The grader of a task section, with the section's number of processes or ``workers``; not started yet. ``prompt`` and
+    ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
         VerifierError: ``verifier.memory`` is too small to grade anything.
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
-    memory_bytes = quantity_bytes(spec.verifier.memory)
-    if memory_bytes < MIN_MEMORY_BYTES:
-        raise VerifierError(f"task.verifier.memory is {spec.verifier.memory}; a grader needs at least 64Mi")
-    return GradingPool(
-        verifier_config(spec),
-        workers=workers or spec.verifier.workers,
-        timeout_seconds=spec.verifier.timeout_seconds,
-        memory_bytes=memory_bytes,
-    )
+    graders: list[GroupGrader] = []
+    for given in spec.scoring:
+        config = verifier_config(spec, given, prompt, directory)
+        if isinstance(config, RewardService):
+            graders.append(HttpGrader(config))
+            continue
+        memory_bytes = quantity_bytes(given.memory)
+        if memory_bytes < MIN_MEMORY_BYTES:
+            raise VerifierError(f"task.verifier.memory is {given.memory}; a grader needs at least 64Mi")
+        graders.append(
+            GradingPool(
+                config,
+                workers=workers or given.workers,
+                timeout_seconds=given.timeout_seconds,
+                memory_bytes=memory_bytes,
+                show_output=show_output,
+            )
+        )
+    if spec.verifiers is None:
+        return graders[0]
+    labels = [one.part for one in spec.verifiers]
+    weights = [float(one.weight) for one in spec.verifiers]
+    return CombinedGrader(graders, labels, weights, product=spec.combine == "Product")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +254,8 @@ class Task:
     held_out: HeldOut
     template: str | None = None
     system: str | None = None
+    grading: str = ""
+    """:func:`grading_digest` of the section."""
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt in the task's template."""
@@ -128,11 +273,17 @@ class EvaluationPrompts:
     spec: ProblemSpec
     """Section with source, prompt format and verifier."""
     prompt: PromptSpec
+    grading: str = ""
+    """:func:`grading_digest` of the section."""
 
     @property
     def digest(self) -> str:
-        """Digest of everything besides model and sampling that determines a score: the rendered prompts and their verifier."""
-        parts = (self.prompts.digest, self.spec.verifier.name, self.prompt.model_dump_json())
+        """Digest of the rendered prompts and the name of their verifier; a score also depends on :attr:`grading`."""
+        parts = (
+            self.prompts.digest,
+            "+".join(one.title for one in self.spec.scoring),
+            self.prompt.model_dump_json(),
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -149,6 +300,11 @@ class RunTasks:
     """The evaluation sets with their own task, in the order of the spec."""
     digest: str
     """Digest of the training prompts: equal digests mean equal prompts, in equal proportions."""
+
+    @property
+    def grading(self) -> tuple[str, ...]:
+        """:func:`grading_digest` of each task, then of each set."""
+        return (*(task.grading for task in self.tasks), *(one.grading for one in self.sets))
 
     def overlap(self, one: EvaluationPrompts) -> str:
         """The reason why a training file and an evaluation set cannot be used together: the file has prompts of the set. Empty
@@ -173,12 +329,14 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     Raises:
         SourceError: the source is invalid or too small for the held-out set.
         TemplateError: the template is invalid.
+        VerifierError: the code of the verifier cannot be read.
     """
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
     given = spec.held_out
-    train, held_out = split_held_out(source, given.size, given.seed, others, _held_out_graphs(given))
-    return Task(train, held_out, spec.prompt.template, spec.prompt.system)
+    held_out = choose_held_out(source, given.size, given.seed, _held_out_graphs(given))
+    train = open_train(source, held_out, given.size, given.seed, others, _overlap(source))
+    return Task(train, held_out, spec.prompt.template, spec.prompt.system, grading_digest(spec, directory))
 
 
 def open_tasks(spec: RunSpec, directory: Path | None = None) -> RunTasks:
@@ -220,9 +378,14 @@ def _open_mix(
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
             size, seed = one.section.held_out.size, one.section.held_out.seed
-            train = open_train(source, held_out[at], size, seed, excluded)
-            tasks.append(Task(train, held_out[at], one.section.prompt.template, one.section.prompt.system))
+            train = open_train(source, held_out[at], size, seed, excluded, _overlap(source))
+            prompt, grading = one.section.prompt, grading_digest(one.section, directory)
+            tasks.append(Task(train, held_out[at], prompt.template, prompt.system, grading))
     return tuple(tasks)
+
+
+def _overlap(source: PromptSource) -> list[int]:
+    return source.overlap if isinstance(source, DatasetSource) else []
 
 
 def _held_out_graphs(given: HeldOutSpec) -> HeldOutGraphs | None:
@@ -245,9 +408,10 @@ def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPromp
     try:
         check_template(prompt.template)
         prompts = select_prompts(open_source(task, directory), task.size, task.seed)
+        grading = grading_digest(task, directory)
     except TaskError as error:
         raise EvaluationSetError(given.name, field, error) from error
-    return EvaluationPrompts(given.name, field, prompts, task, prompt)
+    return EvaluationPrompts(given.name, field, prompts, task, prompt, grading)
 
 
 def _gym_task(spec: ProblemSpec) -> GymTask | None:

@@ -64,10 +64,15 @@ class Train:
     """
 
     def __init__(
-        self, source: PromptSource, held_out: HeldOut, others: Sequence[HeldOut], digest: str
+        self,
+        source: PromptSource,
+        held_out: HeldOut,
+        others: Sequence[HeldOut],
+        digest: str,
+        left_out: Sequence[int] = (),
     ) -> None:
         self._source = source
-        self._held_out = sorted(held_out.indices)
+        self._held_out = sorted({*held_out.indices, *left_out})
         # The p-th index that is not held out is p + (number of held-out indices before it); at these positions that
         # number increases.
         self._steps = [index - rank for rank, index in enumerate(self._held_out)]
@@ -187,11 +192,25 @@ def choose_held_out(
 
 
 def open_train(
-    source: PromptSource, held_out: HeldOut, size: int, seed: int, others: Sequence[HeldOut] = ()
+    source: PromptSource,
+    held_out: HeldOut,
+    size: int,
+    seed: int,
+    others: Sequence[HeldOut] = (),
+    left_out: Sequence[int] = (),
 ) -> Train:
-    """The training prompts of :func:`split_held_out`, whose documentation describes arguments and errors."""
+    """The training prompts of :func:`split_held_out`, whose documentation describes arguments and errors.
+
+    left_out: indices in the source of prompts that are not trained on because they overlap with held-out ones.
+    """
     identity = "/".join([_identity(source, size, seed, held_out.graphs), *(other.digest for other in others)])
-    train = Train(source, held_out, others, _sha256(f"train/{identity}"))
+    if left_out:
+        identity += f"/overlap/{_sha256(repr(left_out))}"
+    train = Train(source, held_out, others, _sha256(f"train/{identity}"), left_out)
+    if not len(train):
+        raise SplitError(
+            "every prompt that is not held out overlaps with one that is; raise task.dataset.filter.overlap, or leave it out"
+        )
     train[0]  # raises if no prompt is left to train on
     return train
 

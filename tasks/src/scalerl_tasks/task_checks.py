@@ -7,17 +7,24 @@ processes that grade completions, with the same limits.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import bisect
+import math
 import os
+import re
 import time
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.dataset.overlap import leave_out_overlap
 from scalerl_tasks.dataset.source import description
+from scalerl_tasks.dataset.table import LeftOut, Table
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
@@ -30,11 +37,18 @@ from scalerl_tasks.errors import (
     UnknownTaskError,
     VerifierError,
 )
-from scalerl_tasks.grading.grading_pool import GradingPool
+from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.sources import RunTasks, open_grading_pool, open_source, open_tasks
+from scalerl_tasks.sources import (
+    RunTasks,
+    grading_digest,
+    open_grading_pool,
+    open_source,
+    open_tasks,
+    open_warm_start,
+)
 
 if TYPE_CHECKING:
     from scalerl_api.spec import ProblemSpec, RunSpec
@@ -42,7 +56,9 @@ if TYPE_CHECKING:
 GENERATED_PROMPTS = 1000
 """Number of evenly spaced prompts that are checked of a generated source."""
 DATASET_PROMPTS = 20_000
-"""The same for a data set; ``scalerl data`` checks all."""
+"""The same for a data set without a run's directory; in one, and by ``scalerl data``, all are checked."""
+OWN_CODE_PROMPTS = 200
+"""The same for a verifier of the user's own code, which may take seconds for each."""
 PROGRESS_SECONDS = 10.0
 """Interval of the lines about a check that takes long."""
 _MAX_WORKERS = 32
@@ -52,6 +68,12 @@ _MAX_KNOWN = 1 << 20
 """Different answers whose result is kept, about 100 bytes each."""
 _CHUNK = 64
 """Prompts that one grader checks at a time."""
+_MAX_REASONS = 8
+"""Reasons that are counted; further ones count together."""
+_EXAMPLES = 3
+"""Rows that are listed for each reason."""
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+"""A text as ``repr`` shows it."""
 _OF_THE_ANSWER = frozenset({"exact", "number", "math-verify"})
 """Verifiers whose check depends on the answer alone, so that each different answer is checked once."""
 
@@ -103,9 +125,10 @@ def _problems(
         if one.task is not None
     ]
     checked: dict[tuple[str, str], tuple[str, ...]] = {}
+    rejected: dict[Path, Rejected] = {}
     found = False
     for field, section in sections:
-        for problem in _section_problems(field, section, directory, answers, progress, checked):
+        for problem in _section_problems(field, section, directory, answers, progress, checked, rejected):
             found = True
             yield problem
     for problem in _warm_start_file_problems(spec, directory):
@@ -114,7 +137,13 @@ def _problems(
     if found:  # a file with invalid rows cannot be opened
         return
     try:
+        for path, rows in rejected.items():
+            table = Table(path)
+            rows.left_out(table.info.digest).write(path)
+            table.close()
         tasks = open_tasks(spec, directory)
+        if directory is not None and leave_out_overlap(spec, tasks, directory, progress):
+            tasks = open_tasks(spec, directory)
     except EvaluationSetError as error:
         yield TaskProblem(error.field, str(error.problem))
         return
@@ -135,67 +164,96 @@ def _section_problems(
     answers: bool,
     progress: Progress,
     checked: dict[tuple[str, str], tuple[str, ...]],
+    rejected: dict[Path, Rejected],
 ) -> Iterator[TaskProblem]:
     """Problems of a task or an evaluation set by itself: its source, its rows, and its answers.
 
-    ``checked``: the problems of the answers of each file and verifier so far.
+    ``checked``: the problems of the answers of each file and verifier so far. ``rejected``: the rows that verifiers have rejected so
+    far of each table in the run's directory.
     """
     source: PromptSource | None = None
     try:
-        open_grading_pool(section)
+        open_grading_pool(section, directory=directory)
+        scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
-            with contextlib.closing(open_dataset(section.dataset, directory, progress)) as opened:
-                for line in description(opened.table.info):
-                    progress(f"{field}.dataset: {line}")
+            source = open_dataset(section.dataset, directory, progress)
+            for line in description(source):
+                progress(f"{field}.dataset: {line}")
+            open_source(section, directory)  # whether the prompt format fits
+            key, of_table, limit = (str(source.table.path), scoring), None, None
+            own = _own_code(section)  # it is asked about some rows, at each start, and no row is left out
+            # Rows are left out once for the whole run.
+            if answers and key not in checked and (own or source.left_out is None):
+                checked[key] = ()
+                if directory is not None and not own:
+                    of_table, limit = rejected.setdefault(source.table.path, Rejected()), len(source)
+                say = partial(_say, progress, f"{field}.dataset: ")
+                check_answers(source, section, limit, directory=directory, progress=say, rejected=of_table)
+            return
         if section.jsonl is None:
             if answers:
-                check_answers(open_source(section, directory), section, progress=progress)
+                check_answers(
+                    open_source(section, directory), section, directory=directory, progress=progress
+                )
             return
         path = (directory or Path()) / section.jsonl.path
         source = JsonlSource(path, keep_valid=True)
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
-        key = (str(path.resolve()), section.verifier.name)
+        key = (str(path.resolve()), scoring)
         if answers and key not in checked:
             checked[key] = ()
             try:
-                check_answers(source, section, progress=progress)
+                check_answers(source, section, directory=directory, progress=progress)
             except AnswersError as error:
                 checked[key] = error.texts
         for text in checked.get(key, ()):
-            yield TaskProblem(f"{field}.verifier.name", text)
+            yield TaskProblem(f"{field}{_verifier_field(section)}", text)
     except AnswersError as error:
-        yield from (TaskProblem(f"{field}.verifier.name", text) for text in error.texts)
+        yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
     except (SourceError, VerifierError) as error:
         yield _source_problem(field, section, error)
     finally:
-        if isinstance(source, JsonlSource):
+        if isinstance(source, JsonlSource | DatasetSource):
             source.close()
 
 
+def _say(progress: Progress, prefix: str, text: str) -> None:
+    progress(prefix + text)
+
+
 def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:
-    """Problems of ``warmStart.jsonl``: invalid rows, and rows without a solution."""
-    if spec.warm_start is None or spec.warm_start.jsonl is None:
+    """Problems of the separate problems of ``warmStart``: invalid rows, and rows without a solution."""
+    given = spec.warm_start
+    if given is None or not given.own:
         return
-    field, path = "warmStart.jsonl.path", (directory or Path()) / spec.warm_start.jsonl.path
+    field = given.own
+    source: JsonlSource | DatasetSource | None = None
     try:
-        source = JsonlSource(path, keep_valid=True)
-    except SourceError as error:
-        yield TaskProblem(field, str(error))
-        return
-    try:
-        yield from (TaskProblem(field, text) for text in source.problems.texts)
-        missing = RowProblems(path, source.problems.rows)
+        if given.jsonl is not None:
+            field, path = f"{field}.path", (directory or Path()) / given.jsonl.path
+            source = JsonlSource(path, keep_valid=True)
+            yield from (TaskProblem(field, text) for text in source.problems.texts)
+            missing = RowProblems(path, source.problems.rows)
+        else:
+            source = open_warm_start(spec, directory)
+            assert source is not None
+            missing = RowProblems("the data set", len(source))
         for index in range(len(source)):
             if not source[index].solution:
                 text = (
-                    f"{path}, line {source.line(index)} has no solution: give each line a solution, or leave "
-                    "warmStart.jsonl out to train on the task's own"
+                    f"{source.place(index)} has no solution: give each row a solution, or leave {given.own} out to train on the task's "
+                    "own"
                 )
-                missing.add(source.line(index), text, "without solution")
+                missing.add(
+                    source.line(index) if isinstance(source, JsonlSource) else index, text, "without solution"
+                )
         yield from (TaskProblem(field, text) for text in missing.texts)
+    except SourceError as error:
+        yield TaskProblem(field, str(error))
     finally:
-        source.close()
+        if source is not None:
+            source.close()
 
 
 def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
@@ -207,7 +265,7 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
                 f"the task's prompts have no difficulty: give each line of {given.field}.jsonl.path one (of a data set: "
                 "columns.difficulty), or use edgeOfCompetence, which measures it",
             )
-        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+        if spec.warm_start is not None and not spec.warm_start.own:
             try:
                 opened.train[0].worked_solution  # noqa: B018
             except ValueError as error:
@@ -215,6 +273,19 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
     for one in tasks.sets:
         if problem := tasks.overlap(one):
             yield TaskProblem(f"{one.field}.task", problem)
+
+
+def _verifier_field(task: ProblemSpec) -> str:
+    if task.verifier is None:
+        return ".verifiers"
+    return next(
+        (
+            f".verifier.{name}"
+            for name in ("python", "code", "plugin", "http")
+            if getattr(task.verifier, name)
+        ),
+        ".verifier.name",
+    )
 
 
 def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProblem:
@@ -231,7 +302,7 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
         case TemplateError():
             field = ".prompt.template"
         case VerifierError():
-            field = ".verifier.name"
+            field = _verifier_field(task)
         case SourceError() if task.jsonl is None and task.dataset is None:
             field = ""
     return TaskProblem(where + field, str(error))
@@ -245,15 +316,20 @@ def check_answers(
     spec: ProblemSpec,
     limit: int | None = None,
     *,
+    directory: Path | None = None,
     progress: Progress = lambda text: None,
+    rejected: Rejected | None = None,
 ) -> None:
     """Start the graders of a section, and check that its prompts' own answers can be graded.
+
+    Of a data set, up to ``filter.maxRejected`` of the rows may have others: they are listed by ``progress``, and added to ``rejected``.
 
     Args:
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
         limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
-            :data:`GENERATED_PROMPTS` of another source.
+            :data:`GENERATED_PROMPTS` of another source, :data:`OWN_CODE_PROMPTS` with a verifier of the user's own code.
+        directory: base of a relative path of a verifier.
         progress: as in :func:`task_problems`.
 
     Raises:
@@ -261,23 +337,131 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
-    if limit is None and spec.jsonl is None:
+    if limit is None and _own_code(spec):
+        limit = OWN_CODE_PROMPTS
+    elif limit is None and spec.jsonl is None:
         limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
+    if isinstance(source, DatasetSource) and spec.dataset is not None:
+        found = Rejected()
+        asyncio.run(_check_answers(source, spec, directory, count, found, progress))
+        texts = found.texts(spec, count, len(source))
+        if found.too_many(spec, count, len(source)):
+            raise AnswersError(texts)
+        for text in texts:
+            progress(text)
+        if rejected is not None:
+            rejected.update(found)
+        return
     rows = count + source.problems.total if isinstance(source, JsonlSource) else count
     problems = RowProblems(where, rows)
-    asyncio.run(_check_answers(source, spec, count, problems, progress))
+    asyncio.run(_check_answers(source, spec, directory, count, problems, progress))
     if problems.total:
         raise AnswersError(problems.texts)
 
 
+class Rejected:
+    """The rows of a data set whose answers a verifier rejects, by reason."""
+
+    def __init__(self) -> None:
+        self.rows = array("Q")
+        self.note = ""
+        """Why not all were checked."""
+        self.where = "the data set"
+        self._counts = Counter[str]()
+        self._first: dict[str, list[tuple[int, str]]] = {}
+
+    def add(self, index: int, message: str, reason: str) -> None:
+        """Count a row, and keep the message if it is one of the first for this reason."""
+        self.rows.append(index)
+        reason = reason if reason in self._counts or len(self._counts) < _MAX_REASONS else "other reasons"
+        self._counts[reason] += 1
+        self._keep(reason, (index, message))
+
+    def _keep(self, reason: str, example: tuple[int, str]) -> None:
+        first = self._first.setdefault(reason, [])
+        bisect.insort(first, example)
+        del first[_EXAMPLES:]
+
+    def update(self, other: Rejected) -> None:
+        """Add the rows that another verifier of the same data set rejects."""
+        self.rows = array("Q", sorted({*self.rows, *other.rows}))
+        self._counts += other._counts
+        for reason, examples in other._first.items():
+            for example in examples:
+                self._keep(reason, example)
+
+    def left_out(self, digest: str) -> LeftOut:
+        """As the record beside the table with this digest."""
+        examples = [text for first in self._first.values() for _, text in first]
+        return LeftOut(digest, sorted(self.rows), dict(self._counts.most_common()), examples)
+
+    def too_many(self, spec: ProblemSpec, checked: int, total: int) -> bool:
+        """Whether the run is refused. A sample has to exceed the share by three standard deviations; the user's own code has to
+        score each row."""
+        assert spec.dataset is not None
+        if _own_code(spec):
+            return bool(self.rows or self.note)
+        allowed = float(spec.dataset.filter.max_rejected) * checked
+        return bool(self.note) or len(self.rows) > allowed + (
+            3 * math.sqrt(allowed) if checked < total else 0
+        )
+
+    def texts(self, spec: ProblemSpec, checked: int, total: int) -> list[str]:
+        """Lines with the first rows of each reason, and one with all counts; none without such rows."""
+        assert spec.dataset is not None
+        if not self.rows and not self.note:
+            return []
+        listed = [text for first in self._first.values() for _, text in first]
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self._counts.most_common())
+        of = f"{checked:,} rows" if checked == total else f"{checked:,} sampled rows of {total:,}"
+        share, limit = len(self.rows) / max(checked, 1), spec.dataset.filter.max_rejected
+        own, titles = _own_code(spec), _titles(spec)
+        what = (
+            f"answers that get no reward by {titles}" if own else f"answers that do not score 1 by {titles}"
+        )
+        text = f"{len(self.rows):,} of {of} ({share:.2%}) have {what}: {reasons}"
+        if own:
+            text += "; correct the code, or drop such rows by filter.where"
+        elif self.too_many(spec, checked, total):
+            text += (
+                f"; that is more than filter.maxRejected ({limit}): set columns.answer, answerPattern or another verifier, drop them "
+                "by filter.where, or raise filter.maxRejected to have them left out"
+            )
+        else:
+            text += "; a run leaves such rows out"
+        return [*listed, text + (f"; {self.note}" if self.note else "")]
+
+
+def _own_code(spec: ProblemSpec) -> bool:
+    return any(one.name is None and one.code is None for one in spec.scoring)
+
+
+def _titles(spec: ProblemSpec) -> str:
+    return " and ".join(one.title for one in spec.scoring)
+
+
+def _reason(error: str) -> str:
+    """An error without the values in it.
+
+    >>> _reason("its answer 'Ada' has no number; write only the number")
+    'its answer … has no number'
+    """
+    return _QUOTED.sub("…", error).partition(";")[0][:100]
+
+
 async def _check_answers(
-    source: PromptSource, spec: ProblemSpec, count: int, problems: RowProblems, progress: Progress
+    source: PromptSource,
+    spec: ProblemSpec,
+    directory: Path | None,
+    count: int,
+    problems: RowProblems | Rejected,
+    progress: Progress,
 ) -> None:
     workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
-    total, once = len(source), spec.verifier.name in _OF_THE_ANSWER
+    total, once = len(source), all(one.name in _OF_THE_ANSWER for one in spec.scoring)
     known: dict[bytes, str | None] = {}
     """Result by key of the answer."""
     waiting: dict[bytes, list[int]] = {}
@@ -290,21 +474,24 @@ async def _check_answers(
         done += 1
         if error is None:
             return
-        kind = f"answers that {spec.verifier.name} cannot use"
+        kind = f"answers that {_titles(spec)} cannot use"
         if isinstance(source, JsonlSource):
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
         elif isinstance(source, DatasetSource):
-            problems.add(index, f"{source.place(index)}, {source.table.info.fields['answer']}: {error}", kind)
+            place = f"{source.place(index)}, {source.table.info.fields['answer']}"
+            problems.add(index, f"{place}: {error}", _reason(error))
         else:
             problems.add(index, error, kind)
 
-    async def check(pool: GradingPool, chunk: dict[bytes, Prompt]) -> None:
+    async def check(pool: GroupGrader, chunk: dict[bytes, Prompt]) -> None:
         todo = iter(chunk.items())
 
         def checked(error: str | None) -> None:
             key, prompt = next(todo)
-            if once and error is not None:  # other rows have the same answer
+            if error is not None and (
+                once or isinstance(source, DatasetSource)
+            ):  # other rows have the same answer
                 error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
             if once and len(known) < _MAX_KNOWN:
                 known[key] = error
@@ -313,7 +500,7 @@ async def _check_answers(
 
         await pool.check(list(chunk.values()), checked)
 
-    async with open_grading_pool(spec, workers) as pool:
+    async with open_grading_pool(spec, workers, directory=directory) as pool:
         running: set[asyncio.Task[None]] = set()
         chunk: dict[bytes, Prompt] = {}
         try:
@@ -344,7 +531,7 @@ async def _check_answers(
                     if pool.counts.timeouts >= _MAX_TIMEOUTS:
                         text = (
                             f"stopped after {done:,} of {count:,} answers: the checks of {_MAX_TIMEOUTS} took longer than "
-                            f"verifier.timeoutSeconds ({spec.verifier.timeout_seconds:g}) each"
+                            f"verifier.timeoutSeconds ({max(one.timeout_seconds for one in spec.scoring):g}) each"
                         )
                         problems.note = text
                         return

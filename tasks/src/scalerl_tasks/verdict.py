@@ -12,6 +12,10 @@ from scalerl_tasks.errors import VerifierError
 
 SCORE_RANGE: Final = (0.0, 1.0)
 """Lowest and highest score of every verifier, so that a mean score is a pass rate, as the curve fit requires."""
+REWARD: Final = "reward"
+"""Part with the reward of a verifier whose rewards have another range."""
+NOT_APPLICABLE: Final = "not applicable: the verifier gave None"
+"""In place of a verdict, where a verifier does not apply to a prompt."""
 
 MAX_PARTS: Final = 16
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -32,12 +36,15 @@ class Verdict:
 
 
 def declared_parts(verifier: object) -> tuple[str, ...]:
-    """The names of the parts that a verifier declares in its attribute ``part_names``; empty without the attribute.
+    """The names of the parts that a verifier declares in its attribute ``part_names``; empty without the attribute. One with another
+    ``range`` than :data:`SCORE_RANGE` has its reward as the part :data:`REWARD`.
 
     Raises:
         VerifierError: a name cannot be the name of a column or is repeated, or there are more than :data:`MAX_PARTS`.
     """
     names = tuple(getattr(verifier, "part_names", ()))
+    if getattr(verifier, "range", SCORE_RANGE) != SCORE_RANGE:
+        names = (*names, REWARD)
     where = f"the verifier {getattr(verifier, 'name', type(verifier).__name__)!r}"
     for name in names:
         if not (isinstance(name, str) and _PART_NAME.fullmatch(name)):
@@ -49,19 +56,27 @@ def declared_parts(verifier: object) -> tuple[str, ...]:
     return names
 
 
-def as_verdict(found: Verdict | float, part_names: Sequence[str]) -> Verdict:
-    """Convert and check the result of a verifier; a number or bool is the score of a verdict without parts.
+def as_verdict(
+    found: Verdict | float, part_names: Sequence[str], bounds: tuple[float, float] = SCORE_RANGE
+) -> Verdict:
+    """Convert and check the result of a verifier; a number or bool is the score of a verdict without parts. The lowest of ``bounds``
+    becomes a score of 0, and the highest 1.
 
     Raises:
-        ValueError: the score is outside :data:`SCORE_RANGE`, a part is not finite, or the parts are not those declared.
+        ValueError: the score is outside ``bounds``, a part is not finite, or the parts are not those declared.
 
     >>> as_verdict(True, ()), as_verdict(Verdict(0.5, {"process": 0.25}), ["process"])
     (Verdict(score=1.0, parts={}), Verdict(score=0.5, parts={'process': 0.25}))
+    >>> as_verdict(0.0, ["reward"], (-1.0, 1.0))
+    Verdict(score=0.5, parts={'reward': 0.0})
     """
     verdict = found if isinstance(found, Verdict) else Verdict(found)
-    score, (low, high) = float(verdict.score), SCORE_RANGE
+    score, (low, high) = float(verdict.score), bounds
     if not low <= score <= high:  # NaN is not
         raise ValueError(f"the verifier gave {score:g}, which is not in [{low:g}, {high:g}]")
+    if bounds != SCORE_RANGE:
+        verdict = Verdict(score, {**verdict.parts, REWARD: score})
+        score = min(1.0, (score - low) / (high - low))
     if verdict.parts.keys() != set(part_names):
         raise ValueError(
             f"the verifier gave the parts {sorted(verdict.parts)}, and declares {sorted(part_names)}"

@@ -27,7 +27,10 @@ from scalerl_tasks.answer_extraction import extract, extract_answer
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
+from scalerl_tasks.plugins import Plugin, PluginVerifier
+from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
 from scalerl_tasks.verdict import Verdict
 
 _SAMPLES = 3
@@ -43,14 +46,17 @@ _MATH_SAMPLES = (
 class Verifier(Protocol):
     """Scores completions of one task.
 
-    A verifier whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``.
+    A verifier whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``; one with rewards outside
+    [0, 1], their ``range: tuple[float, float]``. One that scores the completions of a prompt together has ``whole = True`` and a
+    method ``score_group(prompt, completions)``, which returns a list. With ``trusted = True`` it has no audit guard.
     """
 
     @property
     def name(self) -> str: ...
 
-    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float:
-        """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool.
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
+        """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool; None if the verifier does not apply
+        to the prompt.
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -80,10 +86,16 @@ class VerifierConfig:
     Attributes:
         name: one of :data:`VERIFIERS`.
         task: for ``reasoning-gym``: the task with the scorer.
+        python: a function of the user, in place of one of :data:`VERIFIERS`.
+        code: settings of programs, in place of one of :data:`VERIFIERS`.
+        plugin: an installed verifier, likewise.
     """
 
     name: str
     task: GymTask | None = None
+    python: PythonFunction | None = None
+    code: CodeConfig | None = None
+    plugin: Plugin | None = None
 
 
 def open_verifier(config: VerifierConfig) -> Verifier:
@@ -93,6 +105,12 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         VerifierError: unknown name, or an option that this verifier does not have.
         SourceError: ``reasoning-gym``: its task cannot be opened.
     """
+    if config.python is not None:
+        return PythonVerifier(config.python)
+    if config.code is not None:
+        return CodeVerifier(config.code)
+    if config.plugin is not None:
+        return PluginVerifier(config.plugin)
     if config.name not in VERIFIERS:
         raise VerifierError(
             f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"

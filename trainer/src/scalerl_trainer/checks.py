@@ -28,6 +28,7 @@ from scalerl_tasks import (
     PromptSource,
     Task,
     open_source,
+    open_warm_start,
     render_prompt,
     task_problems,
 )
@@ -107,7 +108,7 @@ def check_prompts(
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
-        if spec.warm_start is not None and spec.warm_start.jsonl is None:
+        if spec.warm_start is not None and not spec.warm_start.own:
             _check_examples(
                 spec, lambda index: f"warmStart: {_place(given, source, index)}", batch, lengths, tokenizer
             )
@@ -179,26 +180,28 @@ def _check_examples(
             )
 
 
-def check_mid_training_file(tokenizer: ModelTokenizer, spec: RunSpec, task: Task) -> None:
-    """Check that every line of ``warmStart.jsonl``, which has a solution, fits a micro-batch.
+def check_mid_training_file(
+    tokenizer: ModelTokenizer, spec: RunSpec, task: Task, directory: Path | None = None
+) -> None:
+    """Check that every separate problem of ``warmStart``, with its solution, fits a micro-batch. ``directory``: that of the run.
 
-    Held-out lines are checked too; mid-training drops them.
+    Held-out ones are checked too; mid-training drops them.
 
     Raises:
         PrepareError: a line is invalid (the message names it), or all lines are held out.
         TaskError: the file cannot be read.
     """
-    if spec.warm_start is None or spec.warm_start.jsonl is None:
+    source = open_warm_start(spec, directory)
+    if source is None or spec.warm_start is None:
         return
-    path = Path(spec.warm_start.jsonl.path)
-    source = JsonlSource(path)
+    field = spec.warm_start.own
 
     def place(index: int) -> str:
-        return f"warmStart.jsonl: {source.place(index)}"
+        return f"{field}: {source.place(index)}"
 
     if all(task.train.excludes(source[index]) for index in range(len(source))):
         raise PrepareError(
-            f"warmStart.jsonl: {path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
+            f"{field}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     for batch in _batches(source, None):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))

@@ -1,7 +1,8 @@
-"""``python -m scalerl_trainer.fetch_model [--without-weights]``: fetches the prepared model from ``checkpoint.to`` to ``DIR/model``.
+"""``python -m scalerl_trainer.fetch_model [--without-weights]``: fetches the prepared model, and the tables of ``task.dataset``, from
+``checkpoint.to`` to ``DIR/model`` and ``DIR/data``.
 
 The init container of pods that do not mount the run's volume (``storage.mountedBy: Coordinator``). Exit code: 0 on success; 1 if
-the store does not have the model, or could not be read in several attempts; 2 for bad input.
+the store does not have them, or could not be read in several attempts; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from scalerl_api.load import SpecError
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_trainer.object_store import ObjectStore, StoreError
-from scalerl_trainer.stored_files import MODEL, fetch
+from scalerl_trainer.stored_files import fetch, of_run
 
 log = logging.getLogger("scalerl_trainer.fetch_model")
 
@@ -33,20 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = not parser.parse_args(argv).without_weights
     try:
         environment = ProcessEnvironment.read()
-        to = environment.load_run().spec.checkpoint.to
+        spec = environment.load_run().spec
+        to = spec.checkpoint.to
     except (EnvironmentProblem, SpecError) as problem:
         log.error("%s", problem)
         return BAD_INPUT_EXIT_CODE
     if to is None:
-        log.error("checkpoint.to: it is not set, so there is no store to fetch the model from")
+        log.error("checkpoint.to: it is not set, so there is no store to fetch from")
         return BAD_INPUT_EXIT_CODE
     for pause in (*PAUSES, None):
         try:
-            target = environment.paths.base_model
-            if fetch(ObjectStore(to), MODEL, target, leave_out="" if weights else ".safetensors"):
-                log.info("%s/%s is in %s", to, MODEL, target)
+            store, problem_text = ObjectStore(to), ""
+            for folder in of_run(spec):
+                target = environment.paths.root / folder
+                if fetch(store, folder, target, leave_out="" if weights else ".safetensors"):
+                    log.info("%s/%s is in %s", to, folder, target)
+                else:
+                    problem_text = problem_text or f"{to}/{folder}: the preparation has not uploaded it"
+            if not problem_text:
                 return 0
-            problem_text = f"{to}/{MODEL}: the preparation has not uploaded a model there"
         except (StoreError, OSError) as problem:
             problem_text = str(problem)
         if pause is not None:

@@ -1,6 +1,6 @@
 """Forks a run: copies the checkpoint of another run, with what belongs to it, into the directory of a new one.
 
-Copied are the checkpoint, the prepared model, the weights after a warm start (the reference of ``recipe.kl``), and the rows of
+Copied are the checkpoint, the prepared model, the tables of ``task.dataset``, the weights after a warm start (the reference of ``recipe.kl``), and the rows of
 ``metrics.jsonl`` up to the checkpoint. The curve is in the checkpoint's snapshot of the coordinator. Not copied are the journal,
 past responses, the record of decisions, exported models, and the ids of trackers.
 
@@ -24,6 +24,7 @@ from scalerl_api.fork import Fork, refused_changes
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
+from scalerl_tasks.dataset.source import FOLDER as DATA
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, Manifest, flush
 from scalerl_trainer.errors import TrainerError
 
@@ -74,6 +75,8 @@ def copy_run(source: RunPaths, target: RunPaths, spec: RunSpec, step: int | None
                     "with one of them, or raise the source's checkpoint.keep"
                 ) from error
     _copy_folder(source.base_model, target.base_model, link=link)
+    if (source.root / DATA).exists():
+        _copy_folder(source.root / DATA, target.root / DATA, link=link)
     for path, copied in (
         (source.warm_started_weights, target.warm_started_weights),
         (source.supervised_metrics, target.supervised_metrics),

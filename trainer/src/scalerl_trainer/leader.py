@@ -38,11 +38,7 @@ from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
-from scalerl_trainer.coordinator_client import (
-    CoordinatorUnreachable,
-    Unresumable,
-    VolumeFull,
-)
+from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.exporter import Exporter
@@ -135,7 +131,7 @@ class Leader:
         self._uncommitted: tuple[int, list[int]] | None = None
         """Step and kept steps of a checkpoint that is on disk and not acknowledged by the coordinator."""
         self._copied = -1
-        """With ``own_directory``, the newest copy that the coordinator was told of, or may be."""
+        """With ``own_directory``, the newest copy that was reported to the coordinator, or may have been."""
         self._answered = time.monotonic()
         """When the coordinator last answered."""
         self._points = -1

@@ -31,13 +31,13 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.spec import PromptSpec, RunSpec, TrainingTask
 from scalerl_api.wire import INTERRUPTED
 from scalerl_tasks import (
-    JsonlSource,
     Mixture,
     PromptError,
     PromptSource,
     TokenizerError,
     Train,
     open_tasks,
+    open_warm_start,
     render_prompt,
 )
 from scalerl_tasks.text import ModelTokenizer
@@ -436,21 +436,22 @@ def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
     return [pair for pair in found if pair.tokens <= spec.micro_batch_tokens]
 
 
-def own_examples(path: Path, train: Train) -> tuple[PromptSource, npt.NDArray[np.int64]]:
-    """The prompts of ``warmStart.jsonl``, and the indices of those that are not held out, int64.
+def own_examples(
+    source: PromptSource, train: Train, field: str
+) -> tuple[PromptSource, npt.NDArray[np.int64]]:
+    """The separate problems of ``warmStart``, and the indices of those that are not held out, int64. ``field``: theirs in the spec.
 
     Raises ``MidTrainingError`` if all are held out.
     """
-    source = JsonlSource(path)
     kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
     if not len(kept):
         raise MidTrainingError(
-            f"warmStart.jsonl: {source.path}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
+            f"{field}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
         )
     if len(kept) < len(source):
         log.warning(
-            "warmStart.jsonl: %s: %d of %d prompts are held out by task.heldOut or evaluation.sets, and not trained on",
-            *(source.path, len(source) - len(kept), len(source)),
+            "%s: %d of %d prompts are held out by task.heldOut or evaluation.sets, and not trained on",
+            *(field, len(source) - len(kept), len(source)),
         )
     return source, kept
 
@@ -458,8 +459,8 @@ def own_examples(path: Path, train: Train) -> tuple[PromptSource, npt.NDArray[np
 def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
     """``done`` with the digest of the examples' source. Raises ``MidTrainingError`` if the digest has changed."""
     if done.source not in ("", digest):
-        own = spec.warm_start.jsonl if spec.warm_start is not None else None
-        where = "task: the training prompts" if own is None else f"warmStart.jsonl: {own.path}"
+        own = spec.warm_start.own if spec.warm_start is not None else ""
+        where = f"{own}: the examples" if own else "task: the training prompts"
         raise MidTrainingError(
             f"{where}, digest {digest[:12]}, is not what mid-training has trained on up to step {done.steps}, digest "
             f"{done.source[:12]}: put the examples back, or start a new run"
@@ -486,9 +487,10 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
         order = kept[np.random.default_rng(seed).permutation(len(kept))[:most]]
         return Pairs(source, one.section.prompt, tokenizer, order)
 
-    if wanted.jsonl is not None:
+    own = open_warm_start(spec, model.parent)
+    if own is not None:
         # One task's exclusions suffice: each task excludes the held-out prompts of all tasks from training.
-        return pairs(*own_examples(Path(wanted.jsonl.path), opened.tasks[0].train), given[0], spec.seed)
+        return pairs(*own_examples(own, opened.tasks[0].train, wanted.own), given[0], spec.seed)
     train = [task.train for task in opened.tasks]
     if len(train) == 1:
         return pairs(train[0], np.arange(len(train[0])), given[0], spec.seed)

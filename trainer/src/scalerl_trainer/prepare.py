@@ -4,8 +4,8 @@ The write is atomic; if the model exists, only the checks (:mod:`.checks`) run. 
 (:mod:`.fork`). Exit code: 0 on success; 2 for bad input, with a line for each problem that names the field; 1 if no grader could
 be started, a download failed its verification, or the object store failed.
 
-If the directory is this pod's alone (``storage.mountedBy: Coordinator``), the model is uploaded to ``checkpoint.to``; a repeated
-preparation fetches it from there.
+If the directory is this pod's alone (``storage.mountedBy: Coordinator``), model and tables are uploaded to ``checkpoint.to``; a
+repeated preparation fetches them from there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
 from scalerl_api.status import ModelStatus
-from scalerl_tasks import GradingError, JsonlSource, PromptSource, RunTasks, Task, TaskError, open_tasks
+from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
@@ -48,7 +48,7 @@ from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
 from scalerl_trainer.object_store import ObjectStore, StoreError
-from scalerl_trainer.stored_files import MODEL, fetch, upload
+from scalerl_trainer.stored_files import fetch, of_run, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -73,11 +73,13 @@ def main() -> int:
         take_over(environment.paths, spec, Path(source) if source else None)
         one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
         store = ObjectStore(to) if environment.own_directory and to is not None else None
-        if store is not None and fetch(store, MODEL, environment.paths.base_model):
-            log.info("%s/%s is the model of an earlier preparation", to, MODEL)
+        folders = () if store is None else tuple((store, folder) for folder in of_run(spec))
+        for given, folder in folders:
+            if fetch(given, folder, environment.paths.root / folder):
+                log.info("%s/%s is that of an earlier preparation", to, folder)
         prepare(environment.paths, spec, one_machine=one_machine)
-        if store is not None:
-            upload(store, MODEL, environment.paths.base_model.iterdir())
+        for given, folder in folders:
+            upload(given, folder, (environment.paths.root / folder).iterdir())
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
     except (GradingError, CacheError, StoreError) as problem:
         log.error("%s", problem)
@@ -155,7 +157,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        _write_model(staged, spec, tasks)
+        _write_model(staged, paths.root, spec, tasks)
         _check(staged, paths.root, spec, tasks, one_machine)
         (staged / MARKER_FILE).write_text(
             json.dumps({"identity": identity, "answers": _answers_identity(spec, tasks)}) + "\n",
@@ -181,7 +183,7 @@ def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_mach
     for of_set in tasks.sets:
         tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
         check_set_prompts(tokenizer, spec, of_set)
-    check_mid_training_file(tokenizers[0], spec, tasks.tasks[0])
+    check_mid_training_file(tokenizers[0], spec, tasks.tasks[0], root)
 
 
 def _identity(spec: RunSpec, tasks: RunTasks) -> str:
@@ -199,8 +201,9 @@ def _identity(spec: RunSpec, tasks: RunTasks) -> str:
 def _answers_identity(spec: RunSpec, tasks: RunTasks) -> str:
     """SHA-256 of all that decides whether the reference answers can be graded."""
     parts = [(task.train.digest, task.held_out.digest) for task in tasks.tasks]
-    verifiers = [task.verifier.model_dump_json() for task in spec.tasks]
-    return hashlib.sha256(repr((parts, [one.digest for one in tasks.sets], verifiers)).encode()).hexdigest()
+    verifiers = [[one.model_dump_json() for one in task.scoring] for task in spec.tasks]
+    identity = (parts, [one.digest for one in tasks.sets], verifiers, tasks.grading)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()
 
 
 def _answers_are_checked(target: Path, spec: RunSpec) -> bool:
@@ -229,16 +232,16 @@ def _check_prepared(target: Path, identity: str) -> None:
 # --- the three sources -----------------------------------------------------------------------------------
 
 
-def _write_model(directory: Path, spec: RunSpec, tasks: RunTasks) -> None:
+def _write_model(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks) -> None:
     model = spec.model
     if model.scratch is not None:
         from scalerl_trainer.models.scratch import write_scratch
 
-        own = spec.warm_start.jsonl if spec.warm_start is not None else None
+        own = open_warm_start(spec, root)
         solved = spec.warm_start is not None and own is None
         texts = chain.from_iterable(_texts(task, task.train, with_solutions=solved) for task in tasks.tasks)
         if own is not None:
-            texts = chain(texts, _texts(tasks.tasks[0], JsonlSource(Path(own.path)), with_solutions=True))
+            texts = chain(texts, _texts(tasks.tasks[0], own, with_solutions=True))
         try:
             write_scratch(
                 directory,

@@ -2,11 +2,12 @@
 
 ======================= ========================================================================================
 ``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
+``data/``               the tables of ``task.dataset``, likewise
 ``warm-started/``       the weights after a warm start, by :mod:`.checkpoint_copies`, as are the checkpoints beside these folders
 ``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
 ======================= ========================================================================================
 
-The first two have a ``files.json``, written last, with the size and SHA-256 of every file.
+The first three have a ``files.json``, written last, with the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from scalerl_api.spec import RunSpec
+from scalerl_tasks.dataset.source import FOLDER as DATA
 from scalerl_trainer.checkpoint import Disk, FileRecord, check_space
 from scalerl_trainer.object_store import ObjectStore, StoreError
 
@@ -38,6 +41,11 @@ class StoredFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[FileRecord]
     links: dict[str, str]
     """Target by name of each link: to the volume of ``model.cache``, which has the file."""
+
+
+def of_run(spec: RunSpec) -> tuple[str, ...]:
+    """The folders that the preparation uploads."""
+    return (MODEL, DATA) if spec.has_dataset else (MODEL,)
 
 
 def upload(store: ObjectStore, folder: str, files: Iterable[Path]) -> None:

@@ -21,6 +21,8 @@ class Register(Struct, frozen=True, kw_only=True):
     """URL of this actor's weight-update endpoints, for the trainer."""
     task_digest: str
     """Digest of the actor's training split; the coordinator rejects any digest but its own."""
+    grading: list[str] = []
+    """Digests of the code that scores each task and evaluation set, empty for a verifier with a name; rejected likewise."""
     held_leases: list[str] = []
     """Leases that an actor which registers again still works on: it keeps them. Other leases of its name are reassigned."""
 
@@ -53,6 +55,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     """Leases of ``held_leases`` whose completions are sampled: they wait for the verifier, the teacher or the push."""
     teacher_problem: str = ""
     """Why the member's groups wait for the teacher of ``recipe.distillation``; empty if none waits."""
+    reward_problem: str = ""
+    """Why they wait for a reward service of ``verifier.http``; empty if none waits."""
     progress: dict[str, int] = {}
     """Tokens generated so far, by id of a held lease: its own and, before its first token, those of the leases that it waited
     for. An increase restarts the time of the lease."""

@@ -253,6 +253,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """Experiment trackers of ``spec.trackers``."""
     teacher_problem: str = ""
     """The first member whose groups wait for the teacher of ``recipe.distillation``, with the reason; empty if none waits."""
+    reward_problem: str = ""
+    """The same for a reward service of ``verifier.http``."""
     supervised_steps: int = 0
     """Steps of mid-training applied to the weights."""
     supervised_tokens: int = 0

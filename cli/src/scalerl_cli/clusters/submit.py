@@ -153,10 +153,8 @@ def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
     """Problems of model and tasks whose files are not in the pods: a model by its name or made by the run, tasks without
     files."""
     found = [] if spec.model.path is not None else [*model_problems(spec, structure=True)]
-    if not any(path is not None for path in data_paths(spec).values()) and not any(
-        task.dataset
-        for task in spec.tasks  # of a hub, too large to be read here
-    ):
+    # A data set of a hub may be too large to be read here.
+    if not any(path is not None for path in data_paths(spec).values()) and not spec.has_dataset:
         found += task_problems(spec, answers=True)
     return found
 

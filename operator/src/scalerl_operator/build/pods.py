@@ -4,7 +4,7 @@ Every pod meets the restricted Pod Security Standard: no root, privileges or cap
 of the API server. Writable are the run's volume, ``/tmp`` (an emptyDir per container, with the home directory) and ``/dev/shm``.
 
 With ``storage.mountedBy: Coordinator``, an emptyDir is in the place of the run's volume in all other pods, and an init container
-fetches the prepared model into it. That container has the trainer's image and environment, with the bucket's credentials; the
+fetches the prepared model and the tables of ``task.dataset`` into it. That container has the trainer's image and environment, with the bucket's credentials; the
 others have their own role's environment only.
 
 ``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles: the
@@ -196,10 +196,12 @@ def _without_identity(role: Role, given: PodTemplate) -> Object:
 
 
 def _fetches_model(scope: Scope, role: Role) -> bool:
-    """Whether a role's pods fetch the prepared model. The coordinator needs its tokenizer only, to identify past responses."""
+    """Whether a role's pods fetch the prepared model and tables. The coordinator needs the tokenizer only, to identify past responses,
+    and the tables."""
     if role is Role.COORDINATOR:
         speculation = scope.spec.generator.speculation
-        return has_own_directory(scope) and speculation is not None and speculation.history is not None
+        history = speculation is not None and speculation.history is not None
+        return has_own_directory(scope) and (history or scope.spec.has_dataset)
     return has_own_directory(scope) and role is not Role.PREPARE
 
 

@@ -215,7 +215,7 @@ def _degraded(context: RunContext) -> Value:
         problem = _journal_problem(context) or _role_problem(context)
     if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
         problem = (
-            _teacher_problem(context.coordinator)
+            _service_problem(context.coordinator)
             or _checkpoint_problem(context.coordinator)
             or _fault(context.before.trouble, context.unix_seconds)
             or _learning_problem(context.coordinator)
@@ -400,9 +400,14 @@ def _role_problem(context: RunContext) -> Problem | None:
     return None
 
 
-def _teacher_problem(coordinator: Status | None) -> Problem | None:
-    problem = "" if coordinator is None else coordinator.teacher_problem
-    return Problem(Reason.TEACHER_UNAVAILABLE, problem) if problem else None
+def _service_problem(coordinator: Status | None) -> Problem | None:
+    if coordinator is None:
+        return None
+    if coordinator.reward_problem:
+        return Problem(Reason.REWARD_SERVICE_UNAVAILABLE, coordinator.reward_problem)
+    if coordinator.teacher_problem:
+        return Problem(Reason.TEACHER_UNAVAILABLE, coordinator.teacher_problem)
+    return None
 
 
 def _learning_problem(coordinator: Status | None) -> Problem | None:

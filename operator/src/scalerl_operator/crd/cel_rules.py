@@ -50,7 +50,7 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import DatasetSource, JsonlSource, ModelSpec, parameter_value
+from scalerl_api.source import DatasetSource, JsonlSource, ModelSpec, PythonVerifier, parameter_value
 from scalerl_api.spec import RunSpec
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
@@ -136,6 +136,7 @@ OF_THE_OBJECT: Final = (
 OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
+    (PythonVerifier, "path"): (_ABSOLUTE,),
     (DatasetSource, "files"): (
         Rule(
             "self.all(path, path.startsWith('/'))",

@@ -26,10 +26,12 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import core_schema
 
 from scalerl_api.edits import nested_model
+from scalerl_api.fields import DECIMAL_FORM
 from scalerl_api.load import to_yaml
 from scalerl_api.recipe import LossSpec, RecipeSpec
 from scalerl_api.recipe.earlier import EarlierLoss, EarlierRecipe
 from scalerl_api.recipe.presets import set_by_others
+from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_operator.crd import cel_rules
@@ -60,8 +62,11 @@ _REPEATED: Final = (
     *((f"{role}.podTemplate", "podTemplate") for role in ("generator", "trainer", "coordinator")),
     ("task.mix[]", "task"),
     ("evaluation.sets[].task", "task"),
+    ("warmStart.dataset", "task.dataset"),
 )
 """Sections of the spec with the fields of an earlier section, whose descriptions are written there alone."""
+_LONG: Final = 120
+"""Characters of a longer description, of which the definition has the first sentence alone; all of it is in docs/reference/spec.md."""
 _COSTLY: Final = (".all(", ".exists(", ".startsWith(")
 """Functions whose cost an API server cannot estimate for a previous value."""
 _ANY: Final[Schema] = {"x-kubernetes-preserve-unknown-fields": True}
@@ -85,6 +90,7 @@ def definition() -> dict[str, Any]:
         },
     }
     cel_rules.add(schema, cel_rules.OF_THE_OBJECT)
+    _shorten(schema)
     for path, first in _REPEATED:
         _drop_descriptions(_at(schema, f"spec.{path}"), _at(schema, f"spec.{first}"))
         field = _at(schema, f"spec.{path.removesuffix('[]')}")
@@ -177,7 +183,11 @@ class _Structural(GenerateJsonSchema):
     def int_schema(self, schema: core_schema.IntSchema) -> Schema:
         written = reversed(super().int_schema(schema).items())  # the lower bound first
         bounds = {key: bound for key, bound in written if _INT64.get(key) != bound}
-        return {"type": "integer", "format": "int64"} | bounds
+        return (
+            {"type": "integer"}
+            | ({} if {"minimum", "maximum"} <= bounds.keys() else {"format": "int64"})
+            | bounds
+        )
 
     def literal_schema(self, schema: core_schema.LiteralSchema) -> Schema:
         return {"type": "string", "enum": schema["expected"]}
@@ -258,7 +268,21 @@ class _Structural(GenerateJsonSchema):
             "properties"
         ]:  # the API server drops empty properties, which would show as a difference
             del fields["properties"]
+        if model is WeightedVerifier:
+            for name in VerifierSpec.model_fields:
+                _without_descriptions(fields["properties"][model.model_fields[name].alias])
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
+
+
+def _without_descriptions(schema: Schema) -> None:
+    """Remove the descriptions of fields that the definition describes elsewhere: the API server limits its size."""
+    schema.pop("description", None)
+    for rule in schema.get("x-kubernetes-validations", ()):
+        rule["message"] = _problem(rule["message"])
+    for nested in schema.get("properties", {}).values():
+        _without_descriptions(nested)
+    if "items" in schema:
+        _without_descriptions(schema["items"])
 
 
 def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:
@@ -304,11 +328,40 @@ def _plain(docstring: str) -> str:
     return " ".join(plain.split())
 
 
+def _shorten(schema: Schema) -> None:
+    """Keep the first sentence of each long description."""
+    text = schema.get("description", "")
+    if len(text) > _LONG and ". " in text:
+        form = f" {DECIMAL_FORM}" if text.endswith(DECIMAL_FORM) else ""
+        schema["description"] = text.partition(". ")[0] + "." + form
+    for nested in (
+        *schema.get("properties", {}).values(),
+        schema.get("items"),
+        schema.get("additionalProperties"),
+    ):
+        if isinstance(nested, dict):
+            _shorten(nested)
+
+
+def _problem(message: str) -> str:
+    """A message without what it says after the problem.
+
+    >>> _problem("must be greater than 0: a decimal number in quotes")
+    'must be greater than 0'
+    """
+    return re.split("[;:] ", message)[0]
+
+
 def _drop_descriptions(schema: Schema, first: Schema) -> None:
-    """Removes the descriptions that are the same in another schema: a client-side ``kubectl apply`` stores the whole definition in
-    an annotation, of which an object may have 256 KiB."""
+    """Removes the descriptions that are the same in another schema, and what messages of the same rules say after the problem: a
+    client-side ``kubectl apply`` stores the whole definition in an annotation, of which an object may have 256 KiB."""
     if schema.get("description") == first.get("description"):
         schema.pop("description", None)
+    if rules := schema.get("x-kubernetes-validations"):
+        known = first.get("x-kubernetes-validations", ())
+        schema["x-kubernetes-validations"] = [
+            rule | {"message": _problem(rule["message"])} if rule in known else rule for rule in rules
+        ]
     for name, nested in first.get("properties", {}).items():
         if name in schema.get("properties", {}):
             _drop_descriptions(schema["properties"][name], nested)

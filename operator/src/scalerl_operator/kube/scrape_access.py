@@ -1,4 +1,4 @@
-"""Who may read the operator's metrics: whoever Kubernetes lets ``get`` the path ``/metrics``.
+"""Who may read the operator's metrics: users that Kubernetes lets ``get`` the path ``/metrics``.
 
 The token of a request is reviewed by the API server (TokenReview), and so is its user's right (SubjectAccessReview), as by
 controller-runtime and kube-rbac-proxy.

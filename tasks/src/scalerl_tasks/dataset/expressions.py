@@ -202,7 +202,7 @@ class Expression:
             if not isinstance(value, dict):
                 raise NoValue(f"{path} is {kind(value)}, not an object")
             if key not in value:
-                raise NoValue(f"{path} has no {key!r} (it has {names(value)})")
+                raise NoValue(f"{path} has no {key!r} (it {'has ' + names(value) if value else 'is empty'})")
             return value[key]
 
         return step
@@ -285,6 +285,8 @@ def kind(value: Any) -> str:
         return "text"
     if isinstance(value, list):
         return f"a list of {len(value)}"
+    if isinstance(value, bytes):
+        return "binary data"
     return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 

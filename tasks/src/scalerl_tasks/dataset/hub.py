@@ -66,6 +66,10 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
     except (
         Exception
     ) as error:  # the client raises from several trees: its own, its HTTP library's and OSError
+        if getattr(getattr(error, "response", None), "status_code", None) == 401:
+            raise SourceError(
+                f"{where}: HF_TOKEN is not a valid token: set another one, or none for a public data set"
+            ) from error
         advice = (
             "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
             if offline
@@ -73,8 +77,8 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
         )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SourceError(f"{where}: {reason}; {advice}") from error
-    files = [Path(folder) / name for name in wanted]
-    if missing := [name for name, file in zip(wanted, files, strict=True) if not file.is_file()]:
+    files = [Path(folder) / name for name in _with_all_parts(wanted)]
+    if missing := [file.relative_to(folder) for file in files if not file.is_file()]:
         raise SourceError(
             f"{where}: {missing[0]} is not in the cache: download it first, or unset HF_HUB_OFFLINE"
         )
@@ -136,6 +140,23 @@ def _splits(config: dict[str, Any], data: Sequence[str]) -> dict[str, list[str]]
         files = [name for name in data if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         found[str(entry.get("split", "train"))] = files
     return {split: files for split, files in found.items() if files}
+
+
+def _with_all_parts(names: Sequence[str]) -> list[str]:
+    """With the other parts of files such as ``train-00000-of-00002.parquet``: a cache may have some of them only.
+
+    >>> _with_all_parts(["a-00001-of-00002.parquet"])
+    ['a-00000-of-00002.parquet', 'a-00001-of-00002.parquet']
+    """
+    found = dict.fromkeys(names)
+    for name in names:
+        if part := re.search(r"-(\d+)-of-(\d+)(?=\.)", name):
+            head, tail = name[: part.start()], name[part.end() :]
+            digits, total = len(part[1]), int(part[2])
+            found |= dict.fromkeys(
+                f"{head}-{at:0{digits}}-of-{part[2]}{tail}" for at in range(min(total, 100_000))
+            )
+    return sorted(found)
 
 
 def _is_data(name: str) -> bool:

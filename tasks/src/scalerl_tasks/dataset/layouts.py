@@ -1,4 +1,4 @@
-"""Layouts of public data sets, recognized by the columns of the first row.
+"""Layouts of public data sets, recognized by the columns and the first values of each.
 
 Each row of :data:`LAYOUTS` has the columns that it needs, where the fields of a problem are, and the pattern of the answer. The
 first that fits is taken, so the more specific ones come first. What the spec says counts more.
@@ -122,7 +122,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "APPS or TACO",
         ("question", "input_output"),
-        {"prompt": "question", "answer": "json(input_output)"},
+        {"prompt": "question", "answer": "json(input_output)", "solution": "solutions[0]"},
         labels={"difficulty": "difficulty"},
         leaves_out=("solutions",),
         programs=True,
@@ -136,7 +136,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "DeepCoder",
         ("problem", "tests"),
-        {"prompt": "problem", "answer": _TESTS},
+        {"prompt": "problem", "answer": _TESTS, "solution": "solutions[0]"},
         leaves_out=("solutions",),
         programs=True,
     ),
@@ -233,6 +233,6 @@ def recognize(row: Row) -> Layout | None:
 def unknown_layout(row: Row, missing: list[str]) -> SourceError:
     """The error of columns that are no known layout, where the spec does not say where ``missing`` fields are."""
     return SourceError(
-        f"the columns are no known layout: {names(row)}; say where {' and '.join(missing)} are, such as "
+        f"the columns are no known layout: {names(row)}; say where {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}, such as "
         f"columns: {{{', '.join(f'{name}: COLUMN' for name in missing)}}} (paths such as a.b and a[0].b too)"
     )

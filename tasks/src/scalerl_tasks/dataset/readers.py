@@ -27,6 +27,7 @@ COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 MAX_ROW_CHARACTERS = 64 << 20
 """Maximum length of a line of JSON, of a value in a JSON array and of a CSV field."""
 _BATCH_ROWS = 512
+_LFS = b"version https://git-lfs"
 
 Row = dict[str, Any]
 
@@ -76,9 +77,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(8)
+            head = file.read(len(_LFS))
         if not head:
-            raise DatasetError(path, "is empty")
+            raise DatasetError(path, "is empty; write it again, or leave it out")
+        if head == _LFS:
+            raise DatasetError(path, "is a pointer of Git LFS: fetch the file itself (git lfs pull)")
         if head.startswith(b"PAR1"):
             yield from _read_parquet(path)
         elif head.startswith(b"ARROW1") or (
@@ -86,10 +89,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
         ):
             yield from _read_arrow(path)
         elif _suffix(path) in (".parquet", ".arrow"):
-            lfs = (
-                " (it is a pointer of Git LFS: fetch the file itself)" if head.startswith(b"version") else ""
-            )
-            raise DatasetError(path, f"is not a {_suffix(path)[1:]} file{lfs}; download or write it again")
+            raise DatasetError(path, f"is not a {_suffix(path)[1:]} file; download or write it again")
         else:
             with _decompressed(path, head) as stream:
                 yield from _read_text(path, stream)
@@ -167,7 +167,7 @@ def _read_lines(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Ro
             row = DatasetError(
                 path, f"is {kind(row)}, not an object", row=number, word=row_word(path), kind="no object"
             )
-        elif number == 1 and isinstance(row, dict) and _is_nested(row):
+        elif number == 1 and isinstance(row, dict) and _is_nested(path, row):
             raise DatasetError(
                 path,
                 f"is one JSON object of {', '.join(map(repr, list(row)[:3]))}; write a list of objects, or one object a line "
@@ -176,9 +176,18 @@ def _read_lines(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Ro
         yield number, row
 
 
-def _is_nested(row: Row) -> bool:
-    """Whether the object is a whole table: columns of rows, as pandas writes it."""
-    return len(row) > 1 and all(isinstance(value, dict) and "0" in value for value in row.values())
+def _is_nested(path: Path, row: Row) -> bool:
+    """Whether the object is a whole table: columns of rows, as pandas writes it, or of lists; or rows below a key."""
+    values = list(row.values())
+    if len(row) > 1 and all(isinstance(value, dict) and "0" in value for value in values):
+        return True
+    if _suffix(path) != ".json" or not all(isinstance(value, list) and value for value in values):
+        return False
+    if len(row) == 1:
+        return isinstance(values[0][0], dict) and "role" not in values[0][0]
+    return len({len(value) for value in values}) == 1 and not any(
+        isinstance(value[0], dict) for value in values
+    )
 
 
 def _lenient(path: Path, number: int, raw: bytes) -> Row | JsonlError:
@@ -242,7 +251,13 @@ def _read_csv(
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
         reader = csv.reader(text, delimiter=delimiter)
         try:
-            header = next(reader, [])
+            header = [name.strip() for name in next(reader, [])]
+            if len(header) == 1 and (other := [mark for mark in ";\t|" if mark in header[0]]):
+                problem = (
+                    f"has one column, {shown(header[0])}: its fields are separated by {other[0]!r}; write it with commas, or as .tsv "
+                    "with tabs"
+                )
+                raise DatasetError(path, problem, row=1, word="line")
             if len(set(header)) != len(header):
                 raise DatasetError(path, f"has two columns of one name: {shown(header)}", row=1, word="line")
             line = reader.line_num + 1
@@ -269,7 +284,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
 
     try:
         with ParquetFile(path, memory_map=True) as file:
-            yield from _of_batches(file.iter_batches(batch_size=_BATCH_ROWS))
+            yield from _of_batches(path, file.iter_batches(batch_size=_BATCH_ROWS))
     except pyarrow.ArrowException as error:
         raise DatasetError(path, f"cannot be read as Parquet: {error}; download or write it again") from error
 
@@ -286,15 +301,26 @@ def _read_arrow(path: Path) -> Iterator[tuple[int, Row | JsonlError]]:
             except pyarrow.ArrowInvalid:
                 file.seek(0)
                 batches = iter(ipc.open_stream(file))
-            yield from _of_batches(batches)
+            yield from _of_batches(path, batches)
     except pyarrow.ArrowException as error:
         raise DatasetError(path, f"cannot be read as Arrow: {error}; download or write it again") from error
 
 
-def _of_batches(batches: Iterator[Any]) -> Iterator[tuple[int, Row | JsonlError]]:
+def _of_batches(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, Row | JsonlError]]:
+    import pyarrow
+
     number = 0
     for batch in batches:
+        # Python has no nanoseconds.
+        for at, column in enumerate(batch.schema):
+            if pyarrow.types.is_temporal(column.type):
+                text = batch.column(at).cast(pyarrow.string())
+                batch = batch.set_column(at, column.name, text)
         for start in range(0, batch.num_rows, _BATCH_ROWS):  # a batch of an Arrow file may be the whole file
-            for row in batch.slice(start, _BATCH_ROWS).to_pylist():
+            try:
+                rows = batch.slice(start, _BATCH_ROWS).to_pylist()
+            except (ValueError, OverflowError) as error:  # nanoseconds below a column, years after 9999
+                raise DatasetError(path, f"cannot be read: {error}", row=number + 1) from error
+            for row in rows:
                 number += 1
                 yield number, row

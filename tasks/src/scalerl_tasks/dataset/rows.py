@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,7 +65,7 @@ class Mapper:
 
     Args:
         spec: the section ``dataset``.
-        first: the first row.
+        first: the first row, or the first value of each column.
         layout: the layout that it was recognized as.
 
     Raises:
@@ -83,6 +84,7 @@ class Mapper:
             if layout is None
             else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
         )
+        self._given = frozenset(given)
         texts = known | given
         if missing := [name for name in REQUIRED if name not in texts]:
             raise unknown_layout(first, missing)
@@ -136,7 +138,8 @@ class Mapper:
             except NoValue as reason:
                 self._problems.setdefault(name, str(reason))
                 if name in REQUIRED:
-                    problems.append(RowProblem(expression.text, str(reason), f"without {name}"))
+                    what = f"{reason}; correct columns.{name}, or drop such rows with filter.where: {name} != null"
+                    problems.append(RowProblem(expression.text, what, f"without {name}"))
             except RowProblem as problem:
                 problems.append(problem)
         if not self._passes(row, values):
@@ -170,7 +173,7 @@ class Mapper:
         Raises:
             SourceError: one had none, as with a wrong name.
         """
-        optional = [(name, e) for name, e in self._fields.items() if name in OPTIONAL]
+        optional = [(name, e) for name, e in self._fields.items() if name in OPTIONAL and name in self._given]
         optional += [(e.field, e) for e in self._labels.values()]
         for name, expression in optional:
             if self.rows and not self._found[name] and name in self._problems:
@@ -272,13 +275,15 @@ class Mapper:
             value = str(value).lower()
         elif isinstance(value, float):
             value = str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-        elif isinstance(value, int):
+        elif isinstance(value, int | Decimal):
             value = str(value)
         if not isinstance(value, str):
             hint = (
                 f"; use {where}[0], or json({where}) for all of it"
                 if isinstance(value, list)
                 else f"; use a path, such as {where}.value"
+                if isinstance(value, dict)
+                else ""
             )
             raise RowProblem(
                 where, f"is {kind(value)}: {shown(value)}, not text or a number{hint}", "type of answer"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl_tasks.dataset.layouts import recognize
 from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
-from scalerl_tasks.dataset.rows import Mapper, RowProblem
-from scalerl_tasks.dataset.table import Table, TableInfo, TableWriter
+from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
+from scalerl_tasks.dataset.table import LeftOut, Table, TableInfo, TableWriter
 from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
 from scalerl_tasks.prompts import Prompt, check_index
 from scalerl_tasks.row_problems import RowProblems
@@ -31,43 +33,71 @@ FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
 _PROGRESS_SECONDS = 10.0
+_HEAD = 100
+"""Rows by whose values the layout is recognized."""
+_OF_THE_RUN = {"filter": {"max_rejected", "overlap"}}
+"""Fields that do not change the table: of a run, they say which of its rows are left out."""
 
 
 class DatasetSource:
-    """A :class:`~scalerl_tasks.PromptSource` over a table."""
+    """A :class:`~scalerl_tasks.PromptSource` over the rows of a table that are not left out."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, table: Table, left_out: LeftOut | None = None) -> None:
+        self.table, self.left_out = table, left_out
+        rows = [] if left_out is None else left_out.rows
+        # The p-th row that is kept is p + (number of rows left out before it); at these positions that number increases.
+        self._steps = array("Q", (row - rank for rank, row in enumerate(rows)))
+        self._digest = table.info.digest
+        if rows:
+            self._digest = hashlib.sha256(f"{self._digest}/{rows}".encode()).hexdigest()
 
     @property
     def digest(self) -> str:
-        return self.table.info.digest
+        return self._digest
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.table) - len(self._steps)
+
+    @property
+    def overlap(self) -> list[int]:
+        """Indices of prompts that overlap with held-out ones of the run."""
+        return [] if self.left_out is None else self.left_out.overlap or []
+
+    def row(self, index: int) -> TableRow:
+        """The row of the prompt at ``index``."""
+        check_index(index, len(self))
+        return self.table[index + bisect.bisect_right(self._steps, index)]
 
     def __getitem__(self, index: int, /) -> Prompt:
-        check_index(index, len(self.table))
-        row = self.table[index]
+        row = self.row(index)
         return Prompt(
             id=row.id,
             text=row.prompt,
             answer=row.answer,
             solution=row.solution,
             difficulty=row.difficulty,
-            metadata=row.metadata,
+            metadata=row.metadata | self._mapped(row),
             labels=row.labels,
             system=row.system,
             turns=tuple((role, text) for role, text in row.turns),
         )
 
+    def _mapped(self, row: TableRow) -> dict[str, Any]:
+        """Mapped columns by their own names, for rewards that read them."""
+        info = self.table.info
+        found = {
+            info.fields[name]: getattr(row, name)
+            for name in ("answer", "solution", "difficulty")
+            if info.fields.get(name) in info.columns
+        }
+        return {column: value for column, value in found.items() if column not in row.metadata}
+
     def difficulty(self, index: int, /) -> float | None:
-        check_index(index, len(self.table))
-        return self.table[index].difficulty
+        return self.row(index).difficulty
 
     def place(self, index: int) -> str:
         """File and row of the prompt at ``index``."""
-        row, info = self.table[index], self.table.info
+        row, info = self.row(index), self.table.info
         return f"{info.files[row.file]}, {info.words[row.file]} {row.row:,}"
 
     def close(self) -> None:
@@ -90,12 +120,17 @@ def open_dataset(
         SourceError: no file, or one that cannot be read; an expression that cannot be parsed, or without a value in any row; no row
             left; no room for the table. A :class:`JsonlError` for rows that cannot be used.
     """
-    settings = json.dumps([_VERSION, spec.model_dump(mode="json")], sort_keys=True)
+    settings = json.dumps(
+        # Without defaults, so that a field of a later release does not change the name of a run's table.
+        [_VERSION, spec.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_RUN)],
+        sort_keys=True,
+    )
     kept = None
     if directory is not None:
         kept = directory / FOLDER / f"{_key(settings)}.rows"
         if kept.exists():
-            return DatasetSource(Table(kept))
+            table = Table(kept)
+            return DatasetSource(table, LeftOut.of(table))
     files, revision = _files(spec, directory or Path())
     stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
     identity = [
@@ -163,53 +198,52 @@ def _write(
     chat = False
     columns: list[str] = []
     started = reported = time.monotonic()
+    rows = ((at, path, *row) for at, path in enumerate(files) for row in read_rows(path))
     with TableWriter(target) as table:
-        for at, path in enumerate(files):
-            word = row_word(path)
-            for number, given in read_rows(path):
-                read += 1
-                if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
-                    reported = now
-                    progress(
-                        f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {word} {number:,}"
-                    )
-                if isinstance(given, JsonlError):
-                    problems.add_error(given)
+        head = list(itertools.islice(rows, _HEAD))
+        first = _first_values(given for *_, given in head if isinstance(given, dict))
+        if first:
+            mapper, columns = Mapper(spec, first, recognize(first)), list(first)
+        for at, path, number, given in itertools.chain(head, rows):
+            read += 1
+            if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
+                reported = now
+                progress(
+                    f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {row_word(path)} {number:,}"
+                )
+            if isinstance(given, JsonlError):
+                problems.add_error(given)
+                continue
+            if mapper is None:
+                mapper, columns = Mapper(spec, given, recognize(given)), list(given)
+            try:
+                row = mapper.map(given, at, number)
+                raw = None if row is None else table.encode(row)
+            except RowProblem as problem:
+                problems.add_error(_row_error(path, number, str(problem), problem.field, problem.kind))
+                continue
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
+                problems.add_error(_row_error(path, number, what, None, "not JSON"))
+                continue
+            if row is None or raw is None:
+                continue
+            key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
+            other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
+            if not prompts.add(key[:8]):
+                repeated += 1
+                conflicting += not other
+                if spec.filter.duplicates == "Drop":
                     continue
-                if mapper is None:
-                    mapper, columns = Mapper(spec, given, recognize(given)), list(given)
-                try:
-                    row = mapper.map(given, at, number)
-                except RowProblem as problem:
-                    problems.add_error(
-                        DatasetError(
-                            path, str(problem), row=number, word=word, field=problem.field, kind=problem.kind
-                        )
-                    )
-                    continue
-                if row is None:
-                    continue
-                key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
-                other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
-                if not prompts.add(key[:8]):
-                    repeated += 1
-                    conflicting += not other
-                    if spec.filter.duplicates == "Drop":
-                        continue
-                    if mapper.texts.get("id") is None:
-                        row.id += f"-{at}-{number}"
-                if "id" in mapper.texts and not ids.add(
-                    hashlib.blake2b(row.id.encode(), digest_size=8).digest()
-                ):
-                    what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
-                    problems.add_error(
-                        DatasetError(
-                            path, what, row=number, word=word, field=mapper.texts["id"], kind="repeated id"
-                        )
-                    )
-                    continue
-                chat = chat or bool(row.system or row.turns)
-                table.add(row)
+                if mapper.texts.get("id") is None:
+                    row.id += f"-{at}-{number}"
+                    raw = table.encode(row)
+            if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
+                what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
+                problems.add_error(_row_error(path, number, what, mapper.texts["id"], "repeated id"))
+                continue
+            chat = chat or bool(row.system or row.turns)
+            table.add(raw)
         problems.rows = read
         problems.check()
         if mapper is None:
@@ -228,6 +262,20 @@ def _write(
         table.finish(info)
 
 
+def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The first value of each column that is not null."""
+    first: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if first.get(name) is None:
+                first[name] = value
+    return first
+
+
+def _row_error(path: Path, number: int, problem: str, field: str | None, kind: str) -> DatasetError:
+    return DatasetError(path, problem, row=number, word=row_word(path), field=field, kind=kind)
+
+
 def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int) -> dict[str, int]:
     dropped = {}
     for at, text in enumerate(spec.filter.where):
@@ -242,8 +290,9 @@ def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int)
     return dropped
 
 
-def description(info: TableInfo) -> list[str]:
-    """Lines about a table: rows, layout, mapping, and what was left out."""
+def description(source: DatasetSource) -> list[str]:
+    """Lines about a data set: rows, layout, mapping, and what was left out."""
+    info, left_out = source.table.info, source.left_out
     mapping = ", ".join(f"{name} = {text}" for name, text in info.fields.items())
     pattern = f", answerPattern {info.pattern}" if info.pattern else ""
     layout = f"recognized as {info.layout}" if info.layout else "mapped as given"
@@ -255,10 +304,16 @@ def description(info: TableInfo) -> list[str]:
     if info.labels:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
     lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
+    if left_out is not None:
+        lines += [
+            f"{count:,} rows left out, rejected by the verifier: {reason}"
+            for reason, count in left_out.rejected.items()
+        ]
+        lines += left_out.examples
+        if left_out.overlap:
+            lines.append(f"{len(left_out.overlap):,} rows not trained on: they overlap with held-out prompts")
     if info.programs:
-        lines.append(
-            "the answers are tests of programs: a verifier that runs programs is needed to grade them"
-        )
+        lines.append("the answers are tests of programs: grade them by verifier.code")
     return lines
 
 
@@ -284,10 +339,11 @@ class _Seen:
         return True
 
     def _grow(self) -> None:
-        values = [value for value in self._slots if value]
         self._mask = 2 * self._mask + 1
-        slots = array("Q", bytes(8 * (self._mask + 1)))
-        for value in values:
+        slots = array("Q", [0]) * (self._mask + 1)
+        for value in self._slots:
+            if not value:
+                continue
             at = value & self._mask
             while slots[at]:
                 at = (at + 1) & self._mask

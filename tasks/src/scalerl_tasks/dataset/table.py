@@ -65,6 +65,50 @@ class TableInfo(msgspec.Struct, omit_defaults=True):
     """Size and modification time (ns) of each file."""
 
 
+class LeftOut(msgspec.Struct, omit_defaults=True):
+    """Rows of a table that a run leaves out, found once the table was made: a JSON file beside it."""
+
+    digest: str
+    """That of the table."""
+    rows: list[int]
+    """Indices of those whose answers a verifier of the run rejects, ascending."""
+    rejected: dict[str, int] = {}
+    """Their number by reason."""
+    examples: list[str] = []
+    """The first of each reason, with file and row."""
+    overlap: list[int] | None = None
+    """Indices, among the others, of those that overlap with held-out prompts; None: not determined."""
+
+    @staticmethod
+    def path(table: Path) -> Path:
+        """The file beside a table."""
+        return table.with_suffix(".left-out.json")
+
+    @classmethod
+    def of(cls, table: Table) -> LeftOut | None:
+        """Read the file beside a table; None if there is none of this table. Raises ``SourceError``."""
+        path = cls.path(table.path)
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
+            return found if found.digest == table.info.digest else None
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise SourceError(f"{path}: cannot be read: {error}") from error
+
+    def write(self, table: Path) -> None:
+        """Write the file beside a table, atomically. Raises ``SourceError``."""
+        path = self.path(table)
+        staged = path.with_name(f".{path.name}-{os.getpid()}")
+        try:
+            staged.write_bytes(msgspec.json.encode(self))
+            staged.rename(path)
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be written: {error.strerror or error}") from error
+        finally:
+            staged.unlink(missing_ok=True)
+
+
 class TableWriter:
     """Writes a table to a temporary file beside ``path``, renamed by :meth:`finish`; used as a context manager.
 
@@ -95,9 +139,12 @@ class TableWriter:
         """Number of rows so far."""
         return len(self._offsets) - 1
 
-    def add(self, row: TableRow) -> None:
+    def encode(self, row: TableRow) -> bytes:
+        """A row for :meth:`add`. Raises ``ValueError``, ``TypeError``, ``OverflowError`` or ``RecursionError`` if it is no JSON."""
+        return self._encoder.encode(row) + b"\n"
+
+    def add(self, raw: bytes) -> None:
         """Write a row."""
-        raw = self._encoder.encode(row) + b"\n"
         self._hash.update(raw)
         self._end += len(raw)
         self._offsets.append(self._end)

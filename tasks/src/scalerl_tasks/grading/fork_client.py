@@ -115,6 +115,8 @@ class ForkServer:
         self.dead = False
         self.part_names: tuple[str, ...] = ()
         """Declared by the verifier."""
+        self.whole = False
+        """Whether the verifier scores the completions of a prompt together."""
 
     @classmethod
     async def start(cls, setup: Setup, timeout_seconds: float) -> ForkServer:
@@ -220,11 +222,11 @@ class ForkServer:
             raise GradingError(f"the grading process closed its socket while starting: {error}") from error
         if not packet:
             raise GradingError("the grading process died while starting; its stderr says why")
-        kind, _ = CONTROL.unpack_from(packet)
+        kind, number = CONTROL.unpack_from(packet)
         text = packet[CONTROL.size :].decode("utf-8", "replace")
         if kind != protocol.READY:
             raise VerifierError(text)
-        self.part_names = tuple(text.split(",")) if text else ()
+        self.part_names, self.whole = tuple(text.split(",")) if text else (), bool(number)
 
     async def _read_replies(self) -> None:
         loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ import traceback
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
+from scalerl_tasks.programs.verifier import CodeVerifier
 from scalerl_tasks.verdict import as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier, open_verifier
 
@@ -40,7 +41,8 @@ def main(descriptor: int, parent: int) -> int:
             return 1
         gc.collect()
         gc.freeze()  # existing objects stay shared with the graders
-        control.send(CONTROL.pack(protocol.READY, 0) + ",".join(part_names).encode())
+        whole = int(getattr(verifier, "whole", False))
+        control.send(CONTROL.pack(protocol.READY, whole) + ",".join(part_names).encode())
         _ForkServer(control, verifier, setup, parent).run()
     return 0
 
@@ -48,13 +50,28 @@ def main(descriptor: int, parent: int) -> int:
 def _open(setup: Setup) -> Verifier:
     """Open and test the verifier, which also runs its late imports before the first fork."""
     verifier = open_verifier(setup.verifier)
+    if getattr(verifier, "trusted", False):
+        return verifier
     audit_guard.install()
+    with verifier if isinstance(verifier, CodeVerifier) else contextlib.nullcontext():
+        _test(verifier, setup)
+    return verifier
+
+
+def _test(verifier: Verifier, setup: Setup) -> None:
+    """Grade the verifier's samples.
+
+    Raises:
+        VerifierError: it fails.
+    """
     task = setup.verifier.task
     name = f"the verifier {setup.verifier.name!r}" + (f" of task {task.name!r}" if task else "")
     for prompt, completion in verifier.samples():
         try:
             with audit_guard.guarded(prompt):
-                as_verdict(verifier.score(prompt, completion), declared_parts(verifier))
+                found = verifier.score(prompt, completion)
+                assert found is not None
+                as_verdict(found, declared_parts(verifier))
         except audit_guard.RefusedError as error:
             raise VerifierError(
                 f"{name} evaluates answers as Python code, which is not allowed with a model's text ({error}); "
@@ -64,7 +81,6 @@ def _open(setup: Setup) -> Verifier:
             raise VerifierError(
                 f"{name} fails on its own sample answer: {type(error).__name__}: {error}; use another verifier"
             ) from error
-    return verifier
 
 
 class _ForkServer:
@@ -74,6 +90,7 @@ class _ForkServer:
         self._setup = setup
         self._parent = parent
         self._graders: set[int] = set()
+        self._trusted = bool(getattr(verifier, "trusted", False))
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
@@ -97,7 +114,7 @@ class _ForkServer:
         finally:
             signal.set_wakeup_fd(-1)
             for pid in self._graders:
-                os.kill(pid, signal.SIGKILL)
+                self._kill(pid)
 
     def _serve_one(self) -> bool:
         packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
@@ -106,7 +123,7 @@ class _ForkServer:
         kind, number = CONTROL.unpack_from(packet)
         if kind == protocol.KILL:
             if number in self._graders:  # not reaped yet, so the pid is still that process
-                os.kill(number, signal.SIGKILL)
+                self._kill(number)
         elif kind == protocol.FORK:
             self._control.send(self._fork(number, socket.socket(fileno=descriptors[0])))
         return True
@@ -120,18 +137,30 @@ class _ForkServer:
                 return CONTROL.pack(protocol.FORK_FAILED, token) + (error.strerror or str(error)).encode()
             if pid == 0:
                 self._run_grader(connection, server)
+            if self._trusted:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.setpgid(pid, pid)
             self._graders.add(pid)
             return CONTROL.pack(protocol.FORKED, token) + LENGTH.pack(pid)
+
+    def _kill(self, pid: int) -> None:
+        """Kill a grader; trusted code may have started processes, which are of its group."""
+        if self._trusted:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     def _run_grader(self, connection: socket.socket, server: int) -> None:
         """Runs in the child; never returns."""
         status = 1
         try:
+            if self._trusted:
+                os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for held in (self._control, self._wake_reader, self._wake_writer):
                 held.close()
-            grader.run(connection, self._verifier, self._setup.limits, server)
+            grader.run(connection, self._verifier, self._setup, server)
             status = 0
         except (ConnectionError, SystemExit):
             status = 0  # the pool no longer uses this grader, or the fork server is dead

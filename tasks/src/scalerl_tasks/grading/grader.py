@@ -9,13 +9,24 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from scalerl_tasks.errors import TaskError
+from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, protocol
-from scalerl_tasks.grading.protocol import FAILED, LENGTH, RETIRED, SCORED, CheckRequest, Limits, Request
+from scalerl_tasks.grading.protocol import (
+    FAILED,
+    LENGTH,
+    RETIRED,
+    SCORED,
+    CheckRequest,
+    Limits,
+    Request,
+    Setup,
+)
+from scalerl_tasks.programs.verifier import CodeVerifier
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.verdict import as_verdict, declared_parts
+from scalerl_tasks.verdict import NOT_APPLICABLE, SCORE_RANGE, as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
 
 _PR_SET_PDEATHSIG = 1
@@ -24,13 +35,15 @@ _PAGE_BYTES = resource.getpagesize()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> None:
+def run(connection: socket.socket, verifier: Verifier, setup: Setup, parent: int) -> None:
     """Serve one pool over ``connection``; returns when the grader should exit."""
-    part_names = declared_parts(verifier)
+    part_names, limits = declared_parts(verifier), setup.limits
     # Kept open: it is read after each item, and opening it takes longer than most items.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
-    _confine(limits, parent, _address_space_bytes(statm))
-    _redirect_output()
+    if isinstance(verifier, CodeVerifier):
+        verifier.open()
+    _confine(limits, parent, _address_space_bytes(statm), trusted=_trusted(verifier))
+    _redirect_output(shown=setup.show_output)
     retire_above = _address_space_bytes(statm) + limits.memory_bytes // 2
     while True:
         try:
@@ -59,6 +72,9 @@ def _answers(
             yield _check(verifier, prompt, limits)
         return
     _limit_cpu_seconds(len(request.completions) * limits.timeout_seconds)
+    if getattr(verifier, "whole", False):
+        yield _grade_group(verifier, part_names, request, limits)
+        return
     for completion in request.completions:
         yield _grade(verifier, part_names, request.prompt, completion, limits)
 
@@ -68,25 +84,70 @@ def _grade(
 ) -> tuple[bytes, bool]:
     """The record of one completion, and whether this process may grade another."""
     try:
-        with audit_guard.guarded(prompt):
+        with _guarded(verifier, prompt):
             found = verifier.score(prompt, completion)
     except MemoryError:
         return _out_of_memory(limits), False
     except audit_guard.RefusedError as error:
         return _failed(str(error)), True
     except BaseException as error:  # SystemExit included: no text can make a grader exit
-        return _failed(f"the verifier failed: {type(error).__name__}: {_text(error)}"), True
+        return _failed(_described(verifier, error)), True
+    return _record(verifier, part_names, prompt, found), True
+
+
+def _grade_group(
+    verifier: Any, part_names: Sequence[str], request: Request, limits: Limits
+) -> tuple[bytes, bool]:
+    """The records of all completions of a request, which are scored together, and whether this process may grade others."""
+    count = len(request.completions)
     try:
-        verdict = as_verdict(found, part_names)
+        with _guarded(verifier, request.prompt):
+            found = verifier.score_group(request.prompt, request.completions)
+    except MemoryError:
+        return count * _out_of_memory(limits), False
+    except audit_guard.RefusedError as error:
+        return count * _failed(str(error)), True
+    except BaseException as error:
+        return count * _failed(_described(verifier, error)), True
+    return b"".join(_record(verifier, part_names, request.prompt, one) for one in found), True
+
+
+def _record(verifier: Verifier, part_names: Sequence[str], prompt: Prompt, found: Any) -> bytes:
+    """The record of what a verifier gave for a completion."""
+    if found is None:
+        return _failed(NOT_APPLICABLE)
+    if isinstance(found, VerifierError):
+        return _failed(str(found))
+    try:
+        verdict = as_verdict(found, part_names, getattr(verifier, "range", SCORE_RANGE))
     except (ArithmeticError, TypeError, ValueError) as error:
-        return _failed(str(error)), True
-    return protocol.record(SCORED, verdict.score, list(verdict.parts.values())), True
+        text, label = str(error), getattr(verifier, "label", "")
+        if not label:
+            return _failed(text)
+        return _failed(
+            f"{text.replace('the verifier', label, 1)} (verifier.range), for the prompt {prompt.id}"
+        )
+    return protocol.record(SCORED, verdict.score, list(verdict.parts.values()))
+
+
+def _described(verifier: Verifier, error: BaseException) -> str:
+    if isinstance(error, VerifierError) and _trusted(verifier):
+        return str(error)  # names its function and the prompt
+    return f"the verifier failed: {type(error).__name__}: {_text(error)}"
+
+
+def _trusted(verifier: object) -> bool:
+    return bool(getattr(verifier, "trusted", False))
+
+
+def _guarded(verifier: object, prompt: Prompt) -> AbstractContextManager[None]:
+    return nullcontext() if _trusted(verifier) else audit_guard.guarded(prompt)
 
 
 def _check(verifier: Verifier, prompt: Prompt, limits: Limits) -> tuple[bytes, bool]:
     """The record of one checked prompt, and whether this process may check another."""
     try:
-        with audit_guard.guarded(prompt):
+        with _guarded(verifier, prompt):
             verifier.check(prompt)
     except MemoryError:
         return _out_of_memory(limits), False
@@ -105,29 +166,28 @@ def _out_of_memory(limits: Limits) -> bytes:
     return _failed(f"grading needed more than {limits.memory_bytes:,} bytes of memory")
 
 
-def _confine(limits: Limits, parent: int, address_space: int) -> None:
-    """Set the limits: death with the parent, memory, no file writes, no core dumps, no child processes."""
+def _confine(limits: Limits, parent: int, address_space: int, *, trusted: bool) -> None:
+    """Set the limits: death with the parent, memory, no core dumps; unless trusted, no file writes and no child processes."""
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
         if _libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
     if os.getppid() != parent:
         raise SystemExit("the fork server died while its grader was starting")
-    for kind, limit in (
-        (resource.RLIMIT_AS, address_space + limits.memory_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
+    kinds = {resource.RLIMIT_AS: address_space + limits.memory_bytes, resource.RLIMIT_CORE: 0}
+    if not trusted:
+        kinds |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0}
+    for kind, limit in kinds.items():
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, limit))
 
 
-def _redirect_output() -> None:
-    """Redirect output to /dev/null: a library's warnings must not copy hostile text to the log."""
+def _redirect_output(*, shown: bool) -> None:
+    """Redirect output to /dev/null: a library's warnings must not copy hostile text to the log. ``shown``: to standard error."""
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
+    os.dup2(null, 0)
+    for descriptor in (1, 2):
+        os.dup2(2 if shown else null, descriptor)
     os.close(null)
 
 

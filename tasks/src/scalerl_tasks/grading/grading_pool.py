@@ -13,6 +13,7 @@ from typing import Self
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
+from scalerl_tasks.plugins import Plugin
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.text import THOUGHT
 from scalerl_tasks.verdict import Verdict
@@ -85,7 +86,11 @@ class GradingPool:
             replaced.
         memory_bytes: limit on a grader's allocations after its fork (address space, RLIMIT_AS).
         start_timeout_seconds: limit on the fork server's start, with the opening of the verifier.
+        show_output: whether what the verifier prints goes to standard error.
     """
+
+    problem = ""
+    """Nothing makes groups wait."""
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class GradingPool:
         timeout_seconds: float = 10.0,
         memory_bytes: int = 1 << 30,
         start_timeout_seconds: float = 60.0,
+        show_output: bool = False,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, must be at least 1")
@@ -105,7 +111,8 @@ class GradingPool:
         self.counts = PoolCounts()
         self.part_names: tuple[str, ...] = ()
         """Parts of every verdict, as the verifier declares them; known once the pool has started."""
-        self._setup = Setup(verifier, Limits(timeout_seconds, memory_bytes))
+        self._setup = Setup(verifier, Limits(timeout_seconds, memory_bytes), show_output)
+        self._whole = False
         self._workers = workers
         self._start_timeout_seconds = start_timeout_seconds
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
@@ -134,7 +141,7 @@ class GradingPool:
         if self._slots or self._closed:
             raise GradingError("a grading pool is started once; make a new one")
         self._server = await ForkServer.start(self._setup, self._start_timeout_seconds)
-        self.part_names = self._server.part_names
+        self.part_names, self._whole = self._server.part_names, self._server.whole
         self._slots = [
             asyncio.create_task(self._run_slot(), name=f"grading-slot-{slot}")
             for slot in range(self._workers)
@@ -228,7 +235,7 @@ class GradingPool:
         """Fill ``job.results``; returns a grader that can take the next job, if any."""
         try:
             while job.missing and not job.done.done():
-                request, expected = _next_request(job)
+                request, expected = _next_request(job, self._whole)
                 if not expected:
                     self._record(job, _too_long(job.items[len(job.results)]))
                     continue
@@ -258,13 +265,17 @@ class GradingPool:
         if not in_time:
             self.counts.timeouts += 1
             seconds = self._setup.limits.timeout_seconds
-            self._record(job, Graded(None, f"grading took longer than {seconds:g} s and was killed"))
+            self._fail_next(
+                job, f"grading{_for(self._setup, job)} took longer than {seconds:g} s and was killed"
+            )
             return False
         if len(job.results) < before + expected and not grader.retired:
             self.counts.deaths += 1
             job.deaths += 1
             if job.deaths >= _MAX_DEATHS:
-                self._record(job, Graded(None, f"the grader died {job.deaths} times on this completion"))
+                what = "group" if self._whole else "completion"
+                own = _for(self._setup, job)
+                self._fail_next(job, f"the grader{own} died {job.deaths} times on this {what}")
                 job.deaths = 0
         return not grader.ended
 
@@ -280,6 +291,11 @@ class GradingPool:
                 return True
             if not await grader.changed(self._setup.limits.timeout_seconds):
                 return False
+
+    def _fail_next(self, job: _Job, error: str) -> None:
+        """Record an error of the next item, or of all of a group that is scored as a whole."""
+        for _ in range(job.missing if self._whole and job.prompt is not None else 1):
+            self._record(job, Graded(None, error))
 
     def _record(self, job: _Job, graded: Graded) -> None:
         job.results.append(graded)
@@ -328,8 +344,19 @@ def _fail(job: _Job, error: Exception) -> None:
         job.done.set_exception(error)
 
 
-def _next_request(job: _Job) -> tuple[Request | CheckRequest, int]:
-    """The next items as one request, and their number; 0 if the next completion is too long to be graded."""
+def _for(setup: Setup, job: _Job) -> str:
+    """Which function of the user, and which prompt, for an error."""
+    own = setup.verifier.python or setup.verifier.plugin
+    if own is None:
+        return ""
+    name = own.name if isinstance(own, Plugin) else own.label
+    return f" by {name}" + (f" of the prompt {job.prompt.id}" if job.prompt is not None else "")
+
+
+def _next_request(job: _Job, whole: bool) -> tuple[Request | CheckRequest, int]:
+    """The next items as one request, and their number; 0 if the next completion is too long to be graded. ``whole``: all items,
+    unless one of them is too long.
+    """
     if job.prompt is None:
         prompts = [item for item in job.items[len(job.results) :] if isinstance(item, Prompt)]
         return CheckRequest(prompts), len(prompts)
@@ -338,7 +365,8 @@ def _next_request(job: _Job) -> tuple[Request | CheckRequest, int]:
     for completion in job.items[len(job.results) :]:
         assert isinstance(completion, str)
         characters += len(completion)
-        if len(completion) > MAX_COMPLETION_CHARACTERS or (chosen and characters > _MAX_REQUEST_CHARACTERS):
+        too_many = chosen and not whole and characters > _MAX_REQUEST_CHARACTERS
+        if len(completion) > MAX_COMPLETION_CHARACTERS or too_many:
             break
         chosen.append(completion)
     return Request(job.prompt, chosen), len(chosen)

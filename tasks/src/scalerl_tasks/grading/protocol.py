@@ -34,7 +34,8 @@ FORK = b"F"
 KILL = b"K"
 """Pool: kill the grader with this pid, if it still exists."""
 READY = b"R"
-"""Fork server: the verifier is open; the text lists the names of its verdicts' parts, separated by commas."""
+"""Fork server: the verifier is open; the text lists the names of its verdicts' parts, separated by commas. The number is 1 if it
+scores groups as a whole, else 0."""
 BROKEN = b"B"
 """Fork server: the verifier cannot be opened; the text has the reason. The fork server exits."""
 FORKED = b"P"
@@ -60,6 +61,8 @@ class Setup:
 
     verifier: VerifierConfig
     limits: Limits
+    show_output: bool = False
+    """Whether output of graders goes to the standard error of the caller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,160 @@
+"""``scalerl score``: what the verifier of a run gives to completions of a file, without a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from scalerl_api.load import SpecError
+from scalerl_api.source import ProblemSpec, PromptSpec
+from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
+from scalerl_cli.inputs import load
+from scalerl_cli.output import say
+
+if TYPE_CHECKING:
+    from scalerl_tasks import Graded, Prompt, PromptSource
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of ``--completions``. With an answer it is a prompt of its own; otherwise ``id`` or ``prompt`` is that of a prompt of
+    the run.
+    """
+
+    completion: str | None = None
+    completions: list[str] | None = None
+    id: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class BadCompletions(Exception):
+    """A line of ``--completions`` cannot be used; the message has its number."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Completions of one prompt, scored together."""
+
+    prompt: Prompt
+    completions: list[str]
+
+
+def run_score(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    import scalerl_tasks as tasks
+
+    try:
+        spec = load(arguments.file).spec
+        sections: dict[str, tuple[ProblemSpec, PromptSpec]] = {
+            one.name: (one.section, one.section.prompt) for one in spec.task.tasks
+        }
+        sections |= {
+            one.name: (one.task, one.task.prompt or spec.task.prompt)
+            for one in spec.evaluation.sets or ()
+            if one.task is not None
+        }
+        name = arguments.task or next(iter(sections))
+        if name not in sections:
+            say(f"--task {name}: {arguments.file} has {', '.join(sections)}", error=True)
+            return BAD_INPUT
+        section, prompt = sections[name]
+        groups = list(_groups(arguments.completions, section))
+        graded = asyncio.run(_score(section, prompt, groups))
+    except SpecError as error:
+        for problem in error.problems:
+            say(f"{arguments.file}: {problem}", error=True)
+        return BAD_INPUT
+    except (BadCompletions, tasks.TaskError) as error:
+        say(str(error), error=True)
+        return BAD_INPUT
+    return _report(groups, graded)
+
+
+def _groups(path: Path, section: ProblemSpec) -> Iterator[Group]:
+    from scalerl_tasks import Prompt, open_source
+
+    rows = list(_rows(path))
+    wanted = {row.id or row.prompt for _, row in rows if row.answer is None}
+    found = _prompts(open_source(section), wanted) if wanted else {}
+    for number, row in rows:
+        completions = [*([row.completion] if row.completion is not None else []), *(row.completions or [])]
+        if row.answer is not None:
+            prompt = Prompt(row.id or f"line-{number}", row.prompt or "", row.answer, metadata=row.metadata)
+        elif (known := found.get(row.id or row.prompt or "")) is not None:
+            prompt = known
+        else:
+            raise BadCompletions(
+                f"{path}, line {number}: no prompt of the run has {'id' if row.id else 'text'} {(row.id or row.prompt)!r}; give the "
+                "line prompt and answer of its own"
+            )
+        yield Group(prompt, completions)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise BadCompletions(f"{path}: {error.strerror or error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise BadCompletions(
+                f'{path}, line {number}: {error}; write {{"id": …, "completion": …}}'
+            ) from None
+        if (row.completion is None and not row.completions) or not (row.id or row.prompt or row.answer):
+            raise BadCompletions(
+                f"{path}, line {number}: give completion or completions, and the prompt's id or text, or an answer"
+            )
+        yield number, row
+    if not any(line.strip() for line in lines):
+        raise BadCompletions(f"{path}: is empty")
+
+
+def _prompts(source: PromptSource, wanted: set[str | None]) -> dict[str, Prompt]:
+    """The prompts whose id or text is wanted."""
+    found: dict[str, Prompt] = {}
+    for index in range(len(source)):
+        prompt = source[index]
+        for key in (prompt.id, prompt.text):
+            if key in wanted:
+                found.setdefault(key, prompt)
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) -> list[list[Graded]]:
+    from scalerl_tasks import open_grading_pool
+
+    async with open_grading_pool(section, prompt=prompt, show_output=True) as pool:
+        return await asyncio.gather(*(pool.score_group(group.prompt, group.completions) for group in groups))
+
+
+def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
+    """Print a line of JSON for each completion, and a summary to standard error."""
+    scored, failed = [], 0
+    for group, verdicts in zip(groups, graded, strict=True):
+        for completion, one in zip(group.completions, verdicts, strict=True):
+            line: dict[str, Any] = {"id": group.prompt.id, "completion": completion}
+            if one.verdict is None:
+                failed += 1
+                line["error"] = one.error
+            else:
+                scored.append(one.verdict.score)
+                line |= {"score": one.verdict.score, **one.verdict.parts}
+            say(json.dumps(line, ensure_ascii=False))
+    mean = f", mean score {sum(scored) / len(scored):.4g}" if scored else ""
+    lost = f", {failed:,} without a score" if failed else ""
+    say(f"{len(scored) + failed:,} completions of {len(groups):,} groups{mean}{lost}", error=True)
+    return FAILED if failed else DONE

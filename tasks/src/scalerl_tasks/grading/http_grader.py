@@ -1,0 +1,321 @@
+"""``verifier.http``: scores of a reward service.
+
+Completions of all groups share its requests: up to ``batch`` of them each, at most ``concurrency`` at a time.
+
+====================================================  ============================================================
+state of the service                                  effect
+====================================================  ============================================================
+no connection, no answer in time, a status other      its completions wait, and are sent again with back-off, as long
+than 200, an answer that is not as documented         as it takes; :attr:`HttpGrader.problem` says why
+one completion fails alone so ``retries`` times,      it has no verdict
+while a request without completions is answered
+a status of 400, 413 or 422 for one completion        the same, at once
+a score that is no number or out of its range         the same
+====================================================  ============================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
+from scalerl_tasks.errors import GradingError
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.prompts import Prompt, render_prompt
+from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.verdict import NOT_APPLICABLE, REWARD, SCORE_RANGE, as_verdict
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger("scalerl_tasks.grading.http")
+
+TOKEN = "REWARD_TOKEN"
+"""Environment variable with the token of the service."""
+_OF_THE_COMPLETION = (400, 413, 422)
+_MAX_ANSWER_BYTES = 1 << 20
+_ANSWER_BYTES_PER_SCORE = 256
+_FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
+_WAITING_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RewardService:
+    """A service and how it is called."""
+
+    url: str
+    batch: int = 64
+    concurrency: int = 8
+    retries: int = 5
+    timeout_seconds: float = 10.0
+    range: tuple[float, float] = SCORE_RANGE
+    """Lowest and highest score of the service."""
+    template: str | None = None
+    system: str | None = None
+
+
+class _Scores(msgspec.Struct):
+    """An answer of the service."""
+
+    scores: list[float | None]
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    row: dict[str, Any]
+    done: asyncio.Future[Graded]
+    failures: int = 0
+    """Failed requests with this completion alone, while the service answered others."""
+    alone: bool = False
+    """Sent in a request of its own: a request with it failed."""
+
+
+class _Refused(Exception):
+    """The service refused a request because of what is in it."""
+
+
+class _Down(Exception):
+    """The service gave no scores; the message says what it gave."""
+
+
+class HttpGrader:
+    """Grades by a service; the interface of :class:`~.grading_pool.GradingPool`. Use it from one event loop."""
+
+    def __init__(self, service: RewardService) -> None:
+        self._service = service
+        self.part_names: tuple[str, ...] = () if service.range == SCORE_RANGE else (REWARD,)
+        self.counts = PoolCounts()
+        self.problem = ""
+        self._waiting: deque[_Item] = deque()
+        self._changed = asyncio.Event()
+        self._senders: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._delay = _FIRST_BACK_OFF_SECONDS
+
+    async def __aenter__(self) -> Self:
+        import aiohttp
+
+        token = os.environ.get(TOKEN, "")
+        self._session = aiohttp.ClientSession(
+            headers={**IDENTITY, **({"Authorization": f"Bearer {token}"} if token else {})},
+            timeout=aiohttp.ClientTimeout(total=self._service.timeout_seconds),
+            connector=aiohttp.TCPConnector(limit=self._service.concurrency),
+            auto_decompress=False,
+        )
+        self._senders = [
+            asyncio.create_task(self._send(), name=f"reward-service-{at}")
+            for at in range(self._service.concurrency)
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sender in self._senders:
+            sender.cancel()
+        await asyncio.gather(*self._senders, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        for item in self._waiting:
+            if not item.done.done():
+                item.done.set_exception(GradingError("the grading pool was closed"))
+                item.done.exception()
+
+    async def score_group(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
+    ) -> list[Graded]:
+        """Grade completions of one prompt. Waits while the service is down, and calls ``on_graded`` every second meanwhile, so that
+        the lease is kept.
+        """
+        loop = asyncio.get_running_loop()
+        shared = self._prompt(prompt)
+        items = [
+            _Item(
+                {**shared, "completion": THOUGHT + text if in_thought else text, "index": at},
+                loop.create_future(),
+            )
+            for at, text in enumerate(completions)
+        ]
+        self._waiting.extend(items)
+        self._changed.set()
+        async with _calling(on_graded):
+            return list(await asyncio.gather(*(item.done for item in items)))
+
+    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
+        """Nothing: a run that waits for its service is not checked by it."""
+        for _ in prompts:
+            on_checked(None)
+
+    def _prompt(self, prompt: Prompt) -> dict[str, Any]:
+        rendered = render_prompt(prompt, self._service.template, self._service.system)
+        return {
+            "id": prompt.id,
+            "messages": rendered.messages,
+            "answer": prompt.answer,
+            "metadata": {**prompt.labels, **prompt.metadata},
+        }
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        while True:
+            items = self._next()
+            if not items:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                graded = await self._scored([item.row for item in items])
+            except _Refused as error:
+                self._failed(items, str(error), is_cause=True, final=True)
+            except _Down as error:
+                is_cause = len(items) == 1 and await self._answers()
+                self._failed(items, str(error), is_cause=is_cause, final=False)
+                if not is_cause:
+                    if not self.problem:
+                        log.warning("%s; completions wait", error)
+                    self.problem = str(error)
+                    await asyncio.sleep(self._delay)
+                    self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
+            else:
+                self._up()
+                for item, one in zip(items, graded, strict=True):
+                    self._record(item, one)
+
+    async def _answers(self) -> bool:
+        """Whether the service answers a request without completions."""
+        try:
+            await self._scored([])
+        except (_Refused, _Down):
+            return False
+        self._up()
+        return True
+
+    def _up(self) -> None:
+        if self.problem:
+            log.info("the reward service %s answers again", self._service.url)
+        self.problem, self._delay = "", _FIRST_BACK_OFF_SECONDS
+
+    def _next(self) -> list[_Item]:
+        """The completions of the next request; one that failed goes alone."""
+        chosen: list[_Item] = []
+        waiting = self._waiting
+        while waiting and len(chosen) < self._service.batch:
+            if waiting[0].done.done():  # cancelled
+                waiting.popleft()
+                continue
+            if waiting[0].alone and chosen:
+                break
+            chosen.append(waiting.popleft())
+            if chosen[-1].alone:
+                break
+        return chosen
+
+    def _failed(self, items: list[_Item], error: str, *, is_cause: bool, final: bool) -> None:
+        """Queue the completions of a failed request again, each alone. One that is the cause has no verdict at last."""
+        for item in items:
+            item.alone = True
+            item.failures += is_cause
+            if len(items) == 1 and is_cause and (final or item.failures >= self._service.retries):
+                self._record(item, Graded(None, f"{error} (prompt {item.row['id']})"))
+            else:
+                self._waiting.append(item)
+        self._changed.set()
+
+    def _record(self, item: _Item, graded: Graded) -> None:
+        self.counts.graded += 1
+        self.counts.errors += graded.error is not None
+        if not item.done.done():
+            item.done.set_result(graded)
+
+    async def _scored(self, rows: list[dict[str, Any]]) -> list[Graded]:
+        """The verdicts of a request's completions.
+
+        Raises:
+            _Refused, _Down
+        """
+        import aiohttp
+
+        assert self._session is not None
+        where = f"the reward service {self._service.url}"
+        body = msgspec.json.encode({"completions": rows}, enc_hook=str)
+        try:
+            async with self._session.post(
+                self._service.url,
+                data=body,
+                headers={"content-type": "application/json"},
+                allow_redirects=False,
+            ) as answer:
+                good = answer.status == 200
+                limit = _MAX_ANSWER_BYTES + _ANSWER_BYTES_PER_SCORE * len(rows) if good else MAX_ERROR_BYTES
+                content = bytes(await read_answer(answer, limit))
+        except TimeoutError:
+            raise _Down(
+                f"{where} did not answer {len(rows)} completions within {self._service.timeout_seconds:g} s; raise "
+                "verifier.timeoutSeconds, or lower verifier.http.batch"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Down(f"{where} does not answer: {error or type(error).__name__}") from None
+        except BadAnswer as error:
+            raise _Down(f"{where}: {error}") from None
+        if answer.status in _OF_THE_COMPLETION:
+            raise _Refused(f"{where} refused a request with status {answer.status}")
+        if not good:
+            advice = f"; its token is the variable {TOKEN}" if answer.status in (401, 403) else ""
+            raise _Down(f"{where} answered with status {answer.status}{advice}")
+        return self._read(content, answer.headers, len(rows), where)
+
+    def _read(self, content: bytes, headers: Mapping[str, str], count: int, where: str) -> list[Graded]:
+        try:
+            scores = msgspec.json.decode(content, type=_Scores).scores
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            kind = "HTML" if headers.get("content-type", "").startswith("text/html") else "something else"
+            raise _Down(f'{where} answered {kind}, not {{"scores": [numbers or null]}}') from None
+        if len(scores) != count:
+            raise _Down(
+                f"{where} answered {len(scores)} scores for {count} completions; it has to give one each"
+            )
+        return [self._verdict(score, where) for score in scores]
+
+    def _verdict(self, score: float | None, where: str) -> Graded:
+        if score is None:
+            return Graded(None, NOT_APPLICABLE)
+        try:
+            return Graded(as_verdict(score, self.part_names, self._service.range))
+        except ValueError as error:
+            return Graded(None, f"{error}".replace("the verifier", where, 1) + " (verifier.range)")
+
+
+@contextlib.asynccontextmanager
+async def _calling(on_waiting: Callable[[], None] | None) -> AsyncIterator[None]:
+    """Call ``on_waiting`` every second inside the block."""
+    if on_waiting is None:
+        yield
+        return
+
+    async def call() -> None:
+        while True:
+            await asyncio.sleep(_WAITING_SECONDS)
+            on_waiting()
+
+    task = asyncio.create_task(call())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,300 @@
+"""verifier.python: the signatures, and what functions do wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig, VerifierError
+from scalerl_tasks.code_digest import code_digest
+from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
+
+FILE = Path(__file__).parent / "rewards" / "project_rewards.py"
+ROW = Prompt("row-7", "2 + 2?", "4", metadata={"row": [1, 2]})
+VERL = Prompt(
+    "gsm8k-3",
+    "2 + 2?",
+    "4",
+    labels={"data_source": "openai/gsm8k"},
+    metadata={"reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 3}},
+)
+
+
+def function(name: str, **options: Any) -> PythonFunction:
+    return PythonFunction(name, path=str(FILE), **options)
+
+
+async def graded(
+    given: PythonFunction, prompt: Prompt, completions: list[str], **limits: Any
+) -> list[Graded]:
+    async with GradingPool(VerifierConfig("python", python=given), **limits) as pool:
+        return await pool.score_group(prompt, completions)
+
+
+def scores(given: PythonFunction, prompt: Prompt, *completions: str) -> list[Any]:
+    """Scores without processes; None where the function does not apply."""
+    verifier = PythonVerifier(given)
+    if verifier.whole:
+        return verifier.score_group(prompt, list(completions))
+    return [verifier.score(prompt, one) for one in completions]
+
+
+# --- signatures ---------------------------------------------------------------------------------------
+
+
+def test_verl_function_and_its_row():
+    assert scores(function("compute_score", signature="verl"), VERL, "so #### 4", "#### 5", "4") == [
+        Verdict(1.0),
+        Verdict(0.0),
+        Verdict(0.0),
+    ]
+
+
+def test_verl_batch_function_with_a_decimal_parameter():
+    given = function("compute_score_batch", signature="verl", parameters={"bonus": "0.25"})
+    assert scores(given, VERL, "4", "5") == [1.25, 0.25]
+
+
+def test_verl_function_of_two_arguments():
+    given = function("short_compute_score", signature="verl", parameters={"format_score": "0.5"})
+    assert scores(given, VERL, "it is 4", "it is 5", "none") == [1.0, 0.5, 0.0]
+
+
+def test_verl_function_may_evaluate_a_completion():
+    """Its ground truth is a dict, and the audit guard does not hold trusted code."""
+    prompt = Prompt(
+        "c", "", "x", metadata={"reward_model": {"ground_truth": {"numbers": [2, 3], "target": 6}}}
+    )
+    given = function("countdown", signature="verl")
+    assert scores(given, prompt, "<answer>2 * 3</answer>", "<answer>2 * 2</answer>", "6") == [1.0, 0.1, 0.0]
+
+
+def test_trl_function_of_a_conversation():
+    given = function("format_reward", signature="trl", chat=True)
+    assert scores(given, ROW, "<think>a</think><answer>4</answer>", "4") == [1.0, 0.0]
+
+
+def test_trl_function_of_texts_with_its_range():
+    given = function("reward_len", signature="trl", range=(-100.0, 0.0))
+    assert scores(given, ROW, "x" * 20, "x") == [0.0, -19.0]
+
+
+def test_trl_function_gets_columns_and_may_not_apply():
+    row, other = (Prompt("a", "q", "4", metadata={"ground_truth": truth}) for truth in ("4", "skip"))
+    given = function("accuracy", signature="trl")
+    assert scores(given, row, "4", "5") == [1.0, 0.0]
+    assert scores(given, other, "4") == [None]
+    with pytest.raises(
+        VerifierError, match=r"needs the column 'ground_truth', which the prompt row-7 does not have"
+    ):
+        scores(given, ROW, "4")
+
+
+async def test_coroutine_function_of_a_batch():
+    assert [g.score for g in await graded(function("judge", signature="trl"), ROW, ["abc", "a"])] == [
+        0.3,
+        0.1,
+    ]
+
+
+async def test_coroutines_of_one_completion_run_together():
+    begin = time.monotonic()
+    found = await graded(function("slow_one"), ROW, ["4"] * 20 + ["bad"])
+    assert [g.score for g in found] == [1.0] * 20 + [0.0]
+    line = 1 + FILE.read_text().splitlines().index('        raise ValueError("refused")')
+    assert found[-1].error == (
+        f"project_rewards.py:slow_one raised ValueError: refused (project_rewards.py, line {line}) for the prompt row-7"
+    )
+    assert time.monotonic() - begin < 0.3 * 15  # one after the other: 6.3 s
+
+
+async def test_parts_and_range_of_a_function():
+    found = await graded(function("with_parts", range=(-1.0, 1.0)), ROW, ["abc"])
+    assert found == [Graded(Verdict(0.75, {"length": 3.0, "reward": 0.5}))]
+
+
+# --- what functions do wrong ----------------------------------------------------------------------------
+
+
+async def test_each_wrong_result_has_one_message_and_the_others_are_graded():
+    wrong = {
+        "raise": "raised ValueError: cannot read this (project_rewards.py, line ",
+        "raise nothing": "raised AssertionError (project_rewards.py, line ",
+        "exit": "raised SystemExit: 1",
+        "text": "returned '0.5' (text) for the prompt row-7; return a number",
+        "nan": "gave nan, which is not in [0, 1]",
+        "list": "returned [1.0] (list)",
+        "dict": "returned {'reward': 1} (dict) for the prompt row-7; a dict needs the key 'score'",
+        "high": "gave 2, which is not in [0, 1] (verifier.range), for the prompt row-7",
+        "huge": "(int) for the prompt row-7; not a number",
+        "die": "the grader by project_rewards.py:score of the prompt row-7 died 2 times",
+        "slow": "grading by project_rewards.py:score of the prompt row-7 took longer than 1 s",
+        "memory": "grading needed more than",
+    }
+    found = await graded(function("score"), ROW, ["4", *wrong, "none", "5", "4"], timeout_seconds=1.0)
+    first, *bad, none, other, last = found
+    assert (first, other, last) == (Graded(Verdict(1.0)), Graded(Verdict(0.0)), Graded(Verdict(1.0)))
+    assert none == Graded(None, "not applicable: the verifier gave None")
+    for says, one in zip(wrong.values(), bad, strict=True):
+        assert one.verdict is None
+        assert says in (one.error or ""), one.error
+        assert "project_rewards.py:score" in (one.error or "") or "memory" in (one.error or "")
+
+
+async def test_children_of_a_function_end_with_its_grader():
+    before = set(_children_named("sleep"))
+    found = await graded(function("score"), ROW, ["child"], timeout_seconds=1.0)
+    assert "took longer" in (found[0].error or "")
+    left = set(_children_named("sleep")) - before
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def _children_named(name: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if command[:2] == [name.encode(), b"600"]:
+                found.append(int(entry.name))
+    return found
+
+
+async def test_group_function_that_fails_fails_its_group_once():
+    async with GradingPool(
+        VerifierConfig("python", python=function("ranks", signature="group")), timeout_seconds=1.0
+    ) as pool:
+        assert [g.score for g in await pool.score_group(ROW, ["b", "a", "c"])] == [0.0, 0.1, 0.2]
+        begin = time.monotonic()
+        slow = await pool.score_group(ROW, ["slow", *"abcdefg"])
+        died = await pool.score_group(ROW, ["die", "a"])
+        assert time.monotonic() - begin < 6  # not a second for each of eight
+        assert pool.counts.timeouts == 1
+        assert {g.error and g.error.rpartition(" took")[0] for g in slow} == {
+            "grading by project_rewards.py:ranks of the prompt row-7"
+        }
+        assert all("died 2 times on this group" in (g.error or "") for g in died)
+        assert [g.score for g in await pool.score_group(ROW, ["b", "a"])] == [0.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"wrong_number": 1}, "returned 3 rewards for 2 completions of the prompt row-7; return one each"),
+        ({"wrong_number": -1}, "returned 1 rewards for 2 completions"),
+        ({"text": True}, "returned '00' (text) for 2 completions of the prompt row-7; return a list"),
+    ],
+)
+def test_group_function_of_a_wrong_result(parameters, says):
+    with pytest.raises(VerifierError) as caught:
+        scores(function("ranks", signature="group", parameters=parameters), ROW, "a", "b")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import nopackage_at_all\n", "there is no module 'nopackage_at_all' (bad.py, line 1); install it"),
+        ("def score(:\n", "cannot be imported: SyntaxError"),
+        ("raise SystemExit(1)\n", "cannot be imported: SystemExit: 1 (bad.py, line 1)"),
+        ("\n1 / 0\n", "ZeroDivisionError: division by zero (bad.py, line 2)"),
+        ("def scores(): ...\n", "has no function 'score'; did you mean 'scores'?"),
+        (
+            "def score(completion, truth): ...\n",
+            "the function needs truth; this signature gives answer, completion",
+        ),
+        ("def score(completion, /): ...\n", "takes arguments without a name"),
+        ("score = 3\n", "has no function 'score'"),
+    ],
+)
+def test_file_that_cannot_be_used(tmp_path, monkeypatch, source, says):
+    (tmp_path / "bad.py").write_text(source)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    with pytest.raises(VerifierError) as caught:
+        PythonVerifier(PythonFunction("score", path=str(tmp_path / "bad.py")))
+    assert says in str(caught.value)
+
+
+async def test_file_that_ends_the_fork_server_is_a_verifier_error(tmp_path):
+    (tmp_path / "bad.py").write_text("raise SystemExit(1)\n")
+    with pytest.raises(VerifierError, match="cannot be imported: SystemExit: 1"):
+        await graded(PythonFunction("score", path=str(tmp_path / "bad.py")), ROW, ["4"])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"path": "/nowhere/reward.py"}, "/nowhere/reward.py does not exist"),
+        ({"path": str(FILE.parent)}, "is not a file"),
+        ({"module": "no_such_package.rewards"}, "there is no module 'no_such_package'"),
+        (
+            {"path": str(FILE), "parameters": {"margin": 1}},
+            "parameters.margin is no argument of the function",
+        ),
+        (
+            {"path": str(FILE), "parameters": {"answer": 1}},
+            "parameters.answer is an argument of the signature",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_used(given, says):
+    with pytest.raises(VerifierError) as caught:
+        PythonVerifier(PythonFunction("score", **given))
+    assert says in str(caught.value)
+
+
+def test_parameter_that_is_no_number():
+    with pytest.raises(VerifierError, match=r"parameters.format_score is 'high', not a number"):
+        PythonVerifier(function("short_compute_score", signature="verl", parameters={"format_score": "high"}))
+
+
+def test_installed_module():
+    given = PythonFunction("last_box", module="scalerl_tasks.answer_extraction", parameters={"text": "x"})
+    assert PythonVerifier(given).label == "scalerl_tasks.answer_extraction:last_box"
+
+
+# --- digest ---------------------------------------------------------------------------------------------
+
+
+def test_digest_follows_the_neighbours_that_are_imported(tmp_path):
+    reward, near, package = tmp_path / "reward.py", tmp_path / "near.py", tmp_path / "parts"
+    package.mkdir()
+    reward.write_text("import json, near\nfrom parts.a import x\ndef score(): ...\n")
+    near.write_text("import reward\n")
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from . import b\n")
+    (package / "b.py").write_text("x = 1\n")
+    (tmp_path / "unrelated.py").write_text("")
+    digests = [code_digest(reward)]
+    for file in (package / "b.py", near, reward, package / "__init__.py"):
+        file.write_text(file.read_text() + "\n# edited\n")
+        digests.append(code_digest(reward))
+    assert len(set(digests)) == 5
+    (tmp_path / "unrelated.py").write_text("x = 2\n")
+    assert code_digest(reward) == digests[-1]
+
+
+def test_digest_does_not_depend_on_the_folder(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "reward.py").write_text("raise SystemExit('must not run')\n")
+    assert code_digest(tmp_path / "a" / "reward.py") == code_digest(tmp_path / "b" / "reward.py")
+
+
+def test_digest_of_a_module():
+    one = code_digest(module="json.decoder")
+    assert one == code_digest(module="json.decoder") != code_digest(module="json.encoder")
+    with pytest.raises(VerifierError, match="no package 'nopackage_at_all'"):
+        code_digest(module="nopackage_at_all.rewards")
+    with pytest.raises(VerifierError, match=r"no module 'json\.nothing'"):
+        code_digest(module="json.nothing")
