@@ -4,7 +4,7 @@ A real coordinator process, pinned to one core, on a real directory (every rollo
 acknowledged); on another core, over loopback HTTP, eight actors push groups of 16 completions of 512 tokens, and a
 trainer fetches every step, reports it, publishes and checkpoints. A rollout counts when it went in and came out.
 
-    python benchmarks/coordinator.py [--quick] [--rollouts N] [--record SHARE] [--directory DIR]
+    python benchmarks/coordinator.py [--quick] [--rollouts N] [--record N] [--directory DIR]
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 rollouts")
     parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--record", default="0", metavar="SHARE", help="spec.rollouts.share (default: 0)")
+    parser.add_argument("--record", type=int, default=0, metavar="N", help="spec.rollouts.perStep (default: 0)")
     parser.add_argument(
         "--directory", type=Path, help="where the journal goes (default: a temporary directory)"
     )
@@ -272,7 +272,7 @@ def main() -> None:
             "spec": {
                 **RUN["spec"],
                 "budget": {"maxSteps": steps + 64},
-                "rollouts": {"share": arguments.record},
+                "rollouts": {"perStep": arguments.record},
             },
         }
         paths.run_file.write_text(yaml.safe_dump(run))

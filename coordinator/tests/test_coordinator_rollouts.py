@@ -115,7 +115,7 @@ async def publish_and_lease(client: Client, digest: str) -> tuple[str, list[wire
 
 async def test_steps_and_evaluations_are_recorded_once(tmp_path: Path, make_process):
     """Across a kill of the coordinator, and a return of the trainer to a checkpoint."""
-    coordinator = make_process(rollouts={"share": "1"})
+    coordinator = make_process(rollouts={"perStep": 100_000_000})
     directory = tmp_path / "rollouts"
     coordinator.start()
     async with aiohttp.ClientSession() as session:
@@ -161,7 +161,7 @@ async def test_steps_and_evaluations_are_recorded_once(tmp_path: Path, make_proc
 
 
 async def test_rollouts_are_not_recorded_with_share_0(tmp_path: Path, make_process):
-    coordinator = make_process(rollouts={"share": "0"})
+    coordinator = make_process(rollouts={"perStep": 0})
     coordinator.start()
     async with aiohttp.ClientSession() as session:
         client = Client(session, coordinator.url)

@@ -5,25 +5,22 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Final
 
-from pydantic import AfterValidator
+from pydantic import Field
 
-from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, UnitDecimal
+from scalerl_api.fields import Model, Quantity
 from scalerl_api.wire.prompts import PromptRef
 
-RECORDED_PER_STEP: Final = 256
-RECORDED_PER_EVALUATION: Final = 2048
-
-RecordQuantity = Annotated[Quantity, AfterValidator(AtLeast("1Mi")), AfterValidator(AtMost("64Ti"))]
+EVALUATION_FACTOR: Final = 8
+"""An evaluation has so many times the rollouts of a step in the record."""
 
 
 class RolloutsSpec(Model):
     """The rollouts that the coordinator writes to ``rollouts/`` on the run's volume, for ``scalerl rollouts``."""
 
-    share: UnitDecimal | None = None
-    """Part of the prompts whose completions are written, training and held-out; "1" writes all, "0" none; default: what gives
-    about 256 rollouts a step and 2,048 an evaluation. It has the same prompts throughout the run."""
-    max_size: RecordQuantity = "4Gi"
-    """Disk on the run's volume; the oldest rollouts are deleted first."""
+    per_step: Annotated[int, Field(ge=0, le=100_000_000)] = 256
+    """Rollouts of a step that are written, about; of an evaluation 8 times as many. 0: none."""
+    max_size: Quantity = "4Gi"
+    """Disk for them; the oldest are deleted first."""
 
 
 def in_sample(prompt: PromptRef, share: float) -> bool:

@@ -244,7 +244,7 @@ class RunSpec(Model):
     """Writes ``trace.jsonl`` to the run's volume, with the times, generator and lengths of each group, for
     ``scalerl simulate``."""
     rollouts: RolloutsSpec = RolloutsSpec()
-    """The record of prompts, completions and their rewards, to read."""
+    """The rollouts kept to read."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()

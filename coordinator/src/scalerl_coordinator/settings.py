@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
-from scalerl_api.rollouts import RECORDED_PER_EVALUATION, RECORDED_PER_STEP, RolloutsSpec, in_sample
+from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
 from scalerl_api.speculation import HistorySpec
 from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MAX_TEXT_BYTES, MEAN_SET, PromptRef, Split
@@ -165,15 +165,11 @@ class Settings:
         """Whether the completions of a prompt are recorded."""
         if self.rollouts is None:
             return False
-        if self.rollouts.share is not None:
-            return in_sample(prompt, float(self.rollouts.share))
-        identity = self.identity
+        identity, wanted = self.identity, self.rollouts.per_step
         if prompt.split is Split.TRAIN:
-            return in_sample(
-                prompt, RECORDED_PER_STEP / (identity.prompts_per_step * identity.completions_per_prompt)
-            )
+            return in_sample(prompt, wanted / (identity.prompts_per_step * identity.completions_per_prompt))
         one = identity.evaluation_set(prompt.task)
-        return in_sample(prompt, RECORDED_PER_EVALUATION / (one.prompts * one.samples))
+        return in_sample(prompt, EVALUATION_FACTOR * wanted / (one.prompts * one.samples))
 
     def every_steps(self, task: int) -> int:
         """Number of steps between evaluations on the set of ``task``."""
@@ -294,5 +290,5 @@ class Settings:
             trainer_devices=spec.trainer.ranks,
             history=spec.generator.speculation.history if spec.generator.speculation else None,
             forked_step=forked_step,
-            rollouts=spec.rollouts if spec.rollouts.share is None or float(spec.rollouts.share) else None,
+            rollouts=spec.rollouts if spec.rollouts.per_step else None,
         )
