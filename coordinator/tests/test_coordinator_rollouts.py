@@ -315,9 +315,79 @@ def test_start_after_a_crash_in_a_merge_leaves_no_duplicates(
     (tmp_path / ".train-00000007-00000007-00000009.parquet").write_bytes(b"incomplete")
     (tmp_path / "train-00000009-00000009-00000010.parquet").write_bytes(b"PAR1 torn by a power cut")
     record_in(tmp_path).close()
-    (tmp_path / "train-00000009-00000009-00000010.parquet").unlink()
     assert sorted(row["step"] for row in rows_in(tmp_path)) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_torn_file_is_named_and_its_step_recorded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torn at the end, which the start sees, or within, which a merge sees."""
+    monkeypatch.setattr(rollout_record, "_MERGED_FILES", 4)
+    written(tmp_path, range(3))
+    _, second, third = sorted(tmp_path.iterdir())
+    second.write_bytes(second.read_bytes()[:-100])
+    whole = bytearray(third.read_bytes())
+    whole[4:40] = bytes(36)  # the head of the first page
+    third.write_bytes(whole)
+    lost: list[int] = []
+    record = record_in(tmp_path, lost)
+    assert [record.has_step(step) for step in range(3)] == [True, False, True]
+    for step in (1, 3, 4):
+        record.add_step(step, [group_of(step)], [], settled=100)
+    record.close()
+    assert lost == []
+    assert [entry.message.split(": ", 2)[:2] for entry in caplog.records] == [
+        [str(path), "deleted, not a complete Parquet file"] for path in (second, third)
+    ]
+    assert sorted(row["step"] for row in rows_in(tmp_path)) == [0, 0, 1, 1, 3, 3, 4, 4]
+
+
+def test_files_may_be_deleted_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_record, "_MERGED_FILES", 3)
+    lost: list[int] = []
+    directory = tmp_path / "rollouts"
+    record = record_in(directory, lost)
+    for step in range(5):
+        record.add_step(step, [group_of(step)], [], settled=100)
+        record.drain()
+        if step == 1:
+            shutil.rmtree(directory)
+    record.close()
+    assert lost == []
+    assert sorted({row["step"] for row in rows_in(directory)}) == [2, 3, 4]
+
+
+def test_full_disk_in_a_merge_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_record, "_MERGED_FILES", 2)
+    lost: list[int] = []
+    record = record_in(tmp_path, lost)
+    monkeypatch.setattr(
+        record, "_merge", lambda split, settled: (_ for _ in ()).throw(OSError(28, "no space"))
+    )
+    for step in range(3):
+        record.add_step(step, [group_of(step)], [], settled=100)
+    record.close()
+    assert sum(lost) == 0
+    assert sorted({row["step"] for row in rows_in(tmp_path)}) == [0, 1, 2]
+
+
+def test_prompt_that_is_evaluated_again_is_recorded_once(tmp_path: Path) -> None:
+    """An evaluation continues after a return of the trainer to a checkpoint, unless an earlier version is published."""
+
+    def evaluate(*prompts: int) -> None:
+        record = record_in(tmp_path)
+        for index in prompts:
+            prompt = PromptRef(1, Split.HELD_OUT, index)
+            record.keep(RecordedGroup(8, index, prompt, stored(), [4, 4], [0.0, 1.0], {}, []))
+        record.truncate(5)
+        record.close()
+
+    evaluate(0, 1)
+    evaluate(2)
+    assert sorted(row["slot"] for row in rows_in(tmp_path)) == [0, 0, 1, 1, 2, 2]
+    evaluate(0, 1, 2, 3)
+    assert sorted(row["slot"] for row in rows_in(tmp_path)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_oldest_rollouts_are_deleted_first(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def select(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], int, in
     files = _files(arguments.dir)
     step = _newest(files, arguments) if arguments.step == _NEWEST else arguments.step
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(lambda file: list(_matches(file, arguments, step)), files.items())
+        results = pool.map(lambda file: _whole(_matches(file, arguments, step), file[0]), files.items())
         found = sorted((one for result in results for one in result), key=lambda one: one.key)
     chosen = found[: arguments.limit] if arguments.limit else found
     return _read(files, chosen), len(found), sum(file.metadata.num_rows for file in files.values())
@@ -176,6 +176,17 @@ def _open(path: Path) -> pq.ParquetFile | None:
         return None
 
 
+def _whole(found: Iterator[_Found], path: Path) -> list[_Found]:
+    """All that is found in a file; nothing of a damaged one, which is reported."""
+    import pyarrow as pa
+
+    try:
+        return list(found)
+    except (OSError, pa.ArrowException) as error:
+        say(f"{path}: left out, damaged: {str(error).splitlines()[0]}", error=True)
+        return []
+
+
 def _split(arguments: argparse.Namespace) -> str | None:
     return None if arguments.split is None else arguments.split.replace("-", "_")
 
@@ -202,8 +213,9 @@ def _matches(
     columns |= {"labels"} if arguments.label else set()
     columns |= {"finish_reason"} if arguments.truncated else set()
     columns |= {"prompt_id"} if arguments.prompt is not None else set()
+    limits = _limits(file, {"step": step, "reward": arguments.reward})
     for number in range(file.num_row_groups):
-        if _pruned(file, number, {"step": step, "reward": arguments.reward}):
+        if _pruned(file, number, limits):
             continue
         table = file.read_row_group(number, columns=sorted(columns), use_threads=False)
         rows = np.flatnonzero(_mask(table, arguments, step))
@@ -222,15 +234,22 @@ def _matches(
             yield _Found((missing, ordered, *rest), path, number, int(row))
 
 
-def _pruned(file: pq.ParquetFile, number: int, wanted: dict[str, tuple[float, float] | None]) -> bool:
+def _limits(
+    file: pq.ParquetFile, wanted: dict[str, tuple[float, float] | None]
+) -> dict[int, tuple[float, float]]:
+    """The limits by the number of their column."""
+    columns = {file.schema.column(at).path: at for at in range(len(file.schema))}
+    return {columns[name]: limits for name, limits in wanted.items() if limits is not None}
+
+
+def _pruned(file: pq.ParquetFile, number: int, limits: dict[int, tuple[float, float]]) -> bool:
     """Whether the statistics of a row group exclude a match."""
     group = file.metadata.row_group(number)
-    for at in range(group.num_columns):
-        column = group.column(at)
-        limits, statistics = wanted.get(column.path_in_schema), column.statistics
-        if limits is None or statistics is None or not statistics.has_min_max:
+    for at, (least, most) in limits.items():
+        statistics = group.column(at).statistics
+        if statistics is None or not statistics.has_min_max:
             continue
-        if statistics.max < limits[0] or statistics.min > limits[1]:
+        if statistics.max < least or statistics.min > most:
             return True
     return False
 
@@ -278,13 +297,18 @@ def _containing(texts: pa.ChunkedArray, wanted: Sequence[str]) -> Any:
 
 
 def _read(files: dict[Path, pq.ParquetFile], chosen: Sequence[_Found]) -> list[dict[str, Any]]:
-    """The chosen rows, in their order."""
+    """The chosen rows, in their order. Raises :class:`Problem`."""
+    import pyarrow as pa
+
     by_group: dict[tuple[Path, int], list[_Found]] = {}
     for one in chosen:
         by_group.setdefault((one.file, one.row_group), []).append(one)
     rows: dict[_Found, dict[str, Any]] = {}
     for (path, number), members in by_group.items():
-        table = files[path].read_row_group(number).take([one.row for one in members])
+        try:
+            table = files[path].read_row_group(number).take([one.row for one in members])
+        except (OSError, pa.ArrowException) as error:
+            raise Problem(f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere") from error
         rows.update(zip(members, table.to_pylist(maps_as_pydicts="lossy"), strict=True))
     return [rows[one] for one in chosen]
 

@@ -192,6 +192,18 @@ def test_torn_file_is_left_out(capsys: pytest.CaptureFixture[str], run: Path) ->
     ]
 
 
+def test_damaged_file_is_left_out(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    path = record(run, [{"step": 9, "completion": "word " * 100}])
+    whole = bytearray(path.read_bytes())
+    whole[4:40] = bytes(36)  # the head of the first page
+    path.write_bytes(whole)
+    assert main(["rollouts", str(run), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 10
+    assert captured.err.startswith(f"{path}: left out, damaged: ")
+    assert captured.err.count("\n") == 1
+
+
 def test_merged_file_replaces_its_sources(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source = record(tmp_path, [{"step": 0}])
     record(tmp_path, [{"step": 0}, {"step": 1}], replaces=source.name)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from scalerl_api.wire import MASKED, PromptRef, Split, TrainedSequence
 from scalerl_coordinator.accounting import Accepted
@@ -34,7 +34,8 @@ _CLOSE_SECONDS: Final = 10.0
 _MERGED_FILES: Final = 32
 _MERGED_BYTES: Final = 2**24
 """Files below this size are merged, :data:`_MERGED_FILES` at a time."""
-_ROW_GROUP_BYTES: Final = 2**24
+_ROW_GROUP_BYTES: Final = 2**22
+"""What a reader decompresses at a time; it stays in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ class _Part:
 
     @property
     def size(self) -> int:
-        return self.path.stat().st_size
+        """Its size on disk; 0 if it was deleted."""
+        return self.path.stat().st_size if self.path.exists() else 0
 
 
 class RolloutRecord:
@@ -232,7 +234,8 @@ class RolloutRecord:
         for split, version, task in list(self._waiting):
             if split == Split.HELD_OUT and (version, task) not in running:
                 groups = self._waiting.pop((split, version, task))
-                self._submit(groups, partial(self._write, split, version, groups, {}, version))
+                self._submit(groups, partial(self._write, split, version, groups, {}))
+                self._submit((), partial(self._tidy, split, version))
 
     def add_step(
         self, step: int, groups: Sequence[RecordedGroup], sequences: Sequence[TrainedSequence], settled: int
@@ -252,13 +255,14 @@ class RolloutRecord:
 
         def write() -> None:
             if not self._has_step(step):
-                self._write(Split.TRAIN, step, groups, figures, settled)
+                self._write(Split.TRAIN, step, groups, figures)
 
         if groups:
             self._submit(groups, write)
+            self._submit((), partial(self._tidy, Split.TRAIN, settled))
 
     def truncate(self, version: int) -> None:
-        """Delete the rollouts of steps from ``version`` on, which are trained again, and of evaluations of later versions."""
+        """Delete the rollouts of steps from ``version`` on, which are trained again. Evaluations keep their points, and rollouts."""
         self._submit((), partial(self._truncate, version))
 
     # --- the queue ------------------------------------------------------------------------------
@@ -303,15 +307,14 @@ class RolloutRecord:
         for path in self._directory.iterdir():
             if path.name.startswith("."):
                 path.unlink()  # incomplete
-        self._parts = sorted(
-            (part for path in self._directory.iterdir() if (part := _Part.parse(path)) is not None),
-            key=lambda part: (part.first, part.serial),
-        )
-        merged = {name for part in self._parts for name in _replaced(part.path)}
-        for part in self._parts:
+        found = [part for path in self._directory.iterdir() if (part := _Part.parse(path)) is not None]
+        sources = {part: names for part in found if (names := _read(part.path, _replaced)) is not None}
+        merged = {name for names in sources.values() for name in names}
+        for part in sources:
             if part.path.name in merged:  # a crash came between the merge and the deletion of its sources
                 part.path.unlink()
-        self._parts = [part for part in self._parts if part.path.name not in merged]
+        whole = (part for part in sources if part.path.name not in merged)
+        self._parts = sorted(whole, key=lambda part: (part.first, part.serial))
 
     def _has_step(self, step: int) -> bool:
         return any(one.split == Split.TRAIN and one.first <= step <= one.last for one in self._parts)
@@ -322,13 +325,29 @@ class RolloutRecord:
         step: int,
         groups: Sequence[RecordedGroup],
         figures: Mapping[tuple[int, int], TrainedSequence],
-        settled: int,
     ) -> None:
         rows = [row for group in groups for row in group.rows(self._tasks(group.prompt), figures)]
+        if rows and split == Split.HELD_OUT:
+            self._forget_evaluated(step, {(row["task"], row["prompt_index"]) for row in rows})
         if rows:
             self._store(table_of(rows), split, step, step)
-            self._merge(split, settled)
-            self._forget_oldest()
+
+    def _forget_evaluated(self, version: int, prompts: set[tuple[str, int]]) -> None:
+        """Delete what an evaluation of ``version`` that was dropped has of ``prompts``."""
+        for part in list(self._parts):
+            if part.split == Split.HELD_OUT and part.first <= version <= part.last:
+                table = self._table(part)
+                columns = ("step", "task", "prompt_index")
+                rows = (
+                    [] if table is None else zip(*(table[name].to_pylist() for name in columns), strict=True)
+                )
+                kept = [step != version or (task, index) not in prompts for step, task, index in rows]
+                if table is not None and not all(kept):
+                    self._store(table.filter(kept), part.split, part.first, part.last, [part])
+
+    def _tidy(self, split: str, settled: int) -> None:
+        self._forget_oldest()
+        self._merge(split, settled)
 
     def _store(
         self, table: pa.Table, split: str, first: int, last: int, replaces: Sequence[_Part] = ()
@@ -336,6 +355,7 @@ class RolloutRecord:
         """Write a file, which appears once it is complete. Raises OSError."""
         import pyarrow.parquet as pq
 
+        self._directory.mkdir(exist_ok=True)
         if not self._disk.leaves_reserve(self._directory, table.nbytes):
             raise OSError(errno.ENOSPC, "the volume is nearly full")
         serial = max((part.serial for part in self._parts), default=0) + 1
@@ -374,44 +394,65 @@ class RolloutRecord:
     def _merge(self, split: str, settled: int) -> None:
         """Merge small files: a long run has tens of thousands of steps."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         small = [part for part in self._parts if part.split == split and part.last < settled]
         small = [part for part in small if part.size < _MERGED_BYTES][:_MERGED_FILES]
         if len(small) < _MERGED_FILES:
             return
-        table = pa.concat_tables([pq.ParquetFile(part.path).read() for part in small])
-        self._store(table, split, small[0].first, max(part.last for part in small), small)
+        tables = {part: table for part in small if (table := self._table(part)) is not None}
+        if tables:
+            first, last = min(part.first for part in tables), max(part.last for part in tables)
+            self._store(pa.concat_tables(tables.values()), split, first, last, list(tables))
+
+    def _table(self, part: _Part) -> pa.Table | None:
+        """The rows of a file; None of one that is lost, which is then no longer among the files."""
+        import pyarrow.parquet as pq
+
+        table = _read(part.path, lambda path: pq.ParquetFile(path).read())
+        if table is None:
+            self._parts.remove(part)
+        return table
 
     def _truncate(self, version: int) -> None:
         import pyarrow.compute as pc
-        import pyarrow.parquet as pq
 
-        for part in list(self._parts):
-            end = version if part.split == Split.TRAIN else version + 1
-            if part.first >= end:
+        for part in [part for part in self._parts if part.split == Split.TRAIN]:
+            if part.first >= version:
                 part.path.unlink(missing_ok=True)
                 self._parts.remove(part)
-            elif part.last >= end:
-                table = pq.ParquetFile(part.path).read()
-                self._store(
-                    table.filter(pc.less(table["step"], end)), part.split, part.first, end - 1, [part]
-                )
+            elif part.last >= version and (table := self._table(part)) is not None:
+                rest = table.filter(pc.less(table["step"], version))
+                self._store(rest, part.split, part.first, version - 1, [part])
 
 
 _REPLACES: Final = b"replaces"
 _REPEATED: Final = ["split", "task", "prompt_id", "prompt", "reference", "finish_reason", "excluded"]
 
 
-def _replaced(path: Path) -> list[str]:
-    """Names of the files that were merged into this one."""
+Result = TypeVar("Result")
+
+
+def _read(path: Path, read: Callable[[Path], Result]) -> Result | None:
+    """What ``read`` returns; None of a file that is gone, or that a power cut tore, which is deleted. Raises OSError."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        metadata = pq.read_schema(path).metadata or {}
-    except (OSError, pa.ArrowException):  # torn by a power cut
-        return []
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the volume fails, not the file
+        log.warning("%s: deleted, not a complete Parquet file: %s", path, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _replaced(path: Path) -> list[str]:
+    """Names of the files that were merged into this one."""
+    import pyarrow.parquet as pq
+
+    metadata = pq.read_schema(path).metadata or {}
     return [name for name in metadata.get(_REPLACES, b"").decode().split(",") if name]
 
 
