@@ -16,7 +16,7 @@ from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
 from scalerl_cli.clusters.arguments import add_cluster_commands, add_connection
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
-from scalerl_cli.rollouts import SORTS, interval, step_interval, text_argument
+from scalerl_cli.rollouts import SORTS, count, interval, step_interval, text_argument
 from scalerl_cli.simulation.arguments import add_simulate
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
@@ -140,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     rollouts.add_argument("--sort", choices=SORTS, default="step", help="order (default: step)")
     rollouts.add_argument("--descending", action="store_true", help="largest first")
     rollouts.add_argument(
-        "--limit", type=int, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
+        "--limit", type=count, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
     )
     rollouts.add_argument("--full", action="store_true", help="show long texts whole")
     rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")

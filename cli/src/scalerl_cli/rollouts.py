@@ -72,6 +72,14 @@ def step_interval(text: str) -> tuple[float, float] | str:
     return text if text == _NEWEST else interval(text)
 
 
+def count(text: str) -> int:
+    """A number of rollouts; 0 is all."""
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
 def text_argument(text: str) -> str:
     """A text that UTF-8 can encode: an argument may have bytes that are none."""
     text.encode()
@@ -103,7 +111,8 @@ def run_rollouts(arguments: argparse.Namespace) -> int:
         return BAD_INPUT
     if arguments.json:
         for row in rows:
-            say(json.dumps(_plain(row), ensure_ascii=False))
+            # A terminal also obeys characters that JSON does not escape, such as U+009B.
+            say(json.dumps(_plain(row), ensure_ascii=sys.stdout.isatty()))
         return DONE
     text = f"{matching:,} of {total:,} recorded rollouts match"
     text += f"; the first {len(rows):,} (--limit)\n" if len(rows) < matching else "\n"

@@ -161,6 +161,15 @@ def test_hostile_text_cannot_control_the_terminal(capsys: pytest.CaptureFixture[
     assert text.count("a\\x1b]0;title\\x07\\x0d\\x9b2J\\u202eright\\u2066 שלום") == 9
 
 
+def test_json_on_a_terminal_is_ascii(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, [{"step": 0, "completion": "\x9b2J\u202e"}])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["rollouts", str(tmp_path), "--json"]) == 0
+    assert "\\u009b2J\\u202e" in capsys.readouterr().out
+
+
 def test_long_text_is_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record(tmp_path, [{"step": 0, "completion": "word " * 100_000}])
     assert main(["rollouts", str(tmp_path)]) == 0
@@ -235,7 +244,14 @@ def test_directory_without_rollouts(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--step", "x"), ("--step", "3:1"), ("--reward", ""), ("--reward", "nan"), ("--contains", "\udcff")],
+    [
+        ("--step", "x"),
+        ("--step", "3:1"),
+        ("--reward", ""),
+        ("--reward", "nan"),
+        ("--contains", "\udcff"),
+        ("--limit", "-1"),
+    ],
 )
 def test_bad_argument(capsys: pytest.CaptureFixture[str], run: Path, arguments: tuple[str, str]) -> None:
     with pytest.raises(SystemExit) as caught:
