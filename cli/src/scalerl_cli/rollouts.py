@@ -223,24 +223,35 @@ def _matches(
     columns |= {"finish_reason"} if arguments.truncated else set()
     columns |= {"prompt_id"} if arguments.prompt is not None else set()
     limits = _limits(file, {"step": step, "reward": arguments.reward})
-    for number in range(file.num_row_groups):
-        if _pruned(file, number, limits):
-            continue
-        table = file.read_row_group(number, columns=sorted(columns), use_threads=False)
-        rows = np.flatnonzero(_mask(table, arguments, step))
-        if len(rows) and arguments.contains:
-            texts = file.read_row_group(number, columns=["completion"], use_threads=False)["completion"]
-            rows = rows[_containing(texts, arguments.contains)[rows]]
-        if not len(rows):
-            continue
-        table = table.take(rows)
-        names = [sort, "step", "task", "prompt_index", "sample"]
-        for row, (value, *rest) in zip(
-            rows, zip(*(table[n].to_pylist() for n in names), strict=True), strict=True
-        ):
-            missing = value is None or value != value
-            ordered = 0 if missing else -value if arguments.descending else value
-            yield _Found((missing, ordered, *rest), path, number, int(row))
+    groups = [number for number in range(file.num_row_groups) if not _pruned(file, number, limits)]
+    if not groups:
+        return
+    table = file.read_row_groups(groups, columns=sorted(columns), use_threads=False)
+    places = np.concatenate([_places(file, number) for number in groups])
+    rows = np.flatnonzero(_mask(table, arguments, step))
+    if arguments.contains:
+        rows = np.concatenate(
+            [
+                among[_containing(file, number, arguments.contains)[places[among, 1]]]
+                for number in groups
+                if len(among := rows[places[rows, 0] == number])
+            ]
+            or [rows]
+        )
+    names = [sort, "step", "task", "prompt_index", "sample"]
+    values = zip(*(table[name].take(rows).to_pylist() for name in names), strict=True)
+    for (number, row), (value, *rest) in zip(places[rows].tolist(), values, strict=True):
+        missing = value is None or value != value
+        ordered = 0 if missing else -value if arguments.descending else value
+        yield _Found((missing, ordered, *rest), path, number, row)
+
+
+def _places(file: pq.ParquetFile, number: int) -> Any:
+    """Row group and row of each row of a row group, by row."""
+    import numpy as np
+
+    rows = np.arange(file.metadata.row_group(number).num_rows)
+    return np.stack([np.full_like(rows, number), rows], axis=1)
 
 
 def _limits(
@@ -293,11 +304,12 @@ def _mask(table: pa.Table, arguments: argparse.Namespace, step: tuple[float, flo
     return mask
 
 
-def _containing(texts: pa.ChunkedArray, wanted: Sequence[str]) -> Any:
-    """Which texts have all of ``wanted``. A regular expression of literals is searched several times as fast as a substring."""
+def _containing(file: pq.ParquetFile, number: int, wanted: Sequence[str]) -> Any:
+    """Which completions of a row group have all of ``wanted``. A regular expression of literals is searched several times as fast as a substring."""
     import numpy as np
     import pyarrow.compute as pc
 
+    texts = file.read_row_group(number, columns=["completion"], use_threads=False)["completion"]
     mask = np.ones(len(texts), dtype=bool)
     for text in wanted:
         pattern = "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
