@@ -451,6 +451,7 @@ def test_expression_of_more_than_the_syntax_is_refused(text):
         ("Hashes", "1 #### 2 #### 3\n", "3"),
         ("Boxed", r"\boxed{1} then \boxed{x^{2}}", "x^{2}"),
         (r"Answer:\s*(\S+)", "Answer: 1 no, Answer: 2", "2"),
+        (r"Answer:\s*(.+)", "Answer: 1\nno\nAnswer: 2 m\nChecked.", "2 m"),
     ],
 )
 def test_dataset_answer_pattern(tmp_path, pattern, text, answer):

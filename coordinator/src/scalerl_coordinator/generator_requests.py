@@ -85,8 +85,8 @@ class GeneratorRequests:
         if grading != core.settings.identity.grading:
             raise Refusal(
                 "task-mismatch",
-                f"{request.name} has other code of verifier.python than the coordinator: the file was edited during the run, or "
-                "differs between nodes. Put it back, or resume the run to go on with the new code: its curve begins anew",
+                f"{request.name} has other code of the verifier than the coordinator: it was edited during the run, or "
+                "differs between nodes. Put it back, or resume the run with the new code, which begins another segment of its curve",
             )
         core.membership.register(member_id, request.name, request.control_url, now)
         for lease_id in sorted(core.book.of(request.name) - set(request.held_leases)):

@@ -14,8 +14,8 @@ A reward is a number, a bool, a :class:`~scalerl_tasks.Verdict`, a dict with ``s
 Arguments that the function does not take are left out. Coroutine functions are awaited, those of one completion for all of a
 group at once.
 
-The function is trusted: it may start processes, write files and use the network. Completions are not: what the function does
-with them is its own affair. Time and memory are limited as for any verifier.
+The function is trusted: it may start processes, write files and use the network. Completions are not, and no
+guard keeps the function from running them. Time and memory are limited as for any verifier.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ def _answer_finder(pattern: str) -> Callable[[str], str | None]:
     if pattern == "Hashes":
         return lambda text: text.rpartition("####")[2].strip() if "####" in text else None
     try:
-        compiled = re.compile(pattern, re.DOTALL)
+        compiled = re.compile(pattern)
     except re.error as error:
         raise SourceError(
             f"answerPattern: {pattern!r} is not Hashes, Boxed or a regular expression: {error}"

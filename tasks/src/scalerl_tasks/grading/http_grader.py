@@ -233,7 +233,7 @@ class HttpGrader:
         return chosen
 
     def _failed(self, items: list[_Item], error: str, *, is_cause: bool, final: bool) -> None:
-        """Queue the completions of a failed request again, each alone. One that is the cause has no verdict at last."""
+        """Queue the completions of a failed request again, each alone. One that is the cause has no verdict after its last retry."""
         for item in items:
             item.alone = True
             item.failures += is_cause
