@@ -371,7 +371,8 @@ def test_programs_end_with_the_caller(tmp_path: Path) -> None:
 
 # --- tests cannot be forged --------------------------------------------------------------------------------
 
-ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert f(2) == [1, 2]"])
+ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert list(f(2)) == [1, 2]"])
+PLAIN_ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert f(2) == [1, 2]"])
 PYTEST = "from solution import f\ndef test_a():\n    assert f(1) == 'WANTED'\ndef test_b():\n    assert sorted(f(2)) == [1, 2]\n"
 CHECK = (
     "def check(candidate):\n    assert candidate(1) == 'WANTED'\n    assert abs(candidate(2) - 5) < 1e-6\n"
@@ -390,6 +391,7 @@ CLOSE = [
 """Other ways to write that f(2) is 5."""
 SUITES = {
     "asserts": (ASSERTS, {}),
+    "plain asserts": (PLAIN_ASSERTS, {}),
     "pytest": (PYTEST, {}),
     "check": (CHECK, {"entry_point": "f"}),
     "calls": (CALLS, {}),
@@ -510,7 +512,13 @@ def test_values_of_a_program_are_quick_to_read() -> None:
     same_hash = [{"i": hex(n * (2**61 - 1))} for n in range(20_000)]
     keys = plain({"d": [[key, 1] for key in same_hash]})
     assert len({hash(key) for key in keys}) > 19_000
-    for data in ({"s": same_hash}, {"z": []}, {"F": ["0x1", "0x1"]}, {"D": "1e9"}, {"object": 1, "of": "x"}):
+    for data in (
+        {"s": same_hash},
+        {"z": []},
+        {"F": ["0x1", "0x" + "f" * 9999]},
+        {"D": "1" * 9999},
+        {"object": 1},
+    ):
         with pytest.raises(ValueError, match="not plain data"):
             plain(data)
 
