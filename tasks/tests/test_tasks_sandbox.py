@@ -343,6 +343,17 @@ def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespac
         assert one.run(program, "line\n", 10) == ScriptResult(wanted)
 
 
+def test_folder_is_not_mounted_over_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in /mnt would be hidden by a file system that is mounted there."""
+    one, two = tmp_path / "media", tmp_path / "srv"
+    for folder in (one, two):
+        folder.mkdir()
+    monkeypatch.setattr(confinement, "_MOUNT_POINTS", (str(tmp_path / "missing"), str(one), str(two)))
+    assert confinement.mount_point(["/usr/lib"]) == str(one)
+    assert confinement.mount_point([f"{one}/venv/lib"]) == str(two)
+    assert confinement.mount_point([str(one), f"{two}/lib"]) is None
+
+
 CALLER = """
 import sys, threading
 from scalerl_tasks.sandbox.confinement import Limits
