@@ -244,6 +244,85 @@ def test_tests_use_real_modules_and_the_functions_of_the_program(verifier: CodeV
     assert verifier.score(forged, fake + "def f(x): return 1").score == 1
 
 
+PLAIN = {
+    "assert f(1) == 2": "2 2.0",
+    "assert f(1, 'a', {(1, 2): {3}}) == (1, [2, None, -0.5])": "(1,[2,None,-.5])",
+    " assert (f() == True), 'why'": "True 1",
+    "assert f(10 ** 3) == 1": None,
+    "assert f(1) == 2 == 2": None,
+    "assert f(x=1) == 2": None,
+    "assert f(*[1]) == 2": None,
+    "assert f(...) == 2": None,
+    "assert f(1) == {1, 2}": None,
+    "assert f(1) == {'a': 1}": None,
+    "assert f(1) == b''": None,
+    "assert f(1) != 2": None,
+    "assert f(1)": None,
+    "assert max(1, 2) == 2": None,
+    "assert f(1) == 2; g()": None,
+    "assert f(1) ==": None,
+}
+"""A statement, and values of f that pass it if it is run as a call; None if it needs a process of tests."""
+
+
+@needs_kernel
+@pytest.mark.parametrize("statement", PLAIN)
+def test_plain_asserts_are_calls(verifier: CodeVerifier, statement: str) -> None:
+    prompt, values = Prompt("p", "", json.dumps([statement])), PLAIN[statement]
+    suite = read_suite(prompt)
+    assert isinstance(suite, Code if values is None else Calls)
+    for value in (values or "").split():
+        assert verifier.score(prompt, f"def f(*_): return {value}").score == 1
+    for value in ("3", "[1, [2, None, -.5]]", "f", "{'t': 1}"):
+        assert values is None or verifier.score(prompt, f"def f(*_): return {value}").score == 0
+
+
+@needs_kernel
+def test_plain_asserts_compare_numbers_as_python_does(verifier: CodeVerifier) -> None:
+    prompt = Prompt(
+        "p", "", json.dumps(["assert f(1) == 0.5", "assert f(2) == 1267650600228229401496703205377"])
+    )
+    for half in ("Fraction(1, 2)", "Decimal('0.5')", "complex(.5)", ".5"):
+        program = f"from decimal import *; from fractions import *\ndef f(x): return {half} if x == 1 else 2 ** 100 + 1"
+        assert verifier.score(prompt, program).score == 1
+    assert verifier.score(prompt, "def f(x): return .5000001 if x == 1 else 2.0 ** 100").score == 0
+
+
+def test_plain_asserts_of_two_functions_or_with_a_setup_are_code() -> None:
+    two = Prompt("p", "", json.dumps(["assert f(1) == 2", "assert g(1) == 2"]))
+    one = Prompt("p", "", json.dumps(["assert f(1) == 2"]), metadata={"test_setup_code": "f = abs"})
+    assert isinstance(read_suite(two), Code)
+    assert isinstance(read_suite(one), Code)
+
+
+@needs_kernel
+def test_modules_of_the_solution_are_not_the_programs(verifier: CodeVerifier) -> None:
+    """Tests that rely on an import of the row's solution have the real module."""
+    tests = json.dumps(["assert np.allclose(f(1), [1, 2])", "assert Counter(f(1)) == Counter([1, 2])"])
+    solution = (
+        "import numpy as np\nfrom collections import Counter, deque\nimport nowhere\ndef f(x): return [1, 2]"
+    )
+    prompt = Prompt("p", "", tests, solution)
+    forged = (
+        "class np: allclose = staticmethod(lambda *_: True)\nclass Counter:\n    def __init__(s, x): pass\n"
+        "    def __eq__(s, o): return True\ndef f(x): return %s"
+    )
+    assert verifier.score(prompt, forged % "5").score == 0
+    assert verifier.score(prompt, forged % "[1, 2]").score == 1
+
+
+@needs_kernel
+def test_tests_of_a_group_are_read_once(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Prompt] = []
+    monkeypatch.setattr(
+        "scalerl_tasks.programs.verifier.read_suite", lambda one: read.append(one) or read_suite(one)
+    )
+    one, two = (Prompt("p", "", json.dumps([f"assert f(1) == {n}"])) for n in (1, 2))
+    scores = [verifier.score(prompt, "def f(x): return x").score for prompt in (one, one, two, one)]
+    assert scores == [1, 1, 0, 1]
+    assert read == [one, two, one]
+
+
 @needs_kernel
 def test_slow_test_fails_alone(verifier: CodeVerifier) -> None:
     """With scripts, a test that exceeds its limits does not fail the others."""
@@ -286,6 +365,15 @@ async def test_pool_grades_programs_and_survives_them() -> None:
         assert [one.score for one in graded] == [1, 0, 0, 1]
         assert all(one.error is None for one in graded)  # a program that hangs is wrong; grading did not fail
         assert (pool.counts.timeouts, pool.counts.deaths) == (0, 0)
+        for test in (
+            "assert f(1) == 2",
+            "assert isclose(f(1), 2)",
+        ):  # read, and the imports of the solution, under the audit guard
+            own = Prompt("p", "", json.dumps([f" {test}"]), "from math import isclose\ndef f(x): return 2\n")
+            graded = await pool.score_group(
+                own, ["def f(x): return 2", "def isclose(*_): return 1\ndef f(x): return 3"]
+            )
+            assert [(one.score, one.error) for one in graded] == [(1, None), (0, None)]
 
 
 @pytest.mark.parametrize(

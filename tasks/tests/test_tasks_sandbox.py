@@ -356,6 +356,17 @@ def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespac
         assert one.run(program, "line\n", 10) == ScriptResult(wanted)
 
 
+def test_folder_is_not_mounted_over_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in /mnt would be hidden by a file system that is mounted there."""
+    one, two = tmp_path / "media", tmp_path / "srv"
+    for folder in (one, two):
+        folder.mkdir()
+    monkeypatch.setattr(confinement, "_MOUNT_POINTS", (str(tmp_path / "missing"), str(one), str(two)))
+    assert confinement.mount_point(["/usr/lib"]) == str(one)
+    assert confinement.mount_point([f"{one}/venv/lib"]) == str(two)
+    assert confinement.mount_point([str(one), f"{two}/lib"]) is None
+
+
 CALLER = """
 import sys, threading
 from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
@@ -384,7 +395,8 @@ def test_programs_end_with_the_caller(tmp_path: Path) -> None:
 
 # --- tests cannot be forged --------------------------------------------------------------------------------
 
-ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert f(2) == [1, 2]"])
+ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert list(f(2)) == [1, 2]"])
+PLAIN_ASSERTS = json.dumps(["assert f(1) == 'WANTED'", "assert f(2) == [1, 2]"])
 PYTEST = "from solution import f\ndef test_a():\n    assert f(1) == 'WANTED'\ndef test_b():\n    assert sorted(f(2)) == [1, 2]\n"
 CHECK = (
     "def check(candidate):\n    assert candidate(1) == 'WANTED'\n    assert abs(candidate(2) - 5) < 1e-6\n"
@@ -403,6 +415,7 @@ CLOSE = [
 """Other ways to write that f(2) is 5."""
 SUITES = {
     "asserts": (ASSERTS, {}),
+    "plain asserts": (PLAIN_ASSERTS, {}),
     "pytest": (PYTEST, {}),
     "check": (CHECK, {"entry_point": "f"}),
     "calls": (CALLS, {}),
@@ -523,7 +536,13 @@ def test_values_of_a_program_are_quick_to_read() -> None:
     same_hash = [{"i": hex(n * (2**61 - 1))} for n in range(20_000)]
     keys = plain({"d": [[key, 1] for key in same_hash]})
     assert len({hash(key) for key in keys}) > 19_000
-    for data in ({"s": same_hash}, {"z": []}, {"F": ["0x1", "0x1"]}, {"D": "1e9"}, {"object": 1, "of": "x"}):
+    for data in (
+        {"s": same_hash},
+        {"z": []},
+        {"F": ["0x1", "0x" + "f" * 9999]},
+        {"D": "1" * 9999},
+        {"object": 1},
+    ):
         with pytest.raises(ValueError, match="not plain data"):
             plain(data)
 

@@ -10,6 +10,7 @@ This is not a sandbox for code; no code of the model runs here. It keeps data fr
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -64,7 +65,8 @@ def install() -> None:
 def guarded(prompt: Prompt) -> Iterator[None]:
     """Refuse forbidden operations inside the block, where a completion of ``prompt`` is graded.
 
-    The prompt's own answer and metadata may be evaluated (``bitwise_arithmetic`` and ``number_sorting`` do that).
+    The prompt's own answer, the texts that it lists, solution and metadata may be compiled (``bitwise_arithmetic`` and
+    ``number_sorting`` evaluate them; ``verifier.code`` reads assert statements).
 
     Raises:
         RefusedError: at the end of the block, if anything was refused in it, even if that was swallowed.
@@ -103,8 +105,17 @@ def _is_numeral(source: object) -> bool:
 def _is_from_task(source: object) -> bool:
     if not isinstance(source, bytes) or _prompt is None:
         return False
-    own = [_prompt.answer, *_prompt.metadata.values()]
-    return any(isinstance(text, str) and text.encode("utf-8", "replace") == source for text in own)
+    own = [_prompt.answer, _prompt.solution, *_prompt.metadata.values(), *_listed(_prompt.answer)]
+    source = source.strip()
+    return any(isinstance(text, str) and text.encode("utf-8", "replace").strip() == source for text in own)
+
+
+def _listed(answer: str) -> list[Any]:
+    try:
+        data = json.loads(answer)
+    except ValueError:
+        return []
+    return data if isinstance(data, list) else []
 
 
 def _is_from_sympy() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import builtins
 import io
 import json
 import pickle
@@ -15,9 +17,11 @@ from typing import Any, NoReturn
 
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.sandbox.values import encode, refuse
 
 _ASSERT = re.compile(r"\s*(assert\b|self\.assert)")
 _MAX_UNPACKED_BYTES = 256 << 20
+_BUILTINS = frozenset(dir(builtins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Calls:
     function: str
     cases: Sequence[tuple[list[Any], list[Any]]]
     """The values of a case are alternatives."""
+    exact: bool = False
+    """Whether values are compared as Python does, not as data of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +82,15 @@ def read_suite(prompt: Prompt) -> Suite:  # noqa: RET503 - _fail does not return
     if isinstance(data, list) and data and all(isinstance(one, str) for one in data):
         if not all(map(_ASSERT.match, data)):
             _fail(prompt, "is a list of texts that are no assert statements")
+        data = [one.strip() for one in data]
         imports = metadata.get("test_imports") or []
         setup = [
             *([imports] if isinstance(imports, str) else imports),
             str(metadata.get("test_setup_code") or ""),
         ]
-        return Code("asserts", data, [one for one in setup if one.strip()])
+        setup = [one for one in setup if one.strip()]
+        calls = None if setup else _calls_of(data)
+        return calls or Code("asserts", data, [*_imports_of(prompt.solution, data), *setup])
     if isinstance(data, list):
         private = metadata.get("private_test_cases")
         return _of_cases(prompt, [*data, *(_private(prompt, private) if private else [])])
@@ -99,6 +108,50 @@ def read_suite(prompt: Prompt) -> Suite:  # noqa: RET503 - _fail does not return
         prompt,
         "is JSON of no known form: write {inputs, outputs, fn_name}, [{input, output}] or a list of assert statements",
     )
+
+
+def _calls_of(statements: list[str]) -> Calls | None:
+    """Statements ``assert f(1, 2) == 3`` as calls, which need no process of tests; None if one is of another form."""
+    functions, cases = set(), []
+    for text in statements:
+        try:
+            (statement,) = ast.parse(text).body
+            match statement:
+                case ast.Assert(
+                    ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [wanted])
+                ) if name not in _BUILTINS:
+                    functions.add(name)
+                    value, values = ast.literal_eval(wanted), [ast.literal_eval(one) for one in arguments]
+                    encode(values, refuse)
+                    cases.append((values, [value]))
+                case _:
+                    return None
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return None
+        if not _is_sequence_or_scalar(value):
+            return None
+    return Calls(*functions, cases, exact=True) if len(functions) == 1 else None
+
+
+def _is_sequence_or_scalar(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_sequence_or_scalar, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _imports_of(solution: str | None, statements: list[str]) -> list[str]:
+    """The imports of a solution that its tests rely on: a program is not to bring a module of its own."""
+    try:
+        body = ast.parse(solution or "").body
+    except (SyntaxError, ValueError):
+        return []
+    used = set(re.findall(r"\w+", " ".join(statements)))
+    found = (node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
+    return [
+        ast.unparse(node)
+        for node in found
+        if used & {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    ]
 
 
 def _parsed(text: str) -> Any:

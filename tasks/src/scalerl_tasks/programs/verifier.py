@@ -25,7 +25,7 @@ from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.sandbox.sandbox import Process, ProgramError, Sandbox, ScriptResult, check_kernel
 from scalerl_tasks.sandbox.tester import RESULT
-from scalerl_tasks.sandbox.values import plain
+from scalerl_tasks.sandbox.values import encode, plain, refuse
 from scalerl_tasks.verdict import Verdict
 
 _FIRST_SECONDS = 30.0
@@ -87,6 +87,7 @@ class CodeVerifier:
         check_kernel()
         self._config = config
         self._sandbox: Sandbox | None = None
+        self._read: tuple[Prompt, Suite] | None = None
 
     def open(self) -> None:
         """Start the sandbox of this process, before its own limits.
@@ -112,7 +113,9 @@ class CodeVerifier:
         self._sandbox = None
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict:
-        suite = read_suite(prompt)
+        if self._read is None or self._read[0] is not prompt:  # once for a group: some tests are compressed
+            self._read = (prompt, read_suite(prompt))
+        suite = self._read[1]
         program = program_of(completion)
         outcome = self.run(prompt, suite, program) if program.strip() else Outcome(0, 1, compiled=False)
         share = outcome.passed / outcome.total
@@ -179,9 +182,12 @@ class CodeVerifier:
                 if (failed := _failed_to_begin(process, total)) is not None:
                     return failed
                 for at, (arguments, wanted) in enumerate(suite.cases):
-                    request = {"function": suite.function, "arguments": [_encoded(one) for one in arguments]}
+                    request = {
+                        "function": suite.function,
+                        "arguments": [encode(one, refuse) for one in arguments],
+                    }
                     answer = process.ask(request, sandbox.wall_seconds())
-                    if _is_wanted(answer, wanted):
+                    if _is_wanted(answer, wanted, exact=suite.exact):
                         passed += 1
                         continue
                     problem = problem or f"test {at + 1}: {_answered(answer)}, not {_shown(wanted[0])}"
@@ -253,20 +259,11 @@ def _failed_to_begin(process: Process, total: int) -> Outcome | None:
     return Outcome(0, total, compiled=answer.get("compiled") is not False, problem=_answered(answer))
 
 
-def _encoded(value: Any) -> Any:
-    """A value of JSON, as :mod:`~scalerl_tasks.sandbox.values` writes it."""
-    if isinstance(value, dict):
-        return {"d": [[key, _encoded(item)] for key, item in value.items()]}
-    if isinstance(value, list):
-        return [_encoded(item) for item in value]
-    return {"i": hex(value)} if isinstance(value, int) and abs(value) >= 1 << 53 else value
-
-
-def _is_wanted(answer: dict[str, Any], wanted: Sequence[Any]) -> bool:
+def _is_wanted(answer: dict[str, Any], wanted: Sequence[Any], *, exact: bool) -> bool:
     try:
         given = plain(answer["value"])
-        return any(same_value(one, given) for one in wanted)
-    except (KeyError, TypeError, ValueError, RecursionError):
+        return any(bool(one == given) if exact else same_value(one, given) for one in wanted)
+    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError):
         return False
 
 

@@ -22,7 +22,7 @@ _CHANNEL = 3
 _READ = kernel.READ_FILE | kernel.READ_DIR
 _OWN = _READ | kernel.WRITE_FILE | kernel.REMOVE_FILE | kernel.MAKE_REG | kernel.TRUNCATE
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
-_MOUNT_POINTS = ("/media", "/mnt", "/srv")  # folders of every Linux, which hold no part of the runtime
+_MOUNT_POINTS = ("/media", "/mnt", "/srv")
 _TIME_ZONES = ("/usr/share/zoneinfo", "/etc/localtime")
 
 _ALLOWED = """
@@ -105,7 +105,7 @@ class Confinement:
 
     def __init__(self, temporary: str, runtime: list[str], limits: Limits, *, namespaces: bool) -> None:
         kernel.no_new_privileges()
-        self.folder = _mount_folder() if namespaces else ""
+        self.folder = _mount_folder(runtime) if namespaces else ""
         self.namespaces = bool(self.folder)
         if not self.folder:
             self.folder = os.path.join(os.path.realpath(temporary), f"scalerl-program-{os.urandom(8).hex()}")
@@ -178,13 +178,22 @@ class Confinement:
         self._filter.enter(os.getpid())
 
 
-def _mount_folder() -> str:
+def mount_point(runtime: list[str]) -> str | None:
+    """A folder of every Linux that holds no part of the runtime."""
+    used = [os.path.realpath(path) + "/" for path in runtime]
+    free = (path for path in _MOUNT_POINTS if not any(one.startswith(f"{path}/") for one in used))
+    return next(filter(os.path.isdir, free), None)
+
+
+def _mount_folder(runtime: list[str]) -> str:
     """Move to new namespaces and mount the programs' folder there; empty if that is not allowed, as in most pods."""
+    folder = mount_point(runtime)
+    if folder is None:
+        return ""
     try:
         kernel.new_namespaces()
-        folder = next(path for path in _MOUNT_POINTS if os.path.isdir(path))
         kernel.mount_tmpfs(folder, MAX_FILES_BYTES, MAX_FILES)
-    except (OSError, StopIteration):
+    except OSError:
         return ""
     return folder
 

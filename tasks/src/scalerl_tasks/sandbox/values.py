@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 _EXACT = 1 << 53
+_SHORT = 1000
 Referrer = Callable[[Any], Any]
 
 
@@ -93,11 +94,11 @@ def decode(data: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def plain(data: Any) -> Any:
-    """The value of data of a program, if it is of the kinds that JSON has, or a tuple; the keys of objects as texts. What takes long to
-    make is not made: numbers of other classes, and sets and keys that a program can choose to have the same hash.
+    """The value of data of a program, if it is of the kinds that JSON has, a tuple, or another number; the keys of objects as texts. What
+    takes long to make is not made: long numbers of other classes, and sets and keys that a program can choose to have the same hash.
 
     Raises:
-        ValueError: it is of another kind.
+        ArithmeticError, TypeError, ValueError: it is of another kind, or wrong.
     """
     if isinstance(data, list):
         return [plain(item) for item in data]
@@ -110,7 +111,22 @@ def plain(data: Any) -> Any:
             return tuple(plain(item) for item in items)
         case {"d": list(pairs)}:
             return {str(plain(key)): plain(item) for key, item in pairs}
+        case {"c": [float(real), float(imaginary)]}:
+            return complex(real, imaginary)
+        case {"D": str() as digits} if len(digits) < _SHORT:
+            return Decimal(digits)
+        case {"F": [str() as over, str() as under]} if len(over) < _SHORT and len(under) < _SHORT:
+            return Fraction(int(over, 16), int(under, 16))
     raise ValueError("not plain data")
+
+
+def refuse(value: Any) -> Any:
+    """The ``refer`` of a side that keeps no references.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
 def pack(message: Any) -> bytes:
