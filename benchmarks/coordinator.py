@@ -4,7 +4,7 @@ A real coordinator process, pinned to one core, on a real directory (every rollo
 acknowledged); on another core, over loopback HTTP, eight actors push groups of 16 completions of 512 tokens, and a
 trainer fetches every step, reports it, publishes and checkpoints. A rollout counts when it went in and came out.
 
-    python benchmarks/coordinator.py [--quick] [--rollouts N] [--directory DIR]
+    python benchmarks/coordinator.py [--quick] [--rollouts N] [--record N] [--directory DIR]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import yaml
+from pyarrow import parquet
 
 from scalerl_api import endpoints, wire
 from scalerl_api.load import load_run
@@ -72,6 +73,8 @@ class Load:
     push_seconds: list[float] = field(default_factory=list)
     shard_seconds: list[float] = field(default_factory=list)
     rss: list[tuple[int, float]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=lambda: english(COMPLETIONS, TOKENS * 4))
+    """Of the completions of a recorded group."""
 
     async def post(self, path: str, message: wire.Struct) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
@@ -98,7 +101,7 @@ class Load:
             )
             leases = (await self.call(endpoints.LEASE, request, wire.Leases)).leases
             version = self.version
-            groups = [_group(lease, ids, logprobs) for lease in leases]
+            groups = [_group(lease, ids, logprobs, self.texts) for lease in leases]
             for group in groups:
                 started = time.perf_counter()
                 reply = await self.call(
@@ -166,7 +169,21 @@ class Load:
         await self.call(endpoints.PUBLISH_COMMIT, commit, wire.Ack)
 
 
-def _group(lease: wire.Lease, ids: bytes, logprobs: bytes) -> wire.Group:
+def english(count: int, characters: int) -> list[str]:
+    """Texts of words from this project's documentation, about as compressible as those of a model."""
+    source = Path(__file__).with_name("README.md").read_text().split()
+    random_ = random.Random(0)
+    texts = []
+    for _ in range(count):
+        words: list[str] = []
+        while sum(map(len, words)) + len(words) < characters:
+            at = random_.randrange(len(source) - 20)
+            words += source[at : at + random_.randrange(3, 20)]
+        texts.append(" ".join(words)[:characters])
+    return texts
+
+
+def _group(lease: wire.Lease, ids: bytes, logprobs: bytes, texts: list[str]) -> wire.Group:
     return wire.Group(
         lease_id=lease.lease_id,
         prompt=lease.prompt,
@@ -184,6 +201,9 @@ def _group(lease: wire.Lease, ids: bytes, logprobs: bytes) -> wire.Group:
         ],
         verdicts=wire.Verdicts(scores=[float(i % 2) for i in range(lease.completions)]),
         generation_seconds=0.0,
+        text=wire.GroupText(prompt="What is 2 + 2?", reference="4", labels={}, completions=texts)
+        if lease.record
+        else None,
     )
 
 
@@ -237,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 rollouts")
     parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument("--record", type=int, default=0, metavar="N", help="spec.rollouts.perStep (default: 0)")
     parser.add_argument(
         "--directory", type=Path, help="where the journal goes (default: a temporary directory)"
     )
@@ -246,7 +267,14 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, socket.socket() as probe:
         paths = RunPaths(Path(directory))
-        run = {**RUN, "spec": {**RUN["spec"], "budget": {"maxSteps": steps + 64}}}
+        run = {
+            **RUN,
+            "spec": {
+                **RUN["spec"],
+                "budget": {"maxSteps": steps + 64},
+                "rollouts": {"perStep": arguments.record},
+            },
+        }
         paths.run_file.write_text(yaml.safe_dump(run))
         paths.token.write_text(TOKEN)
         digest = open_task(load_run(paths.run_file).spec.task).train.digest
@@ -270,6 +298,9 @@ def main() -> None:
         finally:
             process.terminate()
             process.wait(30)
+        if paths.rollouts.exists():
+            files = paths.rollouts.glob("*.parquet")
+            figures["recorded_rollouts"] = sum(parquet.read_metadata(path).num_rows for path in files)
     figures["cores"] = len(cores)
     print(json.dumps({"benchmark": "coordinator", "figures": figures}))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_api.source import EvaluationTaskSpec
+from scalerl_api.source import EvaluationTaskSpec, WeightedVerifier
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.grading.combined import CombinedGrader
 from scalerl_tasks.sources import grading_digest
@@ -94,6 +94,17 @@ def test_counts_are_sums(spec):
     grader = open_grading_pool(spec({"name": "number"}, {"name": "exact"}))
     assert isinstance(grader, CombinedGrader)
     assert grader.counts.graded == 0
+
+
+def test_digest_stays_with_the_fields_of_a_later_release(spec):
+    """An upgrade must not begin another segment of the curve of a run."""
+
+    class Later(WeightedVerifier):
+        more: int = 0
+
+    section = spec({"python": {"function": "format"}})
+    later = [Later.model_validate(one.model_dump(by_alias=True)) for one in section.verifiers]
+    assert grading_digest(section.model_copy(update={"verifiers": later})) == grading_digest(section)
 
 
 def test_digest_of_what_scores(spec, tmp_path):

@@ -92,6 +92,14 @@ LAYOUTS = {
         {"level": "Level 5", "type": "Algebra"},
     ),
     "verl": (VERL, "verl (DAPO-Math and others)", "How many?", "72", None, {"data_source": "openai/gsm8k"}),
+    "countdown": (
+        VERL | {"reward_model": {"style": "rule", "ground_truth": {"numbers": [1, 2], "target": 3}}},
+        "verl, with a structure as the ground truth",
+        "How many?",
+        '{"numbers": [1, 2], "target": 3}',
+        None,
+        {"data_source": "openai/gsm8k"},
+    ),
     "skywork": (SKYWORK, "Skywork-OR1", "How many?", "\\frac{1}{2}", None, {"data_source": "train-math-x"}),
     "polaris": (
         {"problem": "q", "answer": "3", "difficulty": "5/8"},
@@ -194,6 +202,15 @@ LAYOUTS = {
         None,
         {},
     ),
+    "trl-math": (
+        {"prompt": [{"role": "user", "content": "q"}], "solution": "$3$"},
+        "prompt and solution",
+        "q",
+        "$3$",
+        None,
+        {},
+    ),
+    "trl-prompts": ({"prompt": "q", "completion": "c"}, "prompts without answers", "q", "", None, {}),
     "openai": (
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "3"}]},
         "messages that end with the assistant's answer",
@@ -226,6 +243,18 @@ def test_dataset_layout_is_recognized(tmp_path, name, form):
         layout in line and "set task.dataset.columns and answerPattern to override" in line
         for line in dataset_source.description(source)
     )
+
+
+def test_dataset_has_the_text_of_tests_once(tmp_path):
+    """They may have megabytes; a reward that reads the column gets the same text."""
+    row = LAYOUTS["apps"][0] | {"input_output": '{"inputs": ["' + "1" * 10_000 + '"], "outputs": ["2"]}'}
+    source = opened(tmp_path, [row])
+    assert source.table.path.stat().st_size < 12_000
+    assert source[0].metadata["input_output"] == row["input_output"]
+    (tmp_path / "other").mkdir()
+    listed = opened(tmp_path / "other", [row | {"input_output": {"inputs": ["1"], "outputs": ["2"]}}])
+    assert listed[0].metadata["input_output"] == {"inputs": ["1"], "outputs": ["2"]}
+    assert listed[0].answer == '{"inputs": ["1"], "outputs": ["2"]}'
 
 
 def test_dataset_keeps_further_columns(tmp_path):
@@ -497,7 +526,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
         (
             [{"prompt": "p", "answer": "#### 1"}, {"prompt": "q", "answer": "2"}],
             {"answerPattern": "Hashes"},
-            "line 2, answer: answerPattern Hashes is not in '2'",
+            "line 2, answer: answerPattern Hashes is not in '2'; drop such rows with filter.where: len(answer) > 0",
         ),
         (
             [{"prompt": "p", "answer": "1", "difficulty": "hard"}],
@@ -531,7 +560,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
             {},
             "the columns are no known layout: a, b; say where prompt and answer are",
         ),
-        ([{"a": "p", "b": "1"}], {"columns": {"prompt": "a"}}, "say where answer is"),
+        ([{"a": "p", "b": "1"}], {"columns": {"answer": "b"}}, "say where prompt is"),
         (
             [{"prompt": "p", "answer": "1"}],
             {"columns": {"solution": "solutoin"}},
@@ -593,6 +622,44 @@ def test_dataset_bad_row_is_named(tmp_path, rows, fields, says):
     assert not list(tmp_path.glob("data/*"))
 
 
+def test_dataset_without_answers_is_for_own_code_alone(tmp_path):
+    write_lines(tmp_path / "d.jsonl", [{"ask": f"p{i}", "task": "math"} for i in range(3)])
+    (tmp_path / "reward.py").write_text("def f(completions, task, **kwargs): return [len(task[0]) / 10]\n")
+    own = {"python": {"path": "reward.py", "function": "f", "signature": "trl"}}
+    for verifier in ({"name": "number"}, {"code": {}}):
+        with pytest.raises(
+            SourceError, match=r"no answers, which (number|code) needs: say where answer is.*ask, task"
+        ):
+            open_source(section("d.jsonl", verifier, {"prompt": "ask"}), tmp_path)
+    given = section("d.jsonl", own, {"prompt": "ask"})
+    source = open_source(given, tmp_path)
+    assert [source[i].answer for i in range(3)] == [""] * 3
+    check_answers(source, given, directory=tmp_path)
+
+
+def test_dataset_rewards_out_of_range_are_one_reason(tmp_path):
+    """The message has no id of a prompt beside the row, and says what to set."""
+    write_lines(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "1" * i} for i in range(1, 31)])
+    (tmp_path / "reward.py").write_text("def f(completion, answer): return 1 - len(answer)\n")
+    own = {"python": {"path": "reward.py", "function": "f"}}
+    given = section("d.jsonl", own, {})
+    with pytest.raises(AnswersError) as caught:
+        check_answers(open_source(given, tmp_path), given, directory=tmp_path)
+    first, *_, summary = caught.value.texts
+    assert len(caught.value.texts) == 4
+    assert first.endswith(
+        "d.jsonl, line 2, answer: reward.py:f gave -1, which is not in [0, 1]; set verifier.range to what it gives"
+    )
+    assert "29 of 30 rows (96.67%)" in summary
+    assert "29 reward.py:f gave …, which is not in [0, 1];" in summary
+
+
+def section(file, verifier, columns):
+    return TaskSpec.model_validate(
+        {"dataset": {"files": [file], "columns": columns}, "verifier": verifier, "heldOut": {"size": 1}}
+    )
+
+
 def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": "1" if i % 2 else ["1"]} for i in range(100)]
     *listed, summary = problems(tmp_path, rows)
@@ -619,6 +686,12 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
         ("d.json", b"3", "is neither a JSON array of objects nor one object a line"),
         ("d.csv", b"prompt,answer\np,1\nq,2,3\n", "line 3: has 3 fields, the header 2"),
         ("d.csv", b"prompt,prompt\np,1\n", "two columns of one name"),
+        ("d.csv", b"prompt,answer\np,1\n\xe4,1\n", "this line, or one soon after it, is not UTF-8"),
+        (
+            "d.jsonl",
+            b'[{"prompt": "p", "answer": "1"}]',
+            "not an object; name a file that is one array .json",
+        ),
         ("d.txt", b"x", "unknown ending; files are .jsonl"),
         ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         ("d.csv", b"prompt;answer\np;1\n", "its fields are separated by ';'; write it with commas"),
@@ -883,6 +956,36 @@ def test_dataset_rejected_by_either_verifier_is_left_out_of_both(tmp_path):
     a, b = open_tasks(run, tmp_path).tasks
     assert len(a.train) == len(b.train) == 199 - 8
     assert a.held_out.digest == b.held_out.digest
+
+
+def test_dataset_of_own_code_beside_a_verifier_with_a_name(tmp_path):
+    """The one with a name leaves rows out, all of which are checked; the code is asked about some, at each start."""
+    run = with_bad_answers(tmp_path, bad := {3, 77, 190})
+    (tmp_path / "reward.py").write_text(
+        "import pathlib\n"
+        "def short(completion, metadata):\n"
+        "    with (pathlib.Path(__file__).parent / 'calls').open('a') as file: file.write('x')\n"
+        "    return len(completion) > 99 or (None if completion.startswith('1') else 1)\n"
+    )
+    given = run.model_dump(by_alias=True, exclude_unset=True)
+    named = given["task"].pop("verifier")
+    own = {"python": {"path": "reward.py", "function": "short"}}
+    given["task"]["verifiers"] = [named | {"weight": "4"}, own]
+    run, told = RunSpec.model_validate(given), []
+    assert task_problems(run, tmp_path, progress=told.append) == []
+    assert any("3 of 200 rows (1.50%) have answers that do not score 1 by number" in text for text in told)
+    train = open_tasks(run, tmp_path).tasks[0].train
+    assert len(train) == 200 - 8 - len(bad)
+    calls = (tmp_path / "calls").stat().st_size
+    assert calls == 200
+    assert task_problems(run, tmp_path) == []
+    assert (tmp_path / "calls").stat().st_size == calls + 197
+    assert open_tasks(run, tmp_path).digest == open_tasks(run, tmp_path).digest
+    (tmp_path / "reward.py").write_text("def short(completion): return 1 / (completion != '150')\n")
+    *_, last = task_problems(run, tmp_path)
+    assert last.field == "task.verifiers"
+    assert "1 of 197 rows (0.51%) have answers that get no reward by reward.py:short" in last.text
+    assert "raised ZeroDivisionError" in last.text
 
 
 def test_dataset_sample_is_only_refused_beyond_doubt(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from hub_server import Hub, Repository
+from dataset_hub_server import Hub, Repository
 
 OLD, NEW = "1" * 40, "2" * 40
 CARD = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"

@@ -172,6 +172,27 @@ async def test_completion_that_the_service_fails_on_is_the_only_one_without_a_ve
     assert grader.counts.errors == 1
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["from the start", "later"])
+async def test_service_whose_model_is_down_makes_groups_wait(before):
+    """It answers a request without completions, as examples/judge does, and no other."""
+
+    def down(rows: list[dict[str, Any]]) -> web.Response:
+        return web.Response(status=500 if rows else 200, text='{"scores": []}')
+
+    async with serving() as (service, url), HttpGrader(RewardService(url, retries=2)) as grader:
+        if before:
+            await grader.score_group(PROMPT, ["5"])
+        service.handler = down
+        group = asyncio.create_task(grader.score_group(PROMPT, ["4", "5"]))
+        while len(service.requests) < 12 and not group.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not group.done()
+        assert "answered with status 500" in grader.problem
+        service.handler = right
+        assert [one.score for one in await group] == [1.0, 0.0]
+        assert grader.counts.errors == 0
+
+
 async def test_completion_that_the_service_refuses():
     def refuses(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=422) if any(row["completion"] == "bad" for row in rows) else right(rows)

@@ -96,6 +96,34 @@ def test_trl_function_gets_columns_and_may_not_apply():
         scores(given, ROW, "4")
 
 
+def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def ids(completions_ids, **kwargs): return [len(ids) for ids in completions_ids]\n"
+        "def of_messages(completions, **kwargs): return [len(c[0]['content']) for c in completions]\n"
+    )
+    given = {"path": str(tmp_path / "r.py"), "signature": "trl"}
+    with pytest.raises(VerifierError, match="needs completions_ids, but functions get texts, not token ids"):
+        PythonVerifier(PythonFunction("ids", **given)).score(Prompt("row-7", "q", "a"), "a")
+    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, prompts and completions are texts"):
+        PythonVerifier(PythonFunction("of_messages", **given)).score(Prompt("row-7", "q", "a"), "a")
+    assert (
+        PythonVerifier(PythonFunction("of_messages", **given, chat=True)).score(
+            Prompt("row-7", "q", "a"), "ab"
+        )
+        == 2
+    )
+
+
+def test_import_at_the_limit_of_memory_says_what_to_raise(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def f(completion): raise ImportError('libx.so: failed to map segment from shared object')\n"
+    )
+    with pytest.raises(
+        VerifierError, match=r"failed to map segment .*; raise verifier.memory, or import at the head"
+    ):
+        PythonVerifier(PythonFunction("f", path=str(tmp_path / "r.py"))).score(Prompt("row-7", "q", "a"), "a")
+
+
 async def test_coroutine_function_of_a_batch():
     assert [g.score for g in await graded(function("judge", signature="trl"), ROW, ["abc", "a"])] == [
         0.3,
@@ -215,6 +243,10 @@ def test_group_function_of_a_wrong_result(parameters, says):
         ),
         ("def score(completion, /): ...\n", "takes arguments without a name"),
         ("score = 3\n", "has no function 'score'"),
+        (
+            "from .near import x",
+            "relative import with no known parent package (bad.py, line 1); install its package",
+        ),
     ],
 )
 def test_file_that_cannot_be_used(tmp_path, monkeypatch, source, says):

@@ -23,8 +23,9 @@ from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox import confinement, kernel
-from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
 from scalerl_tasks.sandbox.sandbox import Sandbox, ScriptResult
+from scalerl_tasks.sandbox.values import plain
 
 pytestmark = pytest.mark.skipif(
     bool(confinement.missing_from_kernel()), reason="the kernel offers no Landlock or seccomp"
@@ -117,7 +118,14 @@ REFUSED = {
     "a filter of its own": "call(317, 1, 8, ctypes.create_string_buffer(16)); call(444, 0, 0, 1); call(446, 3, 0)",
     "identity": "[attempt(f, 0) for f in (os.setuid, os.setgid)]; call(126, ctypes.create_string_buffer(8), ctypes.create_string_buffer(24)); call(135, 0)",
     "modules, reboot, clock": "call(175, 0, 0, 0); call(313, 0, 0, 0); call(169, 0, 0, 0, 0); attempt(time.clock_settime, 0, 0); call(103, 3, 0, 0); call(305, 0, 0)",
-    "32-bit system calls": "call(0x40000000 + 39)",
+    "x32 system calls": "call(0x40000000 + 39)",
+    "32-bit system calls": "import mmap\ncode = mmap.mmap(-1, 4096, prot=7)\ncode.write(bytes.fromhex('53b814000000cd805bc3'))\nprint('ESCAPED', ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())",
+    "calls that are not in the list": "known = {known!r} | {{335, 336}}  # those two are no calls, but return from probes\nfor n in set(range(600)) - known:\n    ctypes.set_errno(0)\n    result = libc.syscall(ctypes.c_long(n), *[ctypes.c_long(-1)] * 6)\n    (result, ctypes.get_errno()) == (-1, errno.EPERM) or print('ESCAPED', n, result, ctypes.get_errno())",
+    "access mode 3": "[call(2, ctypes.c_char_p({secret!r}.encode()), 3 | more, 0) for more in (0, os.O_TRUNC, os.O_TRUNC | os.O_CREAT, os.O_NONBLOCK)]\n[call(257, -100, ctypes.c_char_p({secret!r}.encode()), 3 | more, 0) for more in (0, os.O_TRUNC)]",
+    "files without names": "attempt(os.open, '.', os.O_TMPFILE | os.O_RDWR)",
+    "a device by renaming": "open('a', 'w').close()\ncall(316, -100, ctypes.c_char_p(b'a'), -100, ctypes.c_char_p(b'b'), 4); call(316, -100, ctypes.c_char_p(b'a'), -100, ctypes.c_char_p(b'a'), 2)",
+    "threads with descriptors of their own": "call(56, 0x10F00 & ~0x400, 0, 0, 0, 0); ctypes.get_errno() == errno.EPERM or print('ESCAPED the filter')",
+    "urgent data": "import socket\na, b = socket.socketpair()\nattempt(a.send, b'x', socket.MSG_OOB); attempt(b.recv, 1, socket.MSG_OOB | socket.MSG_DONTWAIT); ctypes.set_errno(0); call(45, b.fileno(), ctypes.create_string_buffer(8), 1, 0x41, 0, 0); ctypes.get_errno() == errno.EPERM or print('ESCAPED the filter')",
     "reading the tests": "import gc\nfound = [o for o in gc.get_objects() if isinstance(o, (dict, list)) and 'WANTED' in repr(o)[:10000]]\nnames = [k for k in sys.modules if 'suites' in k or 'verifier' in k]\n(found or names) and print('ESCAPED', found, names)",
     "environment": "os.environ and print('ESCAPED', dict(os.environ))",
     "descriptors": "left = []\nfor d in range(3, 1024):\n    try: os.fstat(d); left.append(d)\n    except OSError: pass\nleft and print('ESCAPED', left)",
@@ -172,6 +180,15 @@ EXHAUSTING = {
         "n = 0\nwhile True:\n    open(str(n % 200), 'ab').write(b'x' * (1 << 20)); n += 1",
         "files exited",
     ),
+    "deleted files": (
+        "import os\nkept = []\nwhile True:\n    f = open('x', 'wb')\n    os.unlink('x'); kept.append(f)\n    for _ in range(15): f.write(b'x' * (1 << 20)); f.flush()",
+        "files exited",
+    ),
+    "deleted files that are mapped": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nwhile True:\n    f = open('x', 'w+b')\n"
+        "    f.write(b'x' * (1 << 20)); f.flush()\n    libc.mmap(None, 4096, 1, 2, f.fileno(), 0); os.unlink('x'); f.close()",
+        "files exited",
+    ),
     "one large file": ("f = open('x', 'wb')\nf.truncate(1 << 40)", "exited"),
     "sparse files": (
         "for i in range(1000):\n    with open(str(i), 'wb') as f: f.truncate(1 << 20); f.write(b'x' * 65536)",
@@ -191,11 +208,23 @@ EXHAUSTING = {
 """What a program uses up, and words of which one says how it ended."""
 
 
+@contextlib.contextmanager
+def _many_descriptors() -> Iterator[None]:
+    """As in a grader with many open files: what is opened next has a number above those that a program can have."""
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(2 * MAX_DESCRIPTORS)]
+    try:
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALERL_TOKEN", SECRET)
-        one = Sandbox.start(LIMITS)
+        with _many_descriptors():
+            one = Sandbox.start(LIMITS)
         yield one
         one.close()
 
@@ -203,7 +232,8 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.fixture(scope="module")
 def without_namespaces() -> Iterator[Sandbox]:
     """As in a restricted pod, whose runtime refuses namespaces."""
-    one = Sandbox.start(LIMITS, namespaces=False)
+    with _many_descriptors():
+        one = Sandbox.start(LIMITS, namespaces=False)
     assert not one.namespaces
     yield one
     one.close()
@@ -264,6 +294,7 @@ def test_program_reaches_nothing_outside(
         .replace("{secret!r}", repr(str(outside / "token")))
         .replace("{folder!r}", repr(str(outside)))
         .replace("{name!r}", repr(_name(outside)))
+        .replace("{known!r}", repr(set(kernel.syscall_numbers().values())))
         .replace("{{", "{")
         .replace("}}", "}")
     )
@@ -300,6 +331,16 @@ def test_files_are_limited_by_the_file_system(sandbox: Sandbox, what: str) -> No
     assert sandbox.run("import os\nprint(os.listdir('.'))", "", 5).output == "[]\n"
 
 
+def test_files_that_come_and_go_do_not_end_the_launcher(without_namespaces: Sandbox) -> None:
+    """Files deleted while the launcher counts them; what standard input holds is not counted."""
+    program = (
+        "import os, time\nopen('kept', 'wb').write(bytes(4 << 20))\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end:\n"
+        "    open('x', 'w').close(); os.listdir('.'); os.remove('x')\nprint(len(input()))"
+    )
+    size = 15 << 20
+    assert without_namespaces.run(program, "x" * size, 10) == ScriptResult(f"{size}\n")
+
+
 def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespaces: Sandbox) -> None:
     program = (
         "import asyncio, os, threading, json, numpy\n"
@@ -317,7 +358,7 @@ def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespac
 
 CALLER = """
 import sys, threading
-from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
 from scalerl_tasks.sandbox.sandbox import Sandbox
 one = Sandbox.start(Limits(), namespaces=False)
 threading.Timer(0.3, print, ("running",), {"flush": True}).start()
@@ -349,6 +390,17 @@ CHECK = (
     "def check(candidate):\n    assert candidate(1) == 'WANTED'\n    assert abs(candidate(2) - 5) < 1e-6\n"
 )
 CALLS = json.dumps({"fn_name": "f", "inputs": [[1], [2]], "outputs": ["WANTED", [1, 2]]})
+CLOSE = [
+    "assert abs(f(2) - 5) < 1e-6",
+    "assert not 5 - f(2)",
+    "assert math.fabs(f(2) - 5) < 1",
+    "assert round(f(2) - 5, 3) == 0",
+    "assert f(2) % 7 == 5",
+    "assert 5 in [f(2)]",
+    "assert 5 in f(3)",
+    "assert all(map(lambda x: f(x) == 5, [2, 2]))",
+]
+"""Other ways to write that f(2) is 5."""
 SUITES = {
     "asserts": (ASSERTS, {}),
     "pytest": (PYTEST, {}),
@@ -360,6 +412,10 @@ FORGERS = {
     "equal to all": "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return E()",
     "ordered before and after all": "class E(int):\n    def __lt__(s, o): return True\n    __le__ = __gt__ = __ge__ = __eq__ = __lt__\n    def __sub__(s, o): return s\n    def __abs__(s): return s\ndef f(x): return E()",
     "arithmetic of its own": "class E:\n    def __sub__(s, o): return s\n    __abs__ = lambda s: s\n    __lt__ = lambda s, o: True\n    __eq__ = __lt__\n    __iter__ = lambda s: iter([s])\ndef f(x): return E()",
+    "a difference of its own": "class E:\n    def __sub__(s, o): return 0.0\n    __rsub__ = __mod__ = __sub__\ndef f(x): return E()",
+    "a difference and its size": "class E:\n    def __sub__(s, o): return s\n    __rsub__ = __mod__ = __neg__ = __sub__\n    def __abs__(s): return 0.0\n    __float__ = __abs__\n    __bool__ = lambda s: False\n    __round__ = lambda *s: 0\ndef f(x): return E()",
+    "contains all": "class E:\n    def __contains__(s, o): return True\ndef f(x): return E()",
+    "StopIteration": "def f(x): raise StopIteration",
     "patched builtins": "import builtins\nbuiltins.sorted = lambda x: [1, 2]\nbuiltins.abs = lambda x: 0\nbuiltins.print = builtins.len = None\ndef f(x): return x",
     "names of builtins": "def sorted(x): return [1, 2]\ndef abs(x): return 0\ndef check(x): pass\ndef f(x): return x",
     "exit": "import os\ndef f(x): os._exit(0)",
@@ -409,6 +465,67 @@ def test_right_program_passes(verifier: CodeVerifier, suite: str) -> None:
     two = 5 if suite == "check" else [1, 2]
     program = f"def f(x): return 'WANTED' if x == 1 else {two}"
     assert verifier.score(Prompt("p", "", answer, metadata=metadata), program).score == 1
+
+
+def test_program_cannot_forge_a_comparison() -> None:
+    prompt = Prompt("p", "", json.dumps(CLOSE))
+    with CodeVerifier(CodeConfig("Share", LIMITS, seconds=4)) as verifier:
+        for forger, program in FORGERS.items():
+            if forger not in ("nothing but a loop", "infinite iterator"):  # the latter has a 5
+                assert verifier.score(prompt, program).score == 0, forger
+
+
+def test_objects_of_the_program_can_be_used(verifier: CodeVerifier) -> None:
+    """Arithmetic gives objects, and membership is what they iterate over."""
+    program = (
+        "class V:\n    def __init__(s, *x): s.x = x\n    def __mul__(s, k): return V(*(k * y for y in s.x))\n"
+        "    __rmul__ = __mul__\n    def __eq__(s, o): return s.x == o.x\n    def __iter__(s): return iter(s.x)\n"
+        "    def __abs__(s): return sum(map(abs, s.x))\n    def __matmul__(s, o): return sum(map(lambda a, b: a * b, s.x, o.x))\n"
+        "def f(x): return 5 if x == 2 else V(4, 5)\n"
+    )
+    tests = [
+        "assert V(1, 2) * 2 == 2 * V(1, 2) == V(2, 4) and (V(1, 2) * 2).x == (2, 4)",
+        "assert abs(V(1, -2)) == 3 and V(1, 2) @ V(3, 4) == 11",
+        "assert 4 in V(3, 4) and 5 not in V(3, 4)",
+        *CLOSE,
+    ]
+    assert verifier.score(Prompt("p", "", json.dumps(tests)), program).score == 1
+
+
+RAW = """import json, os, struct, time
+def send(text):
+    os.write(3, struct.pack('<I', len(text)) + text.encode())
+send('{"compiled": true}')
+send(%s)
+def f(*x): return 1
+time.sleep(5)
+"""
+MESSAGES = {
+    "no list": """'{"value": {"F": []}}'""",
+    "no numbers": """'{"value": {"i": []}}'""",
+    "no pairs": """'{"value": {"d": [7]}}'""",
+    "a long key": """'{"value": {"d": [[{"i": "0x' + 'f' * 9000 + '"}, 1]]}}'""",
+    "deep value": """'{"value":' + '[' * 900 + ']' * 900 + '}'""",
+    "deep error": """'{"raised": {"exception":' + '[' * 900 + ']' * 900 + '}}'""",
+    "no object": "'[1]'",
+}
+"""Messages that a program writes itself, as Python."""
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_of_a_program_are_checked(verifier: CodeVerifier, message: str) -> None:
+    """A program that writes to its socket fails its tests, not the grader."""
+    assert verifier.score(Prompt("p", "", CALLS), RAW % MESSAGES[message]).score == 0
+
+
+def test_values_of_a_program_are_quick_to_read() -> None:
+    """The grader has no time limit of its own when it reads a value."""
+    same_hash = [{"i": hex(n * (2**61 - 1))} for n in range(20_000)]
+    keys = plain({"d": [[key, 1] for key in same_hash]})
+    assert len({hash(key) for key in keys}) > 19_000
+    for data in ({"s": same_hash}, {"z": []}, {"F": ["0x1", "0x1"]}, {"D": "1e9"}, {"object": 1, "of": "x"}):
+        with pytest.raises(ValueError, match="not plain data"):
+            plain(data)
 
 
 # --- what the kernel must have ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from scalerl_trainer.batch import (
     check_logprobs,
     probe_sequences,
     rank_batch,
+    recorded,
 )
 from scalerl_trainer.errors import BadBatchError, DivergedError
 
@@ -448,3 +449,19 @@ def test_rewards_are_ignored_or_added() -> None:
 def test_rank_batch_refuses_sequences_without_the_teacher() -> None:
     with pytest.raises(BadBatchError, match="4 tokens, but 0 log-probabilities of the teacher"):
         rank_batch(taught_shard(0), distilled())
+
+
+def test_recorded_has_the_figures_of_the_recorded_groups() -> None:
+    metas, sequences = make_step(3, 4, 3)
+    metas = [msgspec.structs.replace(meta, recorded=meta.slot % 2 == 0) for meta in metas]
+    shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
+    batch = rank_batch(shard, RecipeSpec()).batch
+    differences_s = torch.arange(2.0 * len(sequences), dtype=torch.float64).reshape(-1, 2)
+    expected = [
+        (metas[one.group].slot, one.sample, float(batch.advantages_s[at]), 2.0 * at, 2.0 * at + 1)
+        for at, one in enumerate(sequences)
+        if metas[one.group].recorded
+    ]
+    assert 0 < len(expected) < len(sequences)
+    assert [msgspec.structs.astuple(one) for one in recorded(shard, batch, differences_s)] == expected
+    assert recorded(shard, batch, None) == []

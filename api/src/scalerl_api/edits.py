@@ -215,6 +215,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "coordinator.podTemplate": Edit(Effect.COORDINATOR),
     "schedule": Edit(Effect.COORDINATOR, "Applies to slots leased afterwards."),
     "trace": Edit(Effect.COORDINATOR, "An existing trace is continued."),
+    "rollouts": Edit(Effect.COORDINATOR, "Applies to groups leased afterwards."),
     "weightSync": Edit(Effect.ALL),
     "evaluation.everySteps": _NEXT_EVALUATION,
     "evaluation.samplesPerPrompt": _EVALUATION_PROMPTS_ISSUED_THEN,

@@ -81,6 +81,11 @@ class RunPaths:
         return self.root / "history.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Parquet files with the recorded rollouts (``spec.rollouts``); written by the coordinator."""
+        return self.root / "rollouts"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

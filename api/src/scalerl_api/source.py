@@ -415,12 +415,14 @@ class VerifierSpec(Model):
             "!has(self.name) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
             "range is for rewards of your own: verifiers with a name, and code, score from 0 to 1",
             "range",
-            lambda verifier: (
-                (verifier.name is None and verifier.code is None)
-                or [float(bound) for bound in verifier.range] == [0, 1]
-            ),
+            lambda verifier: verifier.is_own_code or [float(bound) for bound in verifier.range] == [0, 1],
         ),
     )
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether the user's own code scores."""
+        return self.name is None and self.code is None
 
     @property
     def title(self) -> str:

@@ -35,6 +35,7 @@ from scalerl_api.roles import (
     TrainerSpec,
     WeightSyncSpec,
 )
+from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
@@ -242,6 +243,8 @@ class RunSpec(Model):
     trace: bool = False
     """Writes ``trace.jsonl`` to the run's volume, with the times, generator and lengths of each group, for
     ``scalerl simulate``."""
+    rollouts: RolloutsSpec = RolloutsSpec()
+    """The rollouts kept to read."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
     """Transfer of new weights to the generators."""
     evaluation: EvaluationSpec = EvaluationSpec()

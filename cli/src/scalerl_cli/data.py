@@ -55,7 +55,11 @@ def run_data(arguments: argparse.Namespace) -> int:
         for problem in error.problems:
             say(f"{files[0]}: {problem}", error=True)
         return BAD_INPUT
-    except (ValidationError, ValueError) as error:
+    except ValidationError as error:
+        for one in error.errors():
+            say(f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})", error=True)
+        return BAD_INPUT
+    except ValueError as error:
         say(str(error), error=True)
         return BAD_INPUT
     if model is not None and not model.is_dir():
@@ -196,6 +200,19 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
     given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
+    if (
+        info is not None
+        and "answer" not in info.fields
+        and not all(one.is_own_code for one in section.scoring)
+    ):
+        say(
+            "  answers: none, so only a verifier of your own code can score; or say where they are: columns.answer",
+            error=given,
+        )
+        return not given
+    if all(one.http is not None for one in section.scoring):
+        say("  answers: not checked, since a reward service is asked by a run alone; scalerl score asks it")
+        return True
     if not given and info is not None and info.programs:
         section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
     elif not given:

@@ -16,6 +16,7 @@ from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
 from scalerl_cli.clusters.arguments import add_cluster_commands, add_connection
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import INTERRUPTED
+from scalerl_cli.rollouts import SORTS, count, interval, step_interval, text_argument
 from scalerl_cli.simulation.arguments import add_simulate
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
@@ -95,6 +96,54 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"
     )
+
+    rollouts = commands.add_parser(
+        "rollouts",
+        help="read the recorded rollouts of a run: prompts, completions, rewards",
+        description="Show rollouts of the run in DIR, of which the run records a sample (spec.rollouts). A range is N, N:M, N: or "
+        ":M, with both ends. All conditions must hold.",
+    )
+    rollouts.add_argument("dir", type=Path, metavar="DIR")
+    rollouts.add_argument(
+        "--step", type=step_interval, metavar="RANGE|last", help="steps; of evaluations, versions"
+    )
+    rollouts.add_argument(
+        "--split", choices=("train", "held-out"), help="training or evaluations (default: both)"
+    )
+    rollouts.add_argument("--task", metavar="NAME", help="task of a mix, or evaluation set")
+    rollouts.add_argument("--prompt", type=text_argument, metavar="ID", help="one prompt, over time")
+    rollouts.add_argument(
+        "--label",
+        type=text_argument,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="label of the prompt",
+    )
+    rollouts.add_argument("--reward", type=interval, metavar="RANGE", help="reward, such as 0 or 0.5:1")
+    rollouts.add_argument("--truncated", action="store_true", help="only completions that were cut off")
+    rollouts.add_argument(
+        "--excluded",
+        nargs="?",
+        const="",
+        metavar="REASON",
+        help="only what was not trained on, such as zero-variance",
+    )
+    rollouts.add_argument(
+        "--contains",
+        type=text_argument,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text in the completion (case matters)",
+    )
+    rollouts.add_argument("--sort", choices=SORTS, default="step", help="order (default: step)")
+    rollouts.add_argument("--descending", action="store_true", help="largest first")
+    rollouts.add_argument(
+        "--limit", type=count, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
+    )
+    rollouts.add_argument("--full", action="store_true", help="show long texts whole")
+    rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
     score = commands.add_parser("score", help="score given completions by the verifier of a run")
     score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
@@ -209,6 +258,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.data import run_data
 
             return run_data(arguments)
+        if arguments.command == "rollouts":
+            from scalerl_cli.rollouts import run_rollouts
+
+            return run_rollouts(arguments)
         if arguments.command == "score":
             from scalerl_cli.score import run_score
 

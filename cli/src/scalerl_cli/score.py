@@ -143,11 +143,15 @@ async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) 
 
 def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
     """Print a line of JSON for each completion, and a summary to standard error."""
-    scored, failed = [], 0
+    from scalerl_tasks.verdict import NOT_APPLICABLE
+
+    scored, failed, none = [], 0, 0
     for group, verdicts in zip(groups, graded, strict=True):
         for completion, one in zip(group.completions, verdicts, strict=True):
             line: dict[str, Any] = {"id": group.prompt.id, "completion": completion}
-            if one.verdict is None:
+            if one.error == NOT_APPLICABLE:
+                line["score"], none = None, none + 1
+            elif one.verdict is None:
                 failed += 1
                 line["error"] = one.error
             else:
@@ -156,5 +160,6 @@ def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
             say(json.dumps(line, ensure_ascii=False))
     mean = f", mean score {sum(scored) / len(scored):.4g}" if scored else ""
     lost = f", {failed:,} without a score" if failed else ""
-    say(f"{len(scored) + failed:,} completions of {len(groups):,} groups{mean}{lost}", error=True)
+    lost += f", {none:,} to which the verifier does not apply" if none else ""
+    say(f"{len(scored) + failed + none:,} completions of {len(groups):,} groups{mean}{lost}", error=True)
     return FAILED if failed else DONE

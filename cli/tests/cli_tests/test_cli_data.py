@@ -62,7 +62,7 @@ def test_data_shows_what_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixtu
         "columns: question, answer",
         "20 of 21 rows of 1 file",
         "recognized as GSM8K: prompt = question, answer = answer, solution = answer, answerPattern Hashes",
-        "1 rows dropped as duplicates of an earlier prompt",
+        "1 row dropped as duplicates of an earlier prompt",
         "gsm8k.parquet, row 1",
         "What is 0 + 1?",
         "--- answer: 1",
@@ -118,9 +118,9 @@ def test_data_lists_answers_that_no_reply_can_match(
     ("words", "says"),
     [
         (["--column", "answer"], "write FIELD=EXPRESSION"),
-        (["--column", "anser=b"], "anser"),
+        (["--column", "anser=b"], "columns.anser: Extra inputs are not permitted (got 'b')\n"),
         (["--column", "answer=c.d"], "row 1, c.d: there is no column 'c'"),
-        (["--verifier", "numbr"], "numbr"),
+        (["--verifier", "numbr"], "'opgraph-verified' (got 'numbr')\n"),
         (["--answer-pattern", "("], "answerPattern: '(' is not Hashes"),
         (["--where", "b +"], "filter.where[0]: 'b +' is neither a column"),
         (["--model", "nowhere"], "nowhere: no such folder"),
@@ -133,6 +133,17 @@ def test_data_bad_input_is_named(
     assert main(["data", str(file), *words]) == 2
     captured = capsys.readouterr()
     assert says in captured.err + captured.out
+
+
+def test_data_without_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "d.parquet", [{"prompt": "a", "completion": "1"}]))
+    assert main(["data", file]) == 0
+    assert "answers: none, so only a verifier of your own code" in capsys.readouterr().out
+    assert main(["data", file, "--verifier", "number"]) == 2
+    assert main(["data", file, "--verifier", "number", "--column", "answer=completion"]) == 0
+    service = {"http": {"url": "http://127.0.0.1:9/score"}}
+    assert main(["data", str(run_file(tmp_path, dataset={"files": [file]}, verifier=service))]) == 0
+    assert "answers: not checked, since a reward service" in capsys.readouterr().out
 
 
 def test_data_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

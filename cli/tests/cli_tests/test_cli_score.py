@@ -14,6 +14,8 @@ from scalerl_cli.main import main
 REWARD = """
 def score(prompt, completion, answer, metadata):
     print("looking at", completion)
+    if completion == "skip":
+        return None
     if completion == "bad":
         raise ValueError("no")
     return 1.5 if completion == answer else metadata.get("partial", -0.5)
@@ -71,11 +73,18 @@ def test_score_prints_scores_rewards_and_what_the_function_prints(run_file: Path
     assert "4 completions of 3 groups, mean score 0.625" in said
 
 
+def test_score_of_a_reward_that_does_not_apply_is_no_failure(run_file: Path, capfd: Any) -> None:
+    code, lines, said = scored(run_file, capfd, {"id": "row-1", "completions": ["skip", "2"]})
+    assert code == 0
+    assert lines[0] == {"id": "row-1", "completion": "skip", "score": None}
+    assert "2 completions of 1 groups, mean score 1, 1 to which the verifier does not apply" in said
+
+
 def test_score_shows_the_line_of_an_exception(run_file: Path, capfd: Any) -> None:
     code, lines, said = scored(run_file, capfd, {"id": "row-1", "completions": ["bad", "2"]})
     assert code == 1
     assert (
-        lines[0]["error"] == "reward.py:score raised ValueError: no (reward.py, line 5) for the prompt row-1"
+        lines[0]["error"] == "reward.py:score raised ValueError: no (reward.py, line 7) for the prompt row-1"
     )
     assert lines[1]["score"] == 1.0
     assert "1 without a score" in said

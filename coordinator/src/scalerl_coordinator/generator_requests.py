@@ -259,6 +259,7 @@ class GeneratorRequests:
             remaining_seconds=core.book.lease_seconds,
             policy_version=issue.policy_version,
             lost_version=core.state.lost,
+            record=core.settings.records(issue.prompt),
         )
 
     def receive_partials(self, request: wire.Partials, now: float) -> wire.PartialsReply:

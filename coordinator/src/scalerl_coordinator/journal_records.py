@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-from scalerl_api.wire import PromptRef, Sample, Split, VersionSpan
+from scalerl_api.wire import GroupText, PromptRef, Sample, Split, VersionSpan
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.settings import Identity
 
@@ -111,16 +111,24 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bytes
     versions: list[VersionSpan]
     teacher_logprobs: bytes = b""
+    finish_reason: str = ""
+
+
+class StoredVerdicts(msgspec.Struct, frozen=True, kw_only=True):
+    errors: dict[int, str] = {}
 
 
 class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a group's blob that the trainer needs.
+    """The fields of a group's blob that the trainer and the record of rollouts need.
 
     The blob is the :class:`~scalerl_api.wire.Group` as received, of this release or an earlier one.
     """
 
     prompt_token_ids: bytes
     completions: list[StoredCompletion]
+    prompt_id: str = ""
+    verdicts: StoredVerdicts = StoredVerdicts()
+    text: GroupText | None = None
 
 
 class GiveUpReason(enum.StrEnum):

@@ -12,8 +12,10 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 from aiohttp import web
 
@@ -23,7 +25,7 @@ from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.trackers import TrackersSpec
-from scalerl_api.wire import PromptRef
+from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.evaluation import fold_labels
 from scalerl_coordinator.files import RunFiles
@@ -31,6 +33,7 @@ from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
 from scalerl_coordinator.response_store import ResponseStore, history_identity
+from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
@@ -111,6 +114,9 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         grading=opened.grading,
         forked_step=_forked_step(environment.paths),
     )
+    if settings.rollouts is not None and find_spec("pyarrow") is None:
+        log.warning("rollouts are not recorded: this image has no pyarrow")
+        settings = replace(settings, rollouts=None)
     journal = Journal(environment.paths.journal)
     state = await asyncio.to_thread(load_state, journal)
     steps_lost = _steps_lost(environment.paths, state)
@@ -135,7 +141,8 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     make_trace = partial(Trace, environment.paths.trace, core, run.spec.generator) if settings.trace else None
     history = await asyncio.to_thread(_open_history, settings, environment.paths, train)
     server = Server(
-        core, journal, files, environment.token, train, held_out, trackers.status, history, make_trace
+        *(core, journal, files, environment.token, train, held_out, trackers.status, history, make_trace),
+        _make_record(settings, environment.paths),
     )
     await server.start()
     trackers.start()
@@ -169,6 +176,21 @@ def _open_history(settings: Settings, paths: RunPaths, train: Sequence[PromptSou
             return None
 
     return ResponseStore(paths.history, identity, size, lines=paths.history_lines, difficulty=difficulty)
+
+
+def _make_record(
+    settings: Settings, paths: RunPaths
+) -> Callable[[Callable[[int], None]], RolloutRecord] | None:
+    """Makes the record of rollouts, if the spec asks for it."""
+    if settings.rollouts is None:
+        return None
+    identity, size = settings.identity, quantity_bytes(settings.rollouts.max_size)
+
+    def name(prompt: PromptRef) -> str:
+        train = prompt.split is Split.TRAIN
+        return identity.tasks[prompt.task] if train else identity.evaluation_set(prompt.task).name
+
+    return lambda on_lost: RolloutRecord(paths.rollouts, size, name, on_lost)
 
 
 def _steps_lost(paths: RunPaths, state: CoordinatorState) -> bool:

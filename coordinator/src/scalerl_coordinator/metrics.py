@@ -79,6 +79,11 @@ class Metrics:
             "Lines of trace.jsonl that could not be written.",
             registry=self._registry,
         )
+        self.lost_rollouts = Counter(
+            _PREFIX + "lost_rollouts",
+            "Rollouts that the record of rollouts lacks, because they could not be written in time or at all.",
+            registry=self._registry,
+        )
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +39,7 @@ from scalerl_coordinator.journal import Journal, JournalRefused
 from scalerl_coordinator.membership import UnknownMember, new_member_id
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
+from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
@@ -49,6 +51,8 @@ log = logging.getLogger(__name__)
 SMALL_BODY_BYTES = 2**20
 PUSH_BODY_BYTES = 2**26
 """Limit of a push. It is higher if the run's lengths allow a larger group."""
+STEP_BODY_BYTES = 2**26
+"""Limit of a step's report, which has about 40 bytes for each recorded rollout."""
 HELLO_BODY_BYTES = 2**29
 """Limit of a trainer's hello, which may carry a checkpoint's snapshot."""
 _MAX_POLL_SECONDS = 60.0
@@ -80,6 +84,7 @@ class Server:
         trackers: returns the state of the experiment trackers, for the status.
         history: store of past responses, or None. The server starts and closes it.
         make_trace: makes the run's trace, given a function that counts lost lines; None for no trace.
+        make_record: makes the record of rollouts likewise. The server starts and closes it.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Server:
         trackers: Callable[[], list[wire.Tracker]] = list,
         history: ResponseStore | None = None,
         make_trace: Callable[[Callable[[int], None]], Trace] | None = None,
+        make_record: Callable[[Callable[[int], None]], RolloutRecord] | None = None,
     ) -> None:
         self._core = core
         self._journal = journal
@@ -119,6 +125,7 @@ class Server:
             history=history.counters if history is not None else None,
         )
         self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
+        self._record = make_record(self._metrics.lost_rollouts.inc) if make_record is not None else None
         self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
         self._step_groups: tuple[int, list[str], dict[str, r.StoredGroup]] | None = None
@@ -149,6 +156,9 @@ class Server:
                 await self._journal.durable()
         if self._history is not None:
             self._history.start()
+        if self._record is not None:
+            self._record.start()
+            await self._record_journaled()
         await self._write_rows(whole=True)
         await self._write_curve()
         await self._read_exports()
@@ -178,6 +188,8 @@ class Server:
         self._lookups.shutdown(wait=False, cancel_futures=True)
         if self._history is not None:
             await asyncio.to_thread(self._history.close)
+        if self._record is not None:
+            await asyncio.to_thread(self._record.close)
         await self._journal.close()
         self._files_thread.shutdown(wait=True)
 
@@ -193,6 +205,8 @@ class Server:
                 self._flush()
                 await self._write_curve()
                 self._write_trace()
+                if self._record is not None:
+                    self._record.end_evaluations(self._core.state.evaluations)
             due = self._core.finished or time.monotonic() - last_exports >= _EXPORTS_SECONDS
             # In a separate task: a slow disk must not delay the ticks.
             if due and (self._exports_read is None or self._exports_read.done()):
@@ -389,10 +403,19 @@ class Server:
                 for group, raw in zip(groups, request.groups, strict=True)
             ]
 
+        versions = {
+            group.lease_id: lease.policy_version
+            for group in groups
+            if (lease := self._core.state.leases.get(group.lease_id)) is not None
+        }
         answers = await self._decided(push_all)
-        for group, (result, _) in zip(groups, answers, strict=True):
-            if result is wire.PushResult.ACCEPTED and group.split is wire.Split.TRAIN:
+        for group, raw, (result, _) in zip(groups, request.groups, answers, strict=True):
+            if result is not wire.PushResult.ACCEPTED:
+                continue
+            if group.split is wire.Split.TRAIN:
                 self._remember(group)
+            if self._record is not None and group.text is not None:
+                self._record_accepted(self._record, group, raw, versions.get(group.lease_id, -1))
         return wire.PushReply(
             results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
         )
@@ -414,6 +437,66 @@ class Server:
         drafts = None if drafted is None or accepted is None else (drafted, accepted)
         self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
+    def _record_accepted(
+        self, record: RolloutRecord, group: wire.Group, raw: msgspec.Raw, version: int
+    ) -> None:
+        """Record a group whose content is not journaled: of an evaluation, or one whose slot gets another prompt."""
+        state, verdicts = self._core.state, group.verdicts
+        lengths = [completion.tokens for completion in group.completions]
+        if group.split is wire.Split.HELD_OUT:
+            stored = r.decode_stored(raw)
+            record.keep(
+                RecordedGroup(
+                    *(version, group.slot, group.prompt, stored, lengths),
+                    *(verdicts.scores, verdicts.parts, verdicts.ungraded),
+                )
+            )
+            return
+        tries = [one.group for one in state.tries.get(group.slot, ()) if one.group.lease_id == group.lease_id]
+        if tries:
+            step = state.step_of(group.slot)
+            one = RecordedGroup.of_training(
+                step, group.slot, group.prompt, tries[0], r.decode_stored(raw), skipped=False
+            )
+            record.keep(replace(one, excluded="refilled"))
+
+    async def _record_step(self, step: int, sequences: Sequence[wire.TrainedSequence] = ()) -> None:
+        """Record the groups of a step that was trained or skipped."""
+        state, cached = self._core.state, self._step_groups
+        if self._record is None:
+            return
+        recorded = [
+            (slot, state.prompts[slot], group)
+            for slot, group in zip(state.slots_of(step), state.step_groups(step), strict=True)
+            if self._core.settings.records(state.prompts[slot])
+        ]
+        skipped, settled = step in state.skips, state.first_kept_step
+        if cached is not None and cached[0] == step:
+            groups = cached[2]
+        else:
+            try:
+                lease_ids = [group.lease_id for _, _, group in recorded]
+                groups = await asyncio.to_thread(self._read_groups, lease_ids)
+            except (KeyError, CorruptJournal, OSError) as problem:
+                log.warning("step %d is not recorded: %s", step, problem)
+                return
+        self._record.add_step(
+            step,
+            [
+                RecordedGroup.of_training(step, slot, prompt, group, groups.get(group.lease_id), skipped)
+                for slot, prompt, group in recorded
+            ],
+            *(sequences, settled),
+        )
+
+    async def _record_journaled(self) -> None:
+        """Record steps of whose report a crash left no record. Without the trainer's figures, which are not journaled."""
+        state = self._core.state
+        for step in range(state.first_kept_step, state.version):
+            if self._record is None or await asyncio.to_thread(self._record.has_step, step):
+                continue
+            await self._record_step(step)
+
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         """An encoded :class:`wire.Responses`, assembled from the responses as they are encoded on disk."""
         if request.prompt.split is not wire.Split.TRAIN:
@@ -430,6 +513,8 @@ class Server:
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
         welcome = await self._decided(lambda now: self._training.hello(request, now))
         self._step_groups = None
+        if self._record is not None:
+            self._record.truncate(self._core.state.version)
         await self._write_rows(whole=True)
         await self._write_curve()
         return welcome
@@ -483,7 +568,8 @@ class Server:
             ) from problem
 
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
-        await self._decided(lambda now: self._training.step(report, now))
+        if await self._decided(lambda now: self._training.step(report, now)) is not None:
+            await self._record_step(report.step, report.sequences)
         self._step_groups = None
         await self._write_rows()
         return wire.StepReported(publish=self._training.publishes(report.step + 1))
@@ -638,7 +724,7 @@ class Server:
             (endpoints.TRAINER_HELLO, wire.TrainerHello, HELLO_BODY_BYTES, self._hello),
             (endpoints.TRAINER_NEXT, wire.NextRequest, SMALL_BODY_BYTES, self._next),
             (endpoints.TRAINER_SHARD, wire.ShardRequest, SMALL_BODY_BYTES, self._shard),
-            (endpoints.TRAINER_STEP, wire.StepReport, SMALL_BODY_BYTES, self._step),
+            (endpoints.TRAINER_STEP, wire.StepReport, STEP_BODY_BYTES, self._step),
             (endpoints.TRAINER_SUPERVISED, wire.SupervisedReport, SMALL_BODY_BYTES, self._supervised),
             (endpoints.PUBLISH_BEGIN, wire.PublishBegin, SMALL_BODY_BYTES, self._publish_begin),
             (endpoints.PUBLISH_COMMIT, wire.PublishCommit, SMALL_BODY_BYTES, self._publish_commit),

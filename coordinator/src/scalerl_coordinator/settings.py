@@ -11,9 +11,10 @@ from typing import Final
 import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
+from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
 from scalerl_api.speculation import HistorySpec
-from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MEAN_SET, PromptRef, Split
+from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MAX_TEXT_BYTES, MEAN_SET, PromptRef, Split
 from scalerl_coordinator.weighted_mean import MEAN_TASK
 
 _COMPLETION_SLACK_BYTES = 2**14
@@ -157,6 +158,18 @@ class Settings:
     """``generator.speculation.history``; None if past responses are not stored."""
     forked_step: int = -1
     """Step of the checkpoint of another run with which this one starts; -1 otherwise."""
+    rollouts: RolloutsSpec | None = None
+    """``rollouts``; None if none are recorded."""
+
+    def records(self, prompt: PromptRef) -> bool:
+        """Whether the completions of a prompt are recorded."""
+        if self.rollouts is None:
+            return False
+        identity, wanted = self.identity, self.rollouts.per_step
+        if prompt.split is Split.TRAIN:
+            return in_sample(prompt, wanted / (identity.prompts_per_step * identity.completions_per_prompt))
+        one = identity.evaluation_set(prompt.task)
+        return in_sample(prompt, EVALUATION_FACTOR * wanted / (one.prompts * one.samples))
 
     def every_steps(self, task: int) -> int:
         """Number of steps between evaluations on the set of ``task``."""
@@ -172,14 +185,16 @@ class Settings:
     def max_group_bytes(self) -> int:
         """Upper bound on the size of a group of this run on the wire, in bytes.
 
-        A token takes 4 bytes for its id, 4 for its log-probability and 4 for the teacher's.
+        A token takes 4 bytes for its id, 4 for its log-probability and 4 for the teacher's, and up to 16 of text.
         """
         identity = self.identity
         completions = max(
             identity.completions_per_prompt, identity.evaluation_samples, *(s.samples for s in identity.sets)
         )
-        longest = (12 if self.teacher else 8) * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
-        return completions * longest + 4 * self.context_tokens + _COMPLETION_SLACK_BYTES
+        text = 0 if self.rollouts is None else MAX_TEXT_BYTES
+        longest = (12 if self.teacher else 8) + text
+        longest = longest * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
+        return completions * longest + (4 + text) * self.context_tokens + _COMPLETION_SLACK_BYTES
 
     @classmethod
     def of_run(
@@ -275,4 +290,5 @@ class Settings:
             trainer_devices=spec.trainer.ranks,
             history=spec.generator.speculation.history if spec.generator.speculation else None,
             forked_step=forked_step,
+            rollouts=spec.rollouts if spec.rollouts.per_step else None,
         )

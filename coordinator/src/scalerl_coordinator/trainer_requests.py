@@ -329,6 +329,7 @@ class TrainerRequests:
                 ungraded=g.ungraded,
                 masked_tokens=g.masked_tokens,
                 unusable_tokens=g.unusable_tokens,
+                recorded=self.core.settings.records(state.prompts[slot]),
             )
             for slot, g in zip(state.slots_of(request.step), groups, strict=True)
         ]

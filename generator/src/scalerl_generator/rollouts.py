@@ -17,7 +17,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Completion, Group, Lease, Sample, Split, Verdicts, VersionSpan
+from scalerl_api.wire import (
+    MASKED,
+    MAX_TEXT_BYTES,
+    Completion,
+    Group,
+    GroupText,
+    Lease,
+    Sample,
+    Split,
+    Verdicts,
+    VersionSpan,
+)
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.draft_protocol import DraftTally
 from scalerl_generator.kept_completions import KeptCompletions
@@ -108,6 +119,16 @@ def sample_of(prompt: Prompt, texts: Sequence[str], graded: Sequence[Graded]) ->
         reference=cut(prompt.answer, _MAX_ANSWER_CHARACTERS),
         score=graded[scored[0]].score,
     )
+
+
+def _recorded(text: str, tokens: int) -> str:
+    """A text for the record of rollouts, which UTF-8 can encode and which is not longer than the wire's limit.
+
+    >>> _recorded("a\\ud800", 1), _recorded("é" * 20, 1)
+    ('a\\\\ud800', 'éééééééé')
+    """
+    encoded = text.encode("utf-8", "backslashreplace")
+    return encoded[: MAX_TEXT_BYTES * tokens].decode("utf-8", "ignore")
 
 
 Strategy = Callable[[CompletionStreams], Awaitable[None]]
@@ -258,7 +279,7 @@ class RolloutGenerator:
             self._teacher_logprobs(generated, on_teacher_wait, on_teacher_answer)
         )
         try:
-            (verdicts, sample), drafts = await asyncio.gather(
+            (verdicts, sample, text), drafts = await asyncio.gather(
                 self._verdicts(generated, on_graded), self._draft_tally(generated)
             )
             teacher_logprobs = await teacher_task
@@ -289,6 +310,7 @@ class RolloutGenerator:
             accepted_tokens=drafts and drafts[1],
             unusable_tokens=sum(int(c.masked.sum()) for c in generated.completions),
             sample=sample,
+            text=text,
         )
 
     async def _draft_tally(self, generated: Generated) -> DraftTally | None:
@@ -307,7 +329,7 @@ class RolloutGenerator:
 
     async def _verdicts(
         self, generated: Generated, on_graded: Callable[[], None]
-    ) -> tuple[Verdicts, Sample | None]:
+    ) -> tuple[Verdicts, Sample | None, GroupText | None]:
         started = time.monotonic()
         section = generated.section
         texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
@@ -318,11 +340,27 @@ class RolloutGenerator:
         verdicts = group_verdicts(graded, section.grader.part_names)
         errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
         self._log_grading_errors(generated.prompt, errors)
+        text = await self._in_thread(self._text, (generated, texts)) if generated.lease.record else None
         if generated.lease.split is not Split.TRAIN:
-            return verdicts, None
+            return verdicts, None, text
         if generated.encoded.in_thought:
             texts = [THOUGHT + text for text in texts]
-        return verdicts, sample_of(generated.prompt, texts, graded)
+        return verdicts, sample_of(generated.prompt, texts, graded), text
+
+    def _text(self, of: tuple[Generated, Sequence[str]]) -> GroupText:
+        """The texts of a group for the record of rollouts."""
+        generated, completions = of
+        ids, prompt = generated.encoded.token_ids, generated.prompt
+        (rendered,) = generated.section.codec.tokenizer.texts([ids])
+        return GroupText(
+            prompt=_recorded(rendered, len(ids)),
+            reference=_recorded(prompt.answer, len(ids)),
+            labels={_recorded(name, 64): _recorded(value, 64) for name, value in prompt.labels.items()},
+            completions=[
+                _recorded(text, len(sampled.token_ids))
+                for text, sampled in zip(completions, generated.completions, strict=True)
+            ],
+        )
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

@@ -17,9 +17,10 @@ from scalerl_api.wire import EvaluationPoint, Status
 MAX_STATUS_BYTES: Final = 8 * 2**20
 SMALL_BYTES: Final = 64 * 1024
 """Up to this size, an answer is decoded at once, on the event loop: about 150 points, 0.2 ms."""
-MAX_POINTS: Final = 10_000
-"""Maximum number of points of a curve; of a longer one, the newest are kept."""
-MAX_POINT_VALUES: Final = 60_000
+MAX_POINTS: Final = 4096
+"""Maximum number of points of a curve; of a longer one, the newest are kept. Each takes about 600 bytes of memory, twice while the
+next status is decoded."""
+MAX_POINT_VALUES: Final = 25_000
 """Maximum number of pass@k values and parts of verdicts in all points of a curve; as :data:`MAX_POINTS`."""
 MAX_SENT_POINTS: Final = 40_000
 """Maximum number of points in an answer: more do not fit into :data:`MAX_STATUS_BYTES`, as a point has at least 210 bytes."""

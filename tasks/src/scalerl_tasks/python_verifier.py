@@ -44,7 +44,11 @@ _ARGUMENTS: Mapping[str, frozenset[str]] = {
     "verl batch": frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
 }
 """Arguments by signature; TRL's depend on the columns."""
+_TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
+"""Arguments of TRL that functions do not get here."""
 _MAX_SHOWN = 80
+_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
+"""Of the errors of libraries at the limit of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,10 @@ class PythonVerifier:
         try:
             as_verdict(reward, declared_parts(self), self.range)
         except (ArithmeticError, TypeError, ValueError) as error:
-            raise VerifierError(f"{self._given.label} for the prompt {prompt.id}: {error}") from None
+            text = str(error).replace("the verifier", self.label, 1)
+            raise VerifierError(
+                f"{text} for the prompt {prompt.id}; set verifier.range to what it gives"
+            ) from None
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         return []
@@ -230,8 +237,11 @@ class PythonVerifier:
             return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
         if missing := self._required - given.keys():
+            name = min(missing)
             raise VerifierError(
-                f"{self._given.label} needs the column {sorted(missing)[0]!r}, which the prompt {prompt.id} does not have (it has "
+                f"{self._given.label} needs {name}, but functions get texts, not token ids: use recipe.length, or the length of the text"
+                if name in _TOKEN_IDS
+                else f"{self._given.label} needs the column {name!r}, which the prompt {prompt.id} does not have (it has "
                 f"{', '.join(sorted(given))[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
             )
         if self._takes_all:
@@ -309,9 +319,11 @@ class PythonVerifier:
         )
 
     def _failed(self, prompt: Prompt, error: BaseException) -> VerifierError:
-        return VerifierError(
-            f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
-        )
+        text = f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
+        if self._form == "trl" and isinstance(error, TypeError | AttributeError):
+            kind, chat = ("messages", "Chat") if self._given.chat else ("texts", "Raw")
+            text += f"; with prompt.format: {chat}, prompts and completions are {kind}"
+        return VerifierError(text)
 
     @property
     def _file(self) -> str | None:
@@ -368,11 +380,14 @@ def _imported(given: PythonFunction) -> Any:
         where = given.path or f"module {given.module}"
         raise VerifierError(
             f"{where} cannot be imported: there is no module {error.name!r}{_place(error, given.path)}; install it where completions "
-            "are graded: in this environment, on a cluster in images.generator and images.trainer"
+            "are graded: in this environment, on a cluster in images.generator and images.trainer; or move the function to a file without it"
         ) from None
     except BaseException as error:
+        advice = (
+            "; install its package and give verifier.python.module" if "relative import" in str(error) else ""
+        )
         raise VerifierError(
-            f"{given.path or f'module {given.module}'} cannot be imported: {_described(error, given.path)}"
+            f"{given.path or f'module {given.module}'} cannot be imported: {_described(error, given.path)}{advice}"
         ) from None
 
 
@@ -435,6 +450,8 @@ def _described(error: BaseException, file: str | None) -> str:
         text = str(error)
     except BaseException:
         text = ""
+    if any(sign in text for sign in _NO_MEMORY):
+        text = f"{text[:100]}; raise verifier.memory, or import at the head of the file"
     return f"{type(error).__name__}{': ' + text[:160] if text else ''}{_place(error, file)}"
 
 

@@ -70,6 +70,11 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
                 "task.dataset: its prompts have system messages or several turns, which only a chat template can render: set "
                 "prompt.format to Chat, or map columns.prompt to one message, such as messages[0].content"
             )
+        if "answer" not in source.table.info.fields and not all(one.is_own_code for one in spec.scoring):
+            raise SourceError(
+                f"task.dataset: the data have no answers, which {' and '.join(one.title for one in spec.scoring)} needs: say where "
+                f"answer is, such as columns: {{answer: COLUMN}} (columns: {', '.join(source.table.info.columns)})"
+            )
         return source
     if (section := spec.op_graph) is not None:
         low, high = section.operations
@@ -184,7 +189,8 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
     limits = {"timeout_seconds", "memory", "workers"}
     parts: list[object] = [spec.combine]
     for given in spec.scoring:
-        kept = {**given.model_dump(mode="json", exclude=limits)}
+        # Without defaults, so that a field of a later release does not begin another curve.
+        kept = given.model_dump(mode="json", exclude=limits, exclude_defaults=True)
         if (own := given.python) is not None:
             kept["python"] |= {"path": "", "module": ""}
             kept["code"] = code_digest(

@@ -72,8 +72,8 @@ _MAX_REASONS = 8
 """Reasons that are counted; further ones count together."""
 _EXAMPLES = 3
 """Rows that are listed for each reason."""
-_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-"""A text as ``repr`` shows it."""
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|(?<= gave )[^ ,]+")
+"""A text as ``repr`` shows it, or a reward."""
 _OF_THE_ANSWER = frozenset({"exact", "number", "math-verify"})
 """Verifiers whose check depends on the answer alone, so that each different answer is checked once."""
 
@@ -180,15 +180,19 @@ def _section_problems(
             for line in description(source):
                 progress(f"{field}.dataset: {line}")
             open_source(section, directory)  # whether the prompt format fits
-            key, of_table, limit = (str(source.table.path), scoring), None, None
-            own = _own_code(section)  # it is asked about some rows, at each start, and no row is left out
-            # Rows are left out once for the whole run.
-            if answers and key not in checked and (own or source.left_out is None):
-                checked[key] = ()
-                if directory is not None and not own:
-                    of_table, limit = rejected.setdefault(source.table.path, Rejected()), len(source)
-                say = partial(_say, progress, f"{field}.dataset: ")
-                check_answers(source, section, limit, directory=directory, progress=say, rejected=of_table)
+            key, say = (str(source.table.path), scoring), partial(_say, progress, f"{field}.dataset: ")
+            parts = _parts(section) if answers and key not in checked else ()
+            checked[key] = ()
+            for part in parts:
+                if _own_code(part):  # it is asked about some rows, at each start, and no row is left out
+                    check_answers(source, part, directory=directory, progress=say)
+                elif directory is None:
+                    check_answers(source, part, progress=say)
+                elif source.left_out is None:  # rows are left out once for the whole run
+                    of_table = rejected.setdefault(source.table.path, Rejected())
+                    check_answers(
+                        source, part, len(source), directory=directory, progress=say, rejected=of_table
+                    )
             return
         if section.jsonl is None:
             if answers:
@@ -337,6 +341,10 @@ def check_answers(
         VerifierError: the verifier cannot be opened.
         GradingError: no grader could be started.
     """
+    if len(parts := _parts(spec)) > 1:
+        for part in parts:
+            check_answers(source, part, limit, directory=directory, progress=progress, rejected=rejected)
+        return
     if limit is None and _own_code(spec):
         limit = OWN_CODE_PROMPTS
     elif limit is None and spec.jsonl is None:
@@ -435,8 +443,16 @@ class Rejected:
         return [*listed, text + (f"; {self.note}" if self.note else "")]
 
 
+def _parts(spec: ProblemSpec) -> list[ProblemSpec]:
+    """The section with its verifiers of this package alone, and with the user's own code alone."""
+    if spec.verifiers is None:
+        return [spec]
+    kinds = [[one for one in spec.verifiers if one.is_own_code == own] for own in (False, True)]
+    return [spec.model_copy(update={"verifiers": kind}) for kind in kinds if kind]
+
+
 def _own_code(spec: ProblemSpec) -> bool:
-    return any(one.name is None and one.code is None for one in spec.scoring)
+    return any(one.is_own_code for one in spec.scoring)
 
 
 def _titles(spec: ProblemSpec) -> str:
@@ -479,8 +495,8 @@ async def _check_answers(
             line = source.line(index)
             problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
         elif isinstance(source, DatasetSource):
-            place = f"{source.place(index)}, {source.table.info.fields['answer']}"
-            problems.add(index, f"{place}: {error}", _reason(error))
+            place, field = source.place(index), source.table.info.fields.get("answer")
+            problems.add(index, f"{f'{place}, {field}' if field else place}: {error}", _reason(error))
         else:
             problems.add(index, error, kind)
 
@@ -493,6 +509,8 @@ async def _check_answers(
                 once or isinstance(source, DatasetSource)
             ):  # other rows have the same answer
                 error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
+                error = error.replace(f" for the prompt {prompt.id}", "")
+                error = error.replace(f"the prompt {prompt.id}", "the row")
             if once and len(known) < _MAX_KNOWN:
                 known[key] = error
             for index in waiting.pop(key):

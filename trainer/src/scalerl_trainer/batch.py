@@ -132,6 +132,24 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
     return RankBatch(batch, staleness, _step_stats(shard.groups))
 
 
+def recorded(
+    shard: wire.Shard, batch: TrainBatch, differences_s: torch.Tensor | None
+) -> list[wire.TrainedSequence]:
+    """What this rank computed of the sequences that the record of rollouts has.
+
+    Args:
+        differences_s: see :attr:`StepStats.differences_s <.engine.stats.StepStats>`; None if nothing was computed.
+    """
+    if differences_s is None:
+        return []
+    figures = zip(shard.sequences, batch.advantages_s.tolist(), differences_s.tolist(), strict=True)
+    return [
+        wire.TrainedSequence(shard.groups[one.group].slot, one.sample, advantage, *differences)
+        for one, advantage, differences in figures
+        if shard.groups[one.group].recorded
+    ]
+
+
 def check_logprobs(shard: wire.Shard) -> None:
     """Check that the generators gave finite log-probabilities for most tokens of the step.
 

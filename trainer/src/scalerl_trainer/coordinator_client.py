@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import httpx
@@ -117,7 +117,13 @@ class Coordinator:
         return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, MAX_SHARD_BYTES, alone=False)
 
     def report(
-        self, step: int, stats: dict[str, float], busy_seconds: float, trained_tokens: int, skipped: str = ""
+        self,
+        step: int,
+        stats: dict[str, float],
+        busy_seconds: float,
+        trained_tokens: int,
+        skipped: str = "",
+        sequences: Sequence[wire.TrainedSequence] = (),
     ) -> bool:
         """Report a finished step; returns whether to publish its version now.
 
@@ -130,6 +136,7 @@ class Coordinator:
             busy_seconds=busy_seconds,
             trained_tokens=trained_tokens,
             skipped=skipped,
+            sequences=list(sequences),
         )
         return self._call(endpoints.TRAINER_STEP, message, wire.StepReported).publish
 

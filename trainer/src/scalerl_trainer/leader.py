@@ -287,7 +287,9 @@ class Leader:
                 "step %d: %d tokens that would have had most of the step's squared gradient were left out of it",
                 *(step, step_stats.guard_masked_tokens),
             )
-        publish = self._coordinator.report(step, stats, busy_seconds, step_stats.trainable_tokens)
+        publish = self._coordinator.report(
+            step, stats, busy_seconds, step_stats.trainable_tokens, sequences=trained.sequences
+        )
         worker.metrics.show(stats)
         worker.metrics.tokens.inc(step_stats.trainable_tokens)
         worker.metrics.step_seconds.observe(sum(seconds.values()))

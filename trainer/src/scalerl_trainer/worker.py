@@ -25,8 +25,9 @@ from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
+from scalerl_api.wire import TrainedSequence
 from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch
+from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch, recorded
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -65,6 +66,8 @@ class Trained:
     """Duration of each phase, as a mean over ranks."""
     broken: Counter[int]
     """Number of ratio outliers by slot, if the step was skipped."""
+    sequences: list[TrainedSequence]
+    """All ranks' sequences that are recorded."""
 
 
 @dataclass
@@ -159,17 +162,23 @@ class Worker:
         for index, tokens in step_stats.broken.items():
             broken[shard.groups[shard.sequences[index].group].slot] += tokens
         gathered = self.ranks.all_gather(
-            (own_seconds, shard_batch.staleness, dict(broken)),
-            tuple[dict[str, float], Staleness, dict[int, int]],
+            (
+                own_seconds,
+                shard_batch.staleness,
+                dict(broken),
+                recorded(shard, shard_batch.batch, step_stats.differences_s),
+            ),
+            tuple[dict[str, float], Staleness, dict[int, int], list[TrainedSequence]],
         )
-        seconds = {name: sum(s[name] for s, _, _ in gathered) / len(gathered) for name in own_seconds}
-        staleness = sum((s for _, s, _ in gathered), Staleness())
+        seconds = {name: sum(s[name] for s, *_ in gathered) / len(gathered) for name in own_seconds}
+        staleness = sum((s for _, s, *_ in gathered), Staleness())
         return Trained(
             shard_batch.stats,
             staleness,
             step_stats,
             seconds,
-            sum((Counter(b) for _, _, b in gathered), Counter()),
+            sum((Counter(b) for _, _, b, _ in gathered), Counter()),
+            [sequence for *_, sequences in gathered for sequence in sequences],
         )
 
     def gather(self) -> NamedTensors:

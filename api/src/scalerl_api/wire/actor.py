@@ -153,6 +153,8 @@ class Lease(Struct, frozen=True, kw_only=True):
     does not continue tokens of such a version that were sampled for an earlier lease. -1: none."""
     partial: PartialGroup | None = None
     """Tokens sampled under an earlier lease of the slot; the actor continues from them, or starts again."""
+    record: bool = False
+    """Whether the group is to carry its texts (:attr:`Group.text`), for the record of rollouts."""
 
     @property
     def split(self) -> Split:
@@ -200,6 +202,23 @@ class Sample(Struct, frozen=True, kw_only=True):
     score: float
 
 
+MAX_TEXT_BYTES = 16
+"""Maximum size of a text in :class:`GroupText`, in bytes of UTF-8 per token; the rest is cut."""
+
+
+class GroupText(Struct, frozen=True, kw_only=True):
+    """The texts of a group, for the record of rollouts. Lone surrogates are escaped."""
+
+    prompt: str
+    """What the model reads: the rendered prompt, with the tokens of its chat template."""
+    reference: str
+    """The prompt's reference answer."""
+    labels: dict[str, str]
+    """The prompt's labels."""
+    completions: list[str]
+    """The text of each completion, as the verifier graded it."""
+
+
 class Group(Struct, frozen=True, kw_only=True):
     """All completions of a lease, with their verdicts."""
 
@@ -222,6 +241,8 @@ class Group(Struct, frozen=True, kw_only=True):
     """Tokens whose log-probability at the server is not a number or minus infinity. They are masked."""
     sample: Sample | None = None
     """One of the completions, if they have the same score and are of a training prompt."""
+    text: GroupText | None = None
+    """The texts, if the lease asks for them."""
 
     @property
     def split(self) -> Split:

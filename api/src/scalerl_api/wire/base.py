@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 WIRE_HEADER = "x-scalerl-wire"
 CONTENT_TYPE = "application/msgpack"
 

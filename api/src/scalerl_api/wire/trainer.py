@@ -106,6 +106,8 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
     """Number of masked tokens in each completion; empty if no completion has any."""
     unusable_tokens: int = 0
     """Tokens that are masked because the generator gave no finite log-probability."""
+    recorded: bool = False
+    """Whether the record of rollouts has the group, so that the step's report is to have its :class:`TrainedSequence`."""
 
     @property
     def trained_tokens(self) -> list[int]:
@@ -144,6 +146,19 @@ class Shard(Struct, frozen=True, kw_only=True):
     may be from the other weights, so the trainer excludes them from comparisons at equal weights."""
 
 
+class TrainedSequence(Struct, frozen=True, array_like=True):
+    """What the trainer computed of a recorded rollout."""
+
+    slot: int
+    sample: int
+    """Index of the completion in its group."""
+    advantage: float
+    mean_difference: float
+    """Mean over the trained tokens of the absolute difference of the log-probabilities of trainer and generator, in nats."""
+    max_difference: float
+    """Its maximum."""
+
+
 class StepReport(Struct, frozen=True, kw_only=True):
     """``POST /v1/trainer/step``: step ``step`` is complete; the trainer now holds version ``step + 1``.
 
@@ -163,6 +178,8 @@ class StepReport(Struct, frozen=True, kw_only=True):
     """Completion tokens with a gradient; 0 for a skipped step."""
     skipped: str = ""
     """Why the update was not applied; empty if it was."""
+    sequences: list[TrainedSequence] = []
+    """Of the rollouts that were trained on and are recorded."""
 
 
 class StepReported(Struct, frozen=True, kw_only=True):

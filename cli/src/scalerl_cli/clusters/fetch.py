@@ -19,7 +19,7 @@ _PATHS: Final = RunPaths(Path())
 ROLLOUTS: Final = tuple(
     str(path)
     for path in (
-        *(_PATHS.journal, _PATHS.history, _PATHS.history_lines, _PATHS.metrics),
+        *(_PATHS.journal, _PATHS.rollouts, _PATHS.history, _PATHS.history_lines, _PATHS.metrics),
         *(_PATHS.trace, _PATHS.labels, _PATHS.decisions),
     )
 )

@@ -211,7 +211,16 @@ def _excluded(role: Role) -> dict[str, Any]:
 
 _SWITCHES: Final = frozenset(
     [
-        *("by_length", "compile_cache", "history", "off_policy_mask", "refill", "tensor_board", "wandb"),
+        *(
+            "by_length",
+            "code",
+            "compile_cache",
+            "history",
+            "off_policy_mask",
+            "refill",
+            "tensor_board",
+            "wandb",
+        ),
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )

@@ -360,7 +360,10 @@ def _drop_descriptions(schema: Schema, first: Schema) -> None:
     if rules := schema.get("x-kubernetes-validations"):
         known = first.get("x-kubernetes-validations", ())
         schema["x-kubernetes-validations"] = [
-            rule | {"message": _problem(rule["message"])} if rule in known else rule for rule in rules
+            rule | {"message": _problem(rule["message"])}
+            if rule in known and "oldSelf" not in rule["rule"]
+            else rule
+            for rule in rules
         ]
     for name, nested in first.get("properties", {}).items():
         if name in schema.get("properties", {}):

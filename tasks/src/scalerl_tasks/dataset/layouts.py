@@ -7,7 +7,7 @@ first that fits is taken, so the more specific ones come first. What the spec sa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,13 @@ LAYOUTS: tuple[Layout, ...] = (
         "verl (DAPO-Math and others)",
         ("prompt", "reward_model"),
         _VERL,
+        labels=_VERL_LABELS,
+        fits=lambda row: _ground_truth(row) is not None and not isinstance(_ground_truth(row), dict | list),
+    ),
+    Layout(
+        "verl, with a structure as the ground truth",
+        ("prompt", "reward_model"),
+        {**_VERL, "answer": "json(reward_model.ground_truth)"},
         labels=_VERL_LABELS,
         fits=lambda row: _ground_truth(row) is not None,
     ),
@@ -208,6 +215,11 @@ LAYOUTS: tuple[Layout, ...] = (
         "prompt and ground_truth", ("prompt", "ground_truth"), {"prompt": "prompt", "answer": "ground_truth"}
     ),
     Layout(
+        "prompt and solution",
+        ("prompt", "solution"),
+        {"prompt": "prompt", "answer": "solution", "solution": "solution"},
+    ),
+    Layout(
         "messages and answer",
         ("messages", "answer"),
         {"prompt": "messages", "answer": "answer", "solution": "solution"},
@@ -219,6 +231,12 @@ LAYOUTS: tuple[Layout, ...] = (
         {"prompt": "messages", "answer": "messages[-1].content", "solution": "messages[-1].content"},
         fits=_ends_with_assistant,
     ),
+    Layout(
+        "prompts without answers",
+        ("prompt",),
+        {"prompt": "prompt", "id": "id", "difficulty": "difficulty", "system": "system"},
+    ),
+    Layout("messages without answers", ("messages",), {"prompt": "messages"}, fits=_has_messages),
 )
 
 
@@ -230,9 +248,9 @@ def recognize(row: Row) -> Layout | None:
     return None
 
 
-def unknown_layout(row: Row, missing: list[str]) -> SourceError:
+def unknown_layout(columns: Collection[str], missing: Sequence[str]) -> SourceError:
     """The error of columns that are no known layout, where the spec does not say where ``missing`` fields are."""
     return SourceError(
-        f"the columns are no known layout: {names(row)}; say where {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}, such as "
+        f"the columns are no known layout: {names(columns)}; say where {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'}, such as "
         f"columns: {{{', '.join(f'{name}: COLUMN' for name in missing)}}} (paths such as a.b and a[0].b too)"
     )

@@ -164,9 +164,9 @@ def _read_lines(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Ro
                 path, "is neither a JSON array of objects nor one object a line; write it as JSON Lines"
             )
         if not isinstance(row, dict | JsonlError):
-            row = DatasetError(
-                path, f"is {kind(row)}, not an object", row=number, word=row_word(path), kind="no object"
-            )
+            hint = "; name a file that is one array .json" if isinstance(row, list) and number == 1 else ""
+            what = f"is {kind(row)}, not an object{hint}"
+            row = DatasetError(path, what, row=number, word=row_word(path), kind="no object")
         elif number == 1 and isinstance(row, dict) and _is_nested(path, row):
             raise DatasetError(
                 path,
@@ -274,7 +274,7 @@ def _read_csv(
         except csv.Error as error:
             raise DatasetError(path, f"bad CSV: {error}", row=line, word="line") from None
         except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 ({error.reason}); convert the file, e.g. iconv -f LATIN1 -t UTF-8"
+            problem = f"this line, or one soon after it, is not UTF-8 ({error.reason}); convert the file, e.g. iconv -f LATIN1 -t UTF-8"
             raise DatasetError(path, problem, row=line, word="line") from None
 
 

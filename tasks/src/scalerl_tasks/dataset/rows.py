@@ -37,7 +37,8 @@ class TableRow(msgspec.Struct, omit_defaults=True):
     id: str
     prompt: str
     """Text of the last user message."""
-    answer: str
+    answer: str = ""
+    """Empty if no column is mapped to it."""
     solution: str | None = None
     difficulty: float | None = None
     system: str | None = None
@@ -86,8 +87,8 @@ class Mapper:
         )
         self._given = frozenset(given)
         texts = known | given
-        if missing := [name for name in REQUIRED if name not in texts]:
-            raise unknown_layout(first, missing)
+        if "prompt" not in texts:  # without answers, the verifier is code of the user
+            raise unknown_layout(first, [name for name in REQUIRED if name not in texts])
         labels = {} if layout is None else {k: v for k, v in layout.labels.items() if _reads(v, first)}
         self.texts: dict[str, str] = texts
         """Expression by field."""
@@ -107,8 +108,10 @@ class Mapper:
             raise SourceError(
                 f"metadata: there is no column {unknown[0]!r}{did_you_mean(unknown[0], first)} (columns: {names(first)})"
             )
-        self._mapped = frozenset(e.whole_column for e in self._fields.values() if e.whole_column is not None)
-        self._left_out = self._mapped | frozenset(() if layout is None else layout.leaves_out)
+        mapped = frozenset(e.whole_column for e in self._fields.values() if e.whole_column is not None)
+        self._left_out = mapped | frozenset(() if layout is None else layout.leaves_out)
+        answer = texts.get("answer", "")
+        self._as_answer = answer[5:-1] if self._find_answer is None and answer.startswith("json(") else ""
         self._where = [
             Expression(text, first, f"filter.where[{at}]") for at, text in enumerate(spec.filter.where)
         ]
@@ -158,13 +161,13 @@ class Mapper:
             row=number,
             id=values.get("id") or content_id(values),
             prompt=values["prompt"],
-            answer=values["answer"],
+            answer=values.get("answer", ""),
             solution=values.get("solution"),
             difficulty=values.get("difficulty"),
             system=values.get("system"),
             turns=values.get("turns", []),
             labels=labels,
-            metadata={name: value for name, value in row.items() if self._keeps(name)},
+            metadata={name: value for name, value in row.items() if self._keeps(name, value)},
         )
 
     def check_all(self) -> None:
@@ -281,7 +284,7 @@ class Mapper:
             hint = (
                 f"; use {where}[0], or json({where}) for all of it"
                 if isinstance(value, list)
-                else f"; use a path, such as {where}.value"
+                else f"; use a path, such as {where}.{next(iter(value), 'value')}, or json({where}) for all of it"
                 if isinstance(value, dict)
                 else ""
             )
@@ -294,7 +297,9 @@ class Mapper:
             if found is None:
                 tail = text if len(text) <= 60 else "… " + text[-60:]
                 raise RowProblem(
-                    where, f"answerPattern {self.pattern} is not in {tail!r}", "without answerPattern"
+                    where,
+                    f"answerPattern {self.pattern} is not in {tail!r}; drop such rows with filter.where: len(answer) > 0",
+                    "without answerPattern",
                 )
             text = found.strip()
         if not text.strip():
@@ -319,13 +324,16 @@ class Mapper:
                 return False
         return True
 
-    def _keeps(self, name: str) -> bool:
-        return name in self._kept if self._kept is not None else name not in self._left_out
+    def _keeps(self, name: str, value: Any) -> bool:
+        if self._kept is not None:
+            return name in self._kept
+        # Tests of programs may have megabytes: a text that is the answer as it is, is stored once.
+        return name not in self._left_out and not (name == self._as_answer and isinstance(value, str))
 
 
 def content_id(values: Mapping[str, Any]) -> str:
     """The id of a row without one: of its prompt, the turns before, and the answer."""
-    parts = (values.get("system"), values.get("turns", []), values["prompt"], values["answer"])
+    parts = (values.get("system"), values.get("turns", []), values["prompt"], values.get("answer", ""))
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 

@@ -85,12 +85,13 @@ class DatasetSource:
     def _mapped(self, row: TableRow) -> dict[str, Any]:
         """Mapped columns by their own names, for rewards that read them."""
         info = self.table.info
+        given = {name: info.fields.get(name, "") for name in ("answer", "solution", "difficulty")}
         found = {
-            info.fields[name]: getattr(row, name)
-            for name in ("answer", "solution", "difficulty")
-            if info.fields.get(name) in info.columns
+            text.removeprefix("json(").removesuffix(")"): getattr(row, name) for name, text in given.items()
         }
-        return {column: value for column, value in found.items() if column not in row.metadata}
+        return {
+            name: value for name, value in found.items() if name in info.columns and name not in row.metadata
+        }
 
     def difficulty(self, index: int, /) -> float | None:
         return self.row(index).difficulty
@@ -303,7 +304,7 @@ def description(source: DatasetSource) -> list[str]:
     ]
     if info.labels:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
-    lines += [f"{count:,} rows {reason}" for reason, count in info.dropped.items()]
+    lines += [f"{count:,} row{'s' * (count != 1)} {reason}" for reason, count in info.dropped.items()]
     if left_out is not None:
         lines += [
             f"{count:,} rows left out, rejected by the verifier: {reason}"

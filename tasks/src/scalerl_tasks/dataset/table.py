@@ -66,7 +66,8 @@ class TableInfo(msgspec.Struct, omit_defaults=True):
 
 
 class LeftOut(msgspec.Struct, omit_defaults=True):
-    """Rows of a table that a run leaves out, found once the table was made: a JSON file beside it."""
+    """Rows of a table that a run leaves out, found once the table was made: a JSON file beside it. In a run's directory, verifiers and
+    filters cannot change."""
 
     digest: str
     """That of the table."""

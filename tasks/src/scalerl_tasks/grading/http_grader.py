@@ -8,7 +8,7 @@ state of the service                                  effect
 no connection, no answer in time, a status other      its completions wait, and are sent again with back-off, as long
 than 200, an answer that is not as documented         as it takes; :attr:`HttpGrader.problem` says why
 one completion fails alone so ``retries`` times,      it has no verdict
-while a request without completions is answered
+while one that had a score is scored again
 a status of 400, 413 or 422 for one completion        the same, at once
 a score that is no number or out of its range         the same
 ====================================================  ============================================================
@@ -101,6 +101,9 @@ class HttpGrader:
         self._senders: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
         self._delay = _FIRST_BACK_OFF_SECONDS
+        self._scored_row: dict[str, Any] | None = None
+        """A completion that had a score, to ask whether the service works: a judge may answer an empty request while its model is
+        down."""
 
     async def __aenter__(self) -> Self:
         import aiohttp
@@ -194,13 +197,16 @@ class HttpGrader:
                     self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
             else:
                 self._up()
+                self._scored_row = items[0].row
                 for item, one in zip(items, graded, strict=True):
                     self._record(item, one)
 
     async def _answers(self) -> bool:
-        """Whether the service answers a request without completions."""
+        """Whether the service scores a completion that it has scored before."""
+        if self._scored_row is None:
+            return False
         try:
-            await self._scored([])
+            await self._scored([self._scored_row])
         except (_Refused, _Down):
             return False
         self._up()

@@ -266,7 +266,7 @@ def _is_wanted(answer: dict[str, Any], wanted: Sequence[Any]) -> bool:
     try:
         given = plain(answer["value"])
         return any(same_value(one, given) for one in wanted)
-    except (KeyError, ValueError, RecursionError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return False
 
 

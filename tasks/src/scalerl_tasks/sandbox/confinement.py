@@ -28,15 +28,16 @@ _TIME_ZONES = ("/usr/share/zoneinfo", "/etc/localtime")
 _ALLOWED = """
 read write close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64 pwrite64
 readv writev access pipe select sched_yield mremap msync madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
-recvfrom shutdown exit wait4 uname ftruncate getcwd rename unlink readlink umask gettimeofday getrlimit getrusage sysinfo times
+shutdown exit wait4 uname ftruncate getcwd rename renameat unlink readlink umask gettimeofday getrlimit getrusage sysinfo times
 getuid getgid geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait
 rt_sigsuspend sigaltstack sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min setrlimit gettid time
 futex sched_getaffinity getdents64 set_tid_address restart_syscall clock_gettime clock_getres clock_nanosleep exit_group
 epoll_wait epoll_ctl newfstatat unlinkat readlinkat faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd2 epoll_create1
-dup3 getcpu renameat2 getrandom statx rseq faccessat2
+dup3 getcpu getrandom statx rseq faccessat2
 """
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD = 0x00010000 | 0x00000400  # and the same descriptors, whose number is limited
 _CLONE_NEW = 0x7E020080
+_O_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY
 _FCNTL = (
     0,
     1,
@@ -107,7 +108,7 @@ class Confinement:
         self.folder = _mount_folder() if namespaces else ""
         self.namespaces = bool(self.folder)
         if not self.folder:
-            self.folder = os.path.join(temporary, f"scalerl-program-{os.urandom(8).hex()}")
+            self.folder = os.path.join(os.path.realpath(temporary), f"scalerl-program-{os.urandom(8).hex()}")
             os.mkdir(self.folder, 0o700)
         kernel.drop_capabilities()
         rules = [(path, _READ) for path in (*runtime, *_LIBRARIES, *_TIME_ZONES)]
@@ -196,18 +197,23 @@ def _system_calls() -> kernel.SystemCallFilter:
         "openat2",
     ):  # the C library then uses clone and openat, whose arguments can be read
         allowed.refuse(name, errno.ENOSYS)
-    allowed.allow_if("clone", 0, [_CLONE_THREAD], _CLONE_THREAD | _CLONE_NEW)
-    # O_TRUNC alone truncates a file that is opened for reading, which the first versions of Landlock do not see.
+    allowed.allow_if("clone", (0, [_CLONE_THREAD], _CLONE_THREAD | _CLONE_NEW))
+    # The first versions of Landlock do not see that O_TRUNC truncates a file that is opened for reading; none sees an opening with access
+    # mode 3, for neither reading nor writing, which truncates too.
+    flags = [os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_TRUNC]
     for name, argument in (("open", 1), ("openat", 2)):
-        allowed.allow_if(name, argument, [os.O_TRUNC], os.O_TRUNC | os.O_ACCMODE, not_in=True)
-    allowed.allow_if("fcntl", 1, _FCNTL)
-    allowed.allow_if("ioctl", 1, _IOCTL)
-    allowed.allow_if("pipe2", 1, [0], os.O_EXCL)  # O_NOTIFICATION_PIPE, of the kernel's notices
-    allowed.allow_if("prctl", 0, _PRCTL)
-    allowed.allow_if("prlimit64", 0, [0])
-    allowed.allow_if("socketpair", 0, [socket.AF_UNIX])  # asyncio needs one
-    allowed.allow_if_null("sendto", 4)  # no address: only to the other end
-    allowed.allow_for_own_process("tgkill")
+        allowed.allow_if(name, (2 * argument, flags, os.O_ACCMODE | os.O_TRUNC | _O_TMPFILE))
+    allowed.allow_if("fcntl", (2, _FCNTL, kernel.ALL))
+    allowed.allow_if("ioctl", (2, _IOCTL, kernel.ALL))
+    allowed.allow_if("pipe2", (2, [0], os.O_EXCL))  # O_NOTIFICATION_PIPE, of the kernel's notices
+    allowed.allow_if("prctl", (0, _PRCTL, kernel.ALL))
+    allowed.allow_if("prlimit64", (0, [0], kernel.ALL))
+    allowed.allow_if("renameat2", (8, [0, 1], kernel.ALL))  # RENAME_NOREPLACE; another flag makes a device
+    allowed.allow_if("socketpair", (0, [socket.AF_UNIX], kernel.ALL))  # asyncio needs one
+    # Urgent data of Unix sockets have been a way into the kernel; and no address, that is, only to the other end.
+    allowed.allow_if("recvfrom", (6, [0], socket.MSG_OOB))
+    allowed.allow_if("sendto", (6, [0], socket.MSG_OOB), (8, [0], kernel.ALL), (9, [0], kernel.ALL))
+    allowed.allow_if("tgkill", (0, [kernel.OWN_PROCESS], kernel.ALL))
     allowed.finish()
     return allowed
 

@@ -43,6 +43,10 @@ _KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000  # calls of the x32 ABI have the same architecture
+ALL = 0xFFFFFFFF
+"""Mask of all bits."""
+OWN_PROCESS = 0x7FFFFFFE
+"""Value of an argument that is the id of the process that enters a filter."""
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 # Numbers on x86_64 and aarch64; -: no such call there.
@@ -61,7 +65,7 @@ prctl 157 167, setrlimit 160 164, gettid 186 178, time 201 -, futex 202 98, sche
 set_tid_address 218 96, restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
 exit_group 231 94, epoll_wait 232 -, epoll_ctl 233 21, tgkill 234 131, openat 257 56, newfstatat 262 79, unlinkat 263 35,
 readlinkat 267 78, faccessat 269 48, pselect6 270 72, ppoll 271 73, set_robust_list 273 99, epoll_pwait 281 22, eventfd2 290 19,
-epoll_create1 291 20, dup3 292 24, pipe2 293 59, prlimit64 302 261, getcpu 309 168, renameat2 316 276, getrandom 318 278,
+epoll_create1 291 20, dup3 292 24, pipe2 293 59, prlimit64 302 261, getcpu 309 168, renameat 264 38, renameat2 316 276, getrandom 318 278,
 statx 332 291, rseq 334 293, clone3 435 435, openat2 437 437, faccessat2 439 439
 """
 
@@ -162,80 +166,60 @@ def landlock_restrict(ruleset: int) -> None:
 # --- seccomp ---------------------------------------------------------------------------------------------
 
 
+_Code = list[tuple[int, int, int, int]]
+_REFUSED: _Code = [(_BPF_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+
+
 class SystemCallFilter:
-    """A program of the classic BPF: the allowed system calls; all others fail with an error."""
+    """A program of the classic BPF: the allowed system calls; all others fail with an error. It is a binary search by number: a kernel
+    runs it for each number there is when a process enters it.
+    """
 
     def __init__(self) -> None:
-        _, architecture = _ARCHITECTURES[platform.machine()]
         self._numbers = syscall_numbers()
-        self._code: list[tuple[int, int, int, int]] = [
-            (_BPF_LOAD, 0, 0, _ARCHITECTURE),
-            (_BPF_JUMP_EQUAL, 1, 0, architecture),
-            (_BPF_RETURN, 0, 0, _KILL_PROCESS),
-            (_BPF_LOAD, 0, 0, _NUMBER),
-            (_BPF_JUMP_AT_LEAST, 0, 1, _X32),
-            (_BPF_RETURN, 0, 0, _KILL_PROCESS),
-        ]
-        self._pid_at: list[int] = []
+        self._actions: dict[str, _Code] = {}
 
     def allow(self, names: Iterable[str]) -> None:
         """Allow calls, with any arguments."""
-        for name in names:
-            if name in self._numbers:
-                self._code += [
-                    (_BPF_JUMP_EQUAL, 0, 1, self._numbers[name]),
-                    (_BPF_RETURN, 0, 0, ALLOW),
-                ]
+        self._actions |= {name: [(_BPF_RETURN, 0, 0, ALLOW)] for name in names}
 
     def refuse(self, name: str, error: int) -> None:
         """Have a call fail with an error of its own."""
-        if name in self._numbers:
-            self._code += [
-                (_BPF_JUMP_EQUAL, 0, 1, self._numbers[name]),
-                (_BPF_RETURN, 0, 0, _ERRNO | error),
-            ]
+        self._actions[name] = [(_BPF_RETURN, 0, 0, _ERRNO | error)]
 
-    def allow_if(
-        self, name: str, argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF, *, not_in: bool = False
-    ) -> None:
-        """Allow a call if the low 32 bits of an argument, masked, are (or, with ``not_in``, are not) one of the values."""
-        if name not in self._numbers:
-            return
-        passed, failed = (_ERRNO | errno.EPERM, ALLOW) if not_in else (ALLOW, _ERRNO | errno.EPERM)
-        body: list[tuple[int, int, int, int]] = [
-            (_BPF_LOAD, 0, 0, _ARGUMENTS + 8 * argument),
-            (_BPF_AND, 0, 0, mask),
-        ]
-        for value in values:
-            body += [(_BPF_JUMP_EQUAL, 0, 1, value), (_BPF_RETURN, 0, 0, passed)]
-        body.append((_BPF_RETURN, 0, 0, failed))
-        self._code += [(_BPF_JUMP_EQUAL, 0, len(body), self._numbers[name]), *body]
-
-    def allow_if_null(self, name: str, argument: int) -> None:
-        """Allow a call if an argument, a pointer, is null."""
-        low, high = _ARGUMENTS + 8 * argument, _ARGUMENTS + 8 * argument + 4
-        if name in self._numbers:
-            self._code += [
-                (_BPF_JUMP_EQUAL, 0, 6, self._numbers[name]),
-                (_BPF_LOAD, 0, 0, low),
-                (_BPF_JUMP_EQUAL, 0, 3, 0),
-                (_BPF_LOAD, 0, 0, high),
-                (_BPF_JUMP_EQUAL, 0, 1, 0),
-                (_BPF_RETURN, 0, 0, ALLOW),
-                (_BPF_RETURN, 0, 0, _ERRNO | errno.EPERM),
-            ]
-
-    def allow_for_own_process(self, name: str) -> None:
-        """Allow a call whose first argument is the id of the process that enters the filter."""
-        self.allow_if(name, 0, [0])
-        self._pid_at.append(len(self._code) - 3)
+    def allow_if(self, name: str, *conditions: tuple[int, Sequence[int], int]) -> None:
+        """Allow a call if each half of an argument, masked, is one of its values: ``(half, values, mask)``, where the low half of argument
+        ``n`` has the number ``2 * n``.
+        """
+        code: _Code = []
+        for half, values, mask in conditions:
+            code += [(_BPF_LOAD, 0, 0, _ARGUMENTS + 4 * half), (_BPF_AND, 0, 0, mask)]
+            code += [(_BPF_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+            code += _REFUSED
+        self._actions[name] = [*code, (_BPF_RETURN, 0, 0, ALLOW)]
 
     def finish(self) -> None:
         """Refuse all other calls. Makes what :meth:`enter` needs, which runs in each program's process."""
-        self._code.append((_BPF_RETURN, 0, 0, _ERRNO | errno.EPERM))
-        self._bytes = bytearray(b"".join(struct.pack("<HBBI", *one) for one in self._code))
-        code = (ctypes.c_char * len(self._bytes)).from_buffer(self._bytes)
-        self._program = struct.pack("<HxxxxxxQ", len(self._code), ctypes.addressof(code))
+        runs: list[tuple[int, _Code]] = [
+            (0, _REFUSED)
+        ]  # first number, and what is done with all up to the next run
+        actions = {self._numbers[name]: code for name, code in self._actions.items() if name in self._numbers}
+        for number in sorted({at for one in actions for at in (one, one + 1)}):
+            if (code := actions.get(number, _REFUSED)) != runs[-1][1]:
+                runs.append((number, code))
+        kill: _Code = [(_BPF_RETURN, 0, 0, _KILL_PROCESS)]
+        _, architecture = _ARCHITECTURES[platform.machine()]
+        program: _Code = [
+            (_BPF_LOAD, 0, 0, _ARCHITECTURE),
+            (_BPF_JUMP_EQUAL, 1, 0, architecture),
+            *kill,
+            (_BPF_LOAD, 0, 0, _NUMBER),
+            *_search([*runs, (_X32, kill)]),
+        ]
+        self._pid_at = [at for at, one in enumerate(program) if one[::3] == (_BPF_JUMP_EQUAL, OWN_PROCESS)]
+        self._bytes = bytearray(b"".join(struct.pack("<HBBI", *one) for one in program))
+        code_bytes = (ctypes.c_char * len(self._bytes)).from_buffer(self._bytes)
+        self._program = struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(code_bytes))
 
     def enter(self, pid: int) -> None:
         """Apply the filter to this process, permanently."""
@@ -244,6 +228,14 @@ class SystemCallFilter:
         _check(
             _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, self._program, 0, 0), "prctl(PR_SET_SECCOMP)"
         )
+
+
+def _search(runs: Sequence[tuple[int, _Code]]) -> _Code:
+    if len(runs) == 1:
+        return runs[0][1]
+    middle = len(runs) // 2
+    below = _search(runs[:middle])
+    return [(_BPF_JUMP_AT_LEAST, len(below), 0, runs[middle][0]), *below, *_search(runs[middle:])]
 
 
 def _check(result: int, call: str) -> int:

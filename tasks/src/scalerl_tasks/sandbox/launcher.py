@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> NoReturn:
     the folders of the standard library and of installed modules.
     """
     descriptor, namespaces, temporary, text, *runtime = arguments
-    control = socket.socket(fileno=int(descriptor))
+    # At the lowest free number: programs close those up to a limit, which the number that a caller with many files gives exceeds.
+    control = socket.socket(fileno=os.dup(int(descriptor)))
+    os.close(int(descriptor))
     limits = Limits(*map(int, text.split(",")))
     sys.path += [path for path in runtime if path not in sys.path]
     layers = None
@@ -162,7 +164,7 @@ class _Launcher:
                 one.ending = TIMED_OUT
             elif _threads(one.pid) > self._limits.threads:
                 one.ending = TOO_MANY_THREADS
-            elif one.is_program and not self._layers.namespaces and _over_limit(self._layers.folder):
+            elif one.is_program and not self._layers.namespaces and _over_limit(self._layers.folder, one.pid):
                 one.ending = TOO_MANY_FILES
             if one.ending != ENDED:
                 os.kill(one.pid, signal.SIGKILL)
@@ -186,6 +188,20 @@ def _threads(pid: int) -> int:
         return 0
 
 
-def _over_limit(folder: str) -> bool:
-    blocks = [entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(folder)]
-    return len(blocks) > confinement.MAX_FILES or 512 * sum(blocks) > confinement.MAX_FILES_BYTES
+def _over_limit(folder: str, pid: int) -> bool:
+    """Whether a program's files are too many: those in its folder, and deleted ones that it holds open. None may be mapped when deleted:
+    such a file has no descriptor.
+    """
+    paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+    files: dict[int, int] = {}
+    with contextlib.suppress(OSError):  # the process has ended
+        paths += [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
+            if any(f" {folder}/" in line and line.endswith(" (deleted)\n") for line in maps):
+                return True
+    for path in paths:
+        with contextlib.suppress(OSError):  # deleted, or closed, since
+            if path.startswith(folder) or os.readlink(path).startswith(f"{folder}/"):
+                status = os.stat(path)
+                files[status.st_ino] = status.st_blocks
+    return len(files) > confinement.MAX_FILES or 512 * sum(files.values()) > confinement.MAX_FILES_BYTES

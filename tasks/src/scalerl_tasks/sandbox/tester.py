@@ -2,7 +2,8 @@
 that call it in its own process, through the caller.
 
 So a program sees only the arguments of its calls. What it returns is plain data, or a reference: :class:`Remote`. No comparison
-with plain data is left to the program, so an object whose ``__eq__`` is always true equals nothing here.
+with plain data is left to the program, so an object whose ``__eq__`` is always true equals nothing here, one whose ``__contains__``
+is always true contains what it iterates over, and a number of which the program was given a part is not read from it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,12 @@ class _Program:
         messages.send(self._channel, CALL + pack(request))
         answer: dict[str, Any] = json.loads(messages.receive(self._channel, _MAX_ANSWER_BYTES))
         if "raised" in answer:
-            raise self._exception(answer["raised"])(answer.get("text", ""))
+            error = self._exception(answer["raised"])(answer.get("text", ""))
+            if isinstance(error, StopIteration) and request.get("helper") != "next":
+                raise RuntimeError(
+                    "the program raised StopIteration"
+                )  # it would end a loop of the tests, which then pass
+            raise error
         return answer
 
     def get(self, names: list[str]) -> dict[str, Any]:
@@ -124,7 +130,7 @@ class Remote:
     _id: int
 
     def __init__(self, program: _Program, number: int, kind: str) -> None:
-        self.__dict__.update(_program=program, _id=number, _kind=kind)
+        self.__dict__.update(_program=program, _id=number, _kind=kind, _given=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__"):
@@ -141,6 +147,11 @@ class Remote:
         return isinstance(instance, Remote) and bool(
             self._program.call({"helper": "isinstance"}, instance, self)
         )
+
+    def __contains__(self, item: object) -> bool:
+        if isinstance(item, Remote):
+            return bool(self._program.call({"helper": "contains"}, self, item))
+        return any(one is item or one == item for one in iter(self))
 
     def __eq__(self, other: object) -> Any:
         return self._compared("eq", other)
@@ -159,10 +170,26 @@ class Remote:
         )
 
 
-def _operator(helper: str, *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: Remote, *arguments: Any) -> Any:
-        given = (arguments[0], self) if swapped else (self, *arguments)
-        return self._program.call({"helper": helper}, *given)
+def _operator(helper: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._program.call({"helper": helper}, self, *arguments)
+
+
+def _arithmetic(helper: str, *, swapped: bool = False) -> Callable[..., Any]:
+    """An operator of numbers. Tests compare by it, as in ``abs(f(1) - 5) < 1e-6``: once a program's object was given plain data, its
+    numbers are not read.
+    """
+
+    def method(self: Remote, *others: Any) -> Any:
+        operands = (*others, self) if swapped else (self, *others)
+        result = self._program.call({"helper": helper}, *operands)
+        read = operands[:1] if helper == "round" else operands  # its other is a number of digits
+        if not all(isinstance(one, Remote) and not one._given for one in read):
+            if not isinstance(result, Remote):
+                raise TypeError(
+                    f"{helper} of an object of the program with plain data is not left to the program"
+                )
+            result.__dict__["_given"] = True
+        return result
 
     return method
 
@@ -177,25 +204,21 @@ for _name in (
     "len",
     "iter",
     "next",
-    "contains",
     "getitem",
     "setitem",
     "delitem",
     "str",
     "repr",
-    "bool",
-    "int",
-    "float",
-    "round",
     "reversed",
+    "enter",
 ):
     setattr(Remote, f"__{_name}__", _operator(_name))
-for _name in ("neg", "abs", "enter"):
-    setattr(Remote, f"__{_name}__", _operator(_name))
+for _name in ("neg", "abs", "bool", "int", "float", "round"):
+    setattr(Remote, f"__{_name}__", _arithmetic(_name))
 Remote.__exit__ = lambda self, *_: self._program.call({"helper": "exit"}, self)  # type: ignore[attr-defined]
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or"):
-    setattr(Remote, f"__{_name}__", _operator(_name))
-    setattr(Remote, f"__r{_name}__", _operator(_name, swapped=True))
+    setattr(Remote, f"__{_name}__", _arithmetic(_name))
+    setattr(Remote, f"__r{_name}__", _arithmetic(_name, swapped=True))
 
 
 # --- kinds of tests --------------------------------------------------------------------------------------

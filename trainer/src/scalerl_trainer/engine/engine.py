@@ -78,6 +78,8 @@ class _Accumulated:
     """Names of the loss's own sums."""
     beyond: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """For each micro-batch, which tokens are ratio outliers, and each token's sequence."""
+    differences: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch, each token's |log π_train − log π_gen|, and its sequence."""
     ordinary: torch.Tensor | None = None
     """Squared gradient of the tokens that are no outliers (``algo.gradient_guard``), scalar; None without a guard."""
     outliers_n: torch.Tensor | None = None
@@ -302,6 +304,7 @@ class Engine:
             sequences=sequences,
             micro_batches=micro_batches,
             ratios=ratios if sampled else None,
+            differences_s=_differences(done.differences, len(batch.sequences)) if sampled else None,
             ratios_by_position=every if sampled else (),
             fresh_ratios_by_position=fresh if known else (),
             loss_means={
@@ -537,6 +540,8 @@ class Engine:
             else:
                 done.sums = _add_sums(done.sums, part)
             if real:
+                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).abs()
+                done.differences.append((difference_m, micro.sequence_m))
                 done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
         if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
@@ -687,3 +692,16 @@ def _outlier_counts(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[in
     for beyond_m, sequence_m in beyond:
         found.update(sequence_m[beyond_m.cpu()].tolist())
     return dict(found)
+
+
+def _differences(of_micro_batches: Items[tuple[torch.Tensor, torch.Tensor]], sequences: int) -> torch.Tensor:
+    """Mean and maximum of the tokens' differences by sequence, float64 ``[S, 2]`` on the CPU; 0 without tokens."""
+    found_s2 = torch.zeros(sequences, 2, dtype=torch.float64)
+    count_s = torch.zeros(sequences, dtype=torch.float64)
+    for difference_m, sequence_m in of_micro_batches:
+        values_m, sequence_m = difference_m.cpu().double(), sequence_m.cpu()
+        found_s2[:, 0].index_add_(0, sequence_m, values_m)
+        found_s2[:, 1].scatter_reduce_(0, sequence_m, values_m, "amax")
+        count_s.index_add_(0, sequence_m, torch.ones_like(values_m))
+    found_s2[:, 0] /= count_s.clamp(min=1)
+    return found_s2
