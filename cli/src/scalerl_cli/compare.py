@@ -290,7 +290,7 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
     from scalerl_cli.curves.source import read_curve
 
     files, made, problems, failures = [], [], [], []
-    columns = Columns(arguments.x, arguments.y, arguments.samples)
+    columns = Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
     for path in [member.curve] if member.curve else [directories[plan.digest] for plan in member.runs]:
         if not member.curve and (failure := _failure(path)):
             failures.append(f"{path.name}: {failure}")

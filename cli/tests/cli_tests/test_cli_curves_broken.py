@@ -15,7 +15,7 @@ from scalerl_cli.main import main
 from scalerl_curvefit.collapse import LEAST
 from scalerl_operator.autoscaling import alarm
 
-from .curve_files import answer, has_colour, write_run
+from .curve_files import answer, has_colour, text, write_run
 
 
 def write_sagging(path: Path, back: float = 0.0) -> Path:
@@ -87,6 +87,18 @@ def test_truncation_counts_for_mixed_weights(tmp_path: Path, before: str, newest
     rows[-2][8], rows[-1][8], rows[-1][9] = before, newest, "true"
     path.write_text("\n".join(",".join(row) for row in rows) + "\n")
     assert analyse(read_curve(path)).state is state
+
+
+def test_run_that_falls_from_its_start_has_no_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too few points lie before the fall, so all are fitted, and the text does not claim otherwise."""
+    path = tmp_path / "c.csv"
+    path.write_text("compute,reward\n" + "".join(f"{c},{0.7 - 0.3 * c / 400}\n" for c in range(10, 410, 10)))
+    said = text(capsys, str(path))
+    assert "the run falls from its start: all points are fitted, by a curve that cannot fall" in said
+    assert "before the fall" not in said
+    assert "no forecast" in said
 
 
 def test_bounds_are_those_of_the_autoscaler() -> None:

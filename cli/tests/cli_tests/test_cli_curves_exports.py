@@ -297,6 +297,35 @@ def test_verls_json_lines(tmp_path: Path) -> None:
     assert got.skipped == 1
 
 
+def test_resumed_log_keeps_the_last_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A first attempt got to STEPS[5]; the next one began again and passed it with another reward."""
+    path = tmp_path / "train.log"
+    lines = console("%s").split("\n")
+    again = [line.replace("0.", "0.0") for line in lines if f"step:{STEPS[5]} " in line]
+    path.write_text("\n".join([*again, *lines]))
+    given = (str(path), "--x", "step", "--y", CORE)
+    assert "--resumed KeepLast" in complaint(capsys, *given)
+    is_curve(read_curve(path, columns=Columns("step", CORE, resumed="KeepLast")))
+    assert "1 row left out, which a resumed run passed again" in text(capsys, *given, "--resumed", "KeepLast")
+    assert answer(capsys, *given, "--resumed", "KeepLast")["replaced"] == 1
+
+
+@pytest.mark.parametrize("form", ["lists", "objects", "nested"])
+def test_json_of_columns_and_nested_entries(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "log.json"
+    steps, rewards = [float(s) for s in STEPS], list(REWARDS)
+    by_row = [dict(enumerate(column)) for column in (steps, rewards)]
+    whole = {
+        "lists": json.dumps({"step": steps, "acc": rewards}),
+        "objects": json.dumps(dict(zip(("step", "acc"), by_row, strict=True))),
+        "nested": "\n".join(
+            json.dumps({"step": s, "eval": {"acc": r}}) for s, r in zip(steps, rewards, strict=True)
+        ),
+    }
+    path.write_text(whole[form])
+    is_curve(read(path, "step", "eval.acc" if form == "nested" else "acc"))
+
+
 # --- names ---------------------------------------------------------------------------------------
 
 

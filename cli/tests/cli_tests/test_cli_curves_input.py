@@ -105,7 +105,12 @@ def test_first_bad_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "No such file"), (b"\xff\xfe\x00c", "UTF-8"), (b'"' + b"x" * 200_000, "CSV")],
+    [
+        (None, "No such file"),
+        ("compute,reward".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("compute,récompense".encode("latin-1"), "Latin-1"),
+        (b'"' + b"x" * 200_000, "CSV"),
+    ],
 )
 def test_non_csv_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, words: str

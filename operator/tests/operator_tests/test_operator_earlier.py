@@ -342,7 +342,7 @@ async def test_earlier_runs_are_read_once_per_request(tmp_path: Path, url: str) 
     assert reader.calls == 1
     assert [use.name for use in uses(watched)] == ["like", "unlike"]
     assert step.decision.state is State.STOP
-    assert step.decision.reasons[1].startswith("2 new evaluations in a row agree, with ")
+    assert step.decision.reasons[1].startswith("3 new evaluations in a row agree, with ")
     assert " as prior: like" in step.decision.reasons[1]
     # Without a prior, under way: asked again, and without.
     watched.scaler.spec = run({"stopAfter": 2, "prior": "None"}, budget={"maxSeconds": 1_000_000})

@@ -236,6 +236,8 @@ class Analysis:
         }
         if self.file.skipped:
             shown["skipped"] = self.file.skipped
+        if self.file.replaced:
+            shown["replaced"] = self.file.replaced
         if self.earlier:
             shown["prior"] = self.prior_json
         if target is not None and going:

@@ -174,6 +174,11 @@ def _add_columns(command: argparse.ArgumentParser) -> None:
         help="column with the number of samples per evaluation, or a constant (default: samples, if the file has it)",
     )
     command.add_argument(
+        "--resumed",
+        choices=["KeepLast"],
+        help="where compute goes back, as in the log of a resumed run, leave out the rows that it goes back over",
+    )
+    command.add_argument(
         "--scale",
         type=_scale,
         default=(0.0, 1.0),

@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_cli.curves.problem import CurveProblem
@@ -48,7 +48,7 @@ _Y_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The options ``--x``, ``--y`` and ``--samples``; None if not given."""
+    """The options ``--x``, ``--y``, ``--samples`` and ``--resumed``; None if not given."""
 
     x: str | None = None
     """Column of the compute."""
@@ -56,6 +56,8 @@ class Columns:
     """Column or metric of the reward."""
     samples: str | None = None
     """Column of the samples per evaluation, or one number for all points."""
+    resumed: str | None = None
+    """``KeepLast``: where compute goes back, the rows that it goes back over are left out."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Chosen:
     named: bool
     """Whether the columns have other names than compute and reward."""
     skipped: int
-    """Number of rows left out."""
+    """Number of rows left out because x or y is empty."""
+    replaced: int
+    """Number of rows left out because a resumed run passed their compute again."""
 
 
 def choose(table: Table, wanted: Columns) -> Chosen:
@@ -93,7 +97,20 @@ def choose(table: Table, wanted: Columns) -> Chosen:
     if not kept:
         raise CurveProblem(f"{table.path}: no row has both {x} and {y}{_proposed(table)}")
     named = (x.lower(), y.lower()) != ("compute", "reward")
-    return Chosen(table.take(kept), x, y, named, len(table.lines) - len(kept))
+    last = _last_pass(kept, table.cells(x) or []) if wanted.resumed else kept
+    return Chosen(table.take(last), x, y, named, len(table.lines) - len(kept), len(kept) - len(last))
+
+
+def _last_pass(rows: list[int], cells: list[str]) -> list[int]:
+    """The rows without those whose compute a later row is at or before. Cells that are no numbers stay, to be reported."""
+    kept: list[int] = []
+    for row in rows:
+        while is_number(cells[row]) and kept and is_number(cells[kept[-1]]):
+            if number(cells[kept[-1]]) < number(cells[row]):
+                break
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
 def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
@@ -153,7 +170,7 @@ def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
     taken = table.take(rows[name])
     columns = [*taken.columns, series[name]]
     one = Table(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
-    return one, Columns(wanted.x or one.names("step")[0], name, wanted.samples)
+    return one, replace(wanted, x=wanted.x or one.names("step")[0], y=name)
 
 
 def _named(table: Table, wanted: str, option: str) -> str:

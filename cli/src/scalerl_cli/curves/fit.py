@@ -59,7 +59,7 @@ def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
 
 
 def _columns(arguments: argparse.Namespace) -> Columns:
-    return Columns(arguments.x, arguments.y, arguments.samples)
+    return Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
 
 
 def _alone(arguments: argparse.Namespace, made: Analysis) -> str:

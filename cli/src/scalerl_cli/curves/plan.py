@@ -59,7 +59,7 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
 
 
 def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
-    columns = Columns(arguments.x, arguments.y, arguments.samples)
+    columns = Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
     file = read_curve(
         arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
     )

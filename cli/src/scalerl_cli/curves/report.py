@@ -76,6 +76,8 @@ def left_out(made: Analysis) -> Iterator[str]:
         yield f"  compute is column {file.x}, reward is column {file.y}"
     if file.skipped:
         yield f"  {formatting.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
+    if file.replaced:
+        yield f"  {formatting.count(file.replaced, 'row')} left out, which a resumed run passed again"
     if file.mixed:
         yield f"  {formatting.count(file.mixed, 'evaluation')} left out, because the weights changed meanwhile (mixed_versions)"
 

@@ -13,7 +13,7 @@ import numpy as np
 from scalerl_cli.curves.columns import Columns, choose
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.tables import Table, is_number, number, read_table
-from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment
+from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
 from scalerl_curvefit.curve import FloatArray
 
 RUN_UNIT: Final = "completion tokens"
@@ -49,6 +49,8 @@ class CurveFile:
     """Whether the columns have other names than compute and reward."""
     skipped: int
     """Number of rows left out because compute or reward is empty."""
+    replaced: int
+    """Number of rows left out because a resumed run passed their compute again."""
     unit: str
     """Unit of compute; empty if unknown."""
     named_unit: bool
@@ -111,6 +113,7 @@ def read_curve(
         y=chosen.y,
         named=chosen.named,
         skipped=chosen.skipped,
+        replaced=chosen.replaced,
         unit=unit or (RUN_UNIT if own else _unit(chosen.x)),
         named_unit=bool(unit or own or _unit(chosen.x)),
         truncation=_rates(every, "truncated_fraction"),
@@ -261,5 +264,7 @@ def _checked(
             f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
             f"range, give it with --scale=LOW,HIGH ({hint})"
         ) from None
+    except UnsortedComputeError as error:
+        raise CurveProblem(f"{where}: {error}, or give --resumed KeepLast") from error
     except InputError as error:
         raise CurveProblem(f"{where}: {error}") from error

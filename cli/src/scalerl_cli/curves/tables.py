@@ -101,11 +101,21 @@ def _text(path: Path) -> str:
             raise CurveProblem(
                 f"{path}: larger than {MOST_BYTES // 2**20} MiB; export only the columns of the curve"
             )
-        return path.read_bytes().decode("utf-8-sig")
+        raw = path.read_bytes()
+        return raw.decode("utf-8-sig")
     except OSError as error:
         raise CurveProblem(f"{path}: {error.strerror}; give a CSV file or a run's directory") from error
     except UnicodeDecodeError as error:
-        raise CurveProblem(f"{path}: not a text file in UTF-8 ({error.reason}); save it as CSV") from error
+        raise CurveProblem(f"{path}: not a text file in UTF-8 ({error.reason}); {_encoding(raw)}") from error
+
+
+def _encoding(raw: bytes) -> str:
+    """What to do about bytes that are not UTF-8."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "it is in UTF-16: save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    if b"\0" not in raw[:4096]:
+        return "if it is in Latin-1 or Windows-1252, save it as UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)"
+    return "save it as CSV"
 
 
 def _from_json(path: Path, text: str) -> Table | None:
@@ -116,10 +126,19 @@ def _from_json(path: Path, text: str) -> Table | None:
         raise CurveProblem(f"{path}: JSON nested too deeply to be a log") from error
     except ValueError:
         return _from_json_lines(path, text)
-    entries = whole.get("log_history", [whole]) if isinstance(whole, dict) else whole
+    entries = whole.get("log_history", _of_columns(whole)) if isinstance(whole, dict) else whole
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CurveProblem(f"{path}: JSON, but not a list of log entries such as log_history has")
     return _from_rows(path, ((i, _flat(entry)) for i, entry in enumerate(entries, start=1)), "entry")
+
+
+def _of_columns(whole: dict[str, Any]) -> list[Any]:
+    """Entries of an object with a list of equal length a column, or an object with the same keys, as pandas writes; else the object."""
+    every = list(whole.values())
+    if all(isinstance(column, dict) for column in every) and len({tuple(column) for column in every}) == 1:
+        every = [list(column.values()) for column in every]
+    lists = all(isinstance(column, list) for column in every) and len({len(column) for column in every}) == 1
+    return [dict(zip(whole, row, strict=True)) for row in zip(*every, strict=True)] if lists else [whole]
 
 
 def _from_json_lines(path: Path, text: str) -> Table | None:
@@ -146,10 +165,13 @@ def _from_json_lines(path: Path, text: str) -> Table | None:
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, str]:
-    """Numbers and strings of an entry; in verl's JSON lines the metrics are under ``data``."""
+    """Numbers and strings of an entry; in verl's JSON lines the metrics are under ``data``. Those of other objects in it are
+    named by both names, with a point between."""
     inner = entry.get("data")
     if isinstance(inner, dict):
         entry = {**entry, **inner}
+    nested = {name: value for name, value in entry.items() if name != "data" and isinstance(value, dict)}
+    entry = {f"{name}.{key}": value for name, inner in nested.items() for key, value in inner.items()} | entry
     return {
         name: "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in entry.items()
