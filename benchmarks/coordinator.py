@@ -257,7 +257,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 rollouts")
     parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--record", type=int, default=0, metavar="N", help="spec.rollouts.perStep (default: 0)")
+    parser.add_argument(
+        "--record", type=int, default=0, metavar="N", help="spec.rollouts.perStep (default: 0)"
+    )
     parser.add_argument(
         "--directory", type=Path, help="where the journal goes (default: a temporary directory)"
     )
