@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api import wire
+from scalerl_api.task_figures import TASK_FIGURES
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, RolloutCounts, sum_step
+from scalerl_coordinator.accounting import Accepted, RolloutCounts, figures, sum_step
 from scalerl_coordinator.batcher import Item, balance, zero_variance
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
@@ -366,6 +367,27 @@ def test_sum_step_excludes_ungraded_masked_and_given_up():
     assert (sums.groups, sums.filtered_groups, sums.given_up_groups) == (3, 1, 1)
     assert (sums.rollouts, sums.graded, sums.score_sum) == (4, 3, 2.0)
     assert (sums.staleness_tokens, sums.staleness_sum, sums.masked_tokens) == (6 + 8, 6 * 1, 2)
+
+
+def test_figures_of_a_step_by_right_and_wrong():
+    mixed = Accepted("a", 3, [40, 6, 9], [0.0, 1.0, 0.5], 1, 2, 0, ungraded=[0])
+    unsolved = Accepted("b", 3, [4, 8], [0.0, 0.0], 0, 2, 0, True)
+    solved = Accepted("c", 3, [2, 3], [1.0, 1.0], 0, 2, 0, True)
+    nothing = Accepted("", 0, [], [], 0, 5, 0, True, given_up="failed")
+    found = figures(sum_step(5, [mixed, unsolved, solved, nothing]))
+    assert (found["right_completion_tokens"], found["wrong_completion_tokens"]) == (20 / 4, 12 / 2)
+    assert (found["unsolved_groups_fraction"], found["solved_groups_fraction"]) == (1 / 3, 1 / 3)
+    assert found["completion_tokens_p90"] == 40
+    tenth = Accepted("d", 3, [*range(1, 11)], [0.0] * 10, 0, 2, 0)
+    assert figures(sum_step(5, [tenth]))["completion_tokens_p90"] == 9
+    assert set(found) == set(TASK_FIGURES)
+
+
+def test_figures_over_nothing_are_absent():
+    found = figures(sum_step(5, [Accepted("", 0, [], [], 0, 5, 0, True, given_up="failed")]))
+    assert not {
+        name for name in found if "right" in name or "wrong" in name or name.endswith(("p90", "fraction"))
+    } - {"truncated_fraction"}
 
 
 def test_zero_variance_uses_graded_scores():

@@ -1,4 +1,4 @@
-"""Figures of each task of a mix in the lines of ``metrics.jsonl``: ``reward_task_NAME`` beside ``reward``."""
+"""Figures of a step in the lines of ``metrics.jsonl``, and of each task of a mix: ``reward_task_NAME`` beside ``reward``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ TASK_FIGURES: Final[Mapping[str, str]] = {
     "rollouts": "Completions",
     "completion_tokens": "Tokens of the completions",
     "mean_completion_tokens": "Mean tokens of a completion",
+    "completion_tokens_p90": "90th percentile of the tokens of a completion",
+    "right_completion_tokens": "Mean tokens of the completions that score at least 0.5",
+    "wrong_completion_tokens": "Mean tokens of the completions that score less than 0.5",
+    "unsolved_groups_fraction": "Part of the graded groups whose completions all score 0",
+    "solved_groups_fraction": "Part of the graded groups whose completions all score 1",
     "truncated_fraction": "Part of the completions that were cut off at their maximum length",
     "grading_errors": "Completions that could not be graded",
 }
-"""Figures of a task in a step, with their descriptions. ``reward`` is absent if no completion was graded."""
+"""Figures of a step or of a task in it, with their descriptions. Means and parts over nothing are absent."""
 _BETWEEN: Final = "_task_"
 
 

@@ -145,6 +145,9 @@ def parser() -> argparse.ArgumentParser:
     rollouts.add_argument("--full", action="store_true", help="show long texts whole")
     rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
+    status = commands.add_parser("status", help="say in one sentence what is wrong first in a run")
+    status.add_argument("dir", type=Path, metavar="DIR")
+
     score = commands.add_parser("score", help="score given completions by the verifier of a run")
     score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
     score.add_argument(
@@ -262,6 +265,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.rollouts import run_rollouts
 
             return run_rollouts(arguments)
+        if arguments.command == "status":
+            from scalerl_cli.health import run_status
+
+            return run_status(arguments.dir)
         if arguments.command == "score":
             from scalerl_cli.score import run_score
 

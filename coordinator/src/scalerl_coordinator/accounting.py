@@ -59,6 +59,10 @@ class Accepted(msgspec.Struct, array_like=True):
         return [score for i, score in enumerate(self.scores) if i not in self.ungraded]
 
     @property
+    def graded_lengths(self) -> list[int]:
+        return [length for i, length in enumerate(self.lengths) if i not in self.ungraded]
+
+    @property
     def graded_parts(self) -> dict[str, list[float]]:
         return {
             name: [value for i, value in enumerate(values) if i not in self.ungraded]
@@ -178,6 +182,20 @@ class StepSums(msgspec.Struct, array_like=True):
     """Highest score."""
     unusable_tokens: int = 0
     """Tokens without a finite log-probability."""
+    lengths: list[int] = []
+    """Tokens of each completion."""
+    right_tokens: int = 0
+    """Tokens of completions that score at least 0.5."""
+    right: int = 0
+    """Number of these completions."""
+    graded_tokens: int = 0
+    """Tokens of completions with a score."""
+    graded_groups: int = 0
+    """Groups with a score."""
+    unsolved_groups: int = 0
+    """The part of them in which each score is 0."""
+    solved_groups: int = 0
+    """The part of them in which each score is 1."""
 
     @property
     def part_means(self) -> dict[str, float]:
@@ -186,8 +204,18 @@ class StepSums(msgspec.Struct, array_like=True):
 
 def figures(sums: StepSums) -> Row:
     """The figures of :data:`scalerl_api.task_figures.TASK_FIGURES`, for a line of metrics.jsonl."""
+    wrong = sums.graded - sums.right
+    parts = {
+        "reward": (sums.score_sum, sums.graded),
+        "right_completion_tokens": (sums.right_tokens, sums.right),
+        "wrong_completion_tokens": (sums.graded_tokens - sums.right_tokens, wrong),
+        "unsolved_groups_fraction": (sums.unsolved_groups, sums.graded_groups),
+        "solved_groups_fraction": (sums.solved_groups, sums.graded_groups),
+    }
+    ordered = sorted(sums.lengths)
     return {
-        **({"reward": sums.score_sum / sums.graded} if sums.graded else {}),
+        **{name: total / count for name, (total, count) in parts.items() if count},
+        **({"completion_tokens_p90": ordered[(9 * len(ordered) - 1) // 10]} if ordered else {}),
         "groups": sums.groups,
         "filtered_groups": sums.filtered_groups,
         "given_up_groups": sums.given_up_groups,
@@ -208,10 +236,19 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.rollouts += group.rollouts
         sums.work_tokens += tokens
         sums.truncated += group.truncated
-        sums.score_sum += sum(group.graded_scores)
-        sums.graded += len(group.graded_scores)
-        sums.low = min([sums.low, *group.graded_scores])
-        sums.high = max([sums.high, *group.graded_scores])
+        sums.lengths += group.lengths
+        scores = group.graded_scores
+        sums.score_sum += sum(scores)
+        sums.graded += len(scores)
+        sums.low = min([sums.low, *scores])
+        sums.high = max([sums.high, *scores])
+        for length, score in zip(group.graded_lengths, scores, strict=True):
+            sums.graded_tokens += length
+            sums.right_tokens += length * (score >= 0.5)
+            sums.right += score >= 0.5
+        sums.graded_groups += bool(scores)
+        sums.unsolved_groups += bool(scores) and max(scores) <= 0.0
+        sums.solved_groups += bool(scores) and min(scores) >= 1.0
         sums.unusable_tokens += group.unusable_tokens
         for name, values in group.graded_parts.items():
             total, count = sums.parts.get(name, (0.0, 0))

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from scalerl_api.curve import MAX_LABEL_VALUES
 from scalerl_api.task_figures import TASK_FIGURES, by_task
-from scalerl_api.wire import Phase, Status
+from scalerl_api.wire import MAIN_TASK, Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
 from scalerl_coordinator.partials import MAX_BYTES
@@ -190,10 +190,12 @@ class _RunCollector(Collector):
         for at in status.points[-1].pass_at if status.points else ():
             pass_at.add_metric((str(at.k),), at.mean)
         yield pass_at
-        tasks = by_task(status.last_step_stats)
+        tasks = by_task(status.last_step_stats) or {MAIN_TASK: status.last_step_stats}
         for figure, text in TASK_FIGURES.items():
             of_tasks = GaugeMetricFamily(
-                f"{_PREFIX}task_{figure}", f"{text} in the newest step, by task of a mix.", labels=("task",)
+                f"{_PREFIX}task_{figure}",
+                f"{text} in the newest step, by task (`{MAIN_TASK}` without a mix).",
+                labels=("task",),
             )
             for task, found in tasks.items():
                 if figure in found:

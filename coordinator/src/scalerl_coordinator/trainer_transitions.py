@@ -109,6 +109,8 @@ def _advance(
         "version": state.version,
         "wall_seconds": state.usage.wall_seconds,
         "device_seconds": state.usage.device_seconds,
+        "generator_busy_fraction": state.usage.generator_busy_fraction,
+        "trainer_busy_fraction": state.usage.trainer_busy_fraction,
         "work_tokens": state.lineage.work_tokens,
         **figures(sums),
         **{f"reward_part_{name}": mean for name, mean in sums.part_means.items()},
