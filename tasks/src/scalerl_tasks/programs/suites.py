@@ -112,7 +112,8 @@ def read_suite(prompt: Prompt) -> Suite:  # noqa: RET503 - _fail does not return
 
 def _calls_of(statements: list[str]) -> Calls | None:
     """Statements ``assert f(1, 2) == 3`` as calls, which need no process of tests; None if one is of another form."""
-    functions, cases = set(), []
+    functions: set[str] = set()
+    cases: list[tuple[list[Any], list[Any]]] = []
     for text in statements:
         try:
             (statement,) = ast.parse(text).body
@@ -130,7 +131,7 @@ def _calls_of(statements: list[str]) -> Calls | None:
             return None
         if not _is_sequence_or_scalar(value):
             return None
-    return Calls(*functions, cases, exact=True) if len(functions) == 1 else None
+    return Calls(functions.pop(), cases, exact=True) if len(functions) == 1 else None
 
 
 def _is_sequence_or_scalar(value: Any) -> bool:
