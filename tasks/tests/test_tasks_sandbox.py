@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -523,6 +524,11 @@ def test_values_of_a_program_are_quick_to_read() -> None:
     same_hash = [{"i": hex(n * (2**61 - 1))} for n in range(20_000)]
     keys = plain({"d": [[key, 1] for key in same_hash]})
     assert len({hash(key) for key in keys}) > 19_000
+    nested: Any = 1
+    for _ in range(60):
+        nested = {"d": [[nested, 1]]}
+    with pytest.raises(TypeError, match="unhashable"):  # texts in texts would grow exponentially
+        plain(nested)
     for data in (
         {"s": same_hash},
         {"z": []},
