@@ -130,7 +130,7 @@ def _calls_of(statements: list[str]) -> Calls | None:
             return None
         if not _is_sequence_or_scalar(value):
             return None
-    return Calls(*functions, cases, exact=True) if len(functions) == 1 else None
+    return Calls(functions.pop(), cases, exact=True) if len(functions) == 1 else None
 
 
 def _is_sequence_or_scalar(value: Any) -> bool:
