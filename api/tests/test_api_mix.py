@@ -15,7 +15,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.task_figures import TASK_FIGURES, by_task, task_key
 
 EXAMPLE = Path(__file__).parents[2] / "examples/mix/run.yaml"
-SETS = {"sets": [{"name": "a", "heldOutOf": "sums"}, {"name": "b", "heldOutOf": "word-problems"}]}
+SETS = {"sets": [{"name": "a", "heldOutOf": "sums"}, {"name": "b", "heldOutOf": "programs"}]}
 
 
 def changed(**changes: Any) -> ScaleRLRun:
@@ -31,11 +31,11 @@ def changed(**changes: Any) -> ScaleRLRun:
 
 def test_example_has_two_tasks_and_follows_their_mean() -> None:
     spec = load_run(EXAMPLE).spec
-    sums, words = spec.task.tasks
+    sums, programs = spec.task.tasks
     assert (sums.name, sums.weight, sums.field) == ("sums", Fraction(3, 4), "task.mix.0")
-    assert (sums.max_completion_tokens, words.max_completion_tokens) == (8, None)
-    assert spec.completion_limits == [8, 160]
-    assert [one.name for one in spec.evaluation_sets] == ["sums", "word-problems"]
+    assert (sums.max_completion_tokens, programs.max_completion_tokens) == (8, None)
+    assert spec.completion_limits == [8, 32]
+    assert [one.name for one in spec.evaluation_sets] == ["sums", "programs"]
     assert spec.forecast_set == "weighted-mean"
     assert changed(evaluation={"forecastSet": "sums"}).spec.forecast_set == "sums"
     assert changed(evaluation=SETS | {"forecastSet": None}).spec.forecast_set == "a", "the first of the sets"
@@ -50,7 +50,7 @@ def test_example_has_two_tasks_and_follows_their_mean() -> None:
         ({"task_1": {"name": "sums"}}, "spec.task.mix", "name sums is given twice"),
         ({"task_1": {"name": "weighted-mean"}}, "spec.task.mix.1", "choose another name"),
         ({"task_1": {"mix": []}}, "spec.task.mix.1.mix", "list its tasks in task.mix"),
-        ({"task_1": {"maxCompletionTokens": 161}}, "spec", "at most recipe.maxCompletionTokens (160)"),
+        ({"task_1": {"maxCompletionTokens": 33}}, "spec", "at most recipe.maxCompletionTokens (32)"),
         ({"task": {"heldOut": {"size": 5}}}, "spec.task", "move them into the tasks of mix"),
         ({"task": {"verifier": {"name": "exact"}}}, "spec.task", "each of its tasks its own verifier"),
         ({"task": {"opGraph": {"operations": [2, 3]}}}, "spec.task", "exactly one of"),

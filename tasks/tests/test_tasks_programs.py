@@ -314,9 +314,12 @@ def test_modules_of_the_solution_are_not_the_programs(verifier: CodeVerifier) ->
 @needs_kernel
 def test_tests_of_a_group_are_read_once(verifier: CodeVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Prompt] = []
-    monkeypatch.setattr(
-        "scalerl_tasks.programs.verifier.read_suite", lambda one: read.append(one) or read_suite(one)
-    )
+
+    def reading(prompt: Prompt) -> Any:
+        read.append(prompt)
+        return read_suite(prompt)
+
+    monkeypatch.setattr("scalerl_tasks.programs.verifier.read_suite", reading)
     one, two = (Prompt("p", "", json.dumps([f"assert f(1) == {n}"])) for n in (1, 2))
     scores = [verifier.score(prompt, "def f(x): return x").score for prompt in (one, one, two, one)]
     assert scores == [1, 1, 0, 1]

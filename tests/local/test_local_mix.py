@@ -25,14 +25,15 @@ def small_mix() -> dict[str, Any]:
     """The tasks of the example in the shortened tiny run."""
     run = small_spec(budget__maxSteps=STEPS, recipe__promptsPerStep=PROMPTS, evaluation__everySteps=4)
     example = yaml.safe_load(EXAMPLE.read_text())["spec"]
-    sums, words = example["task"]["mix"]
+    sums, programs = example["task"]["mix"]
     sums["jsonl"]["path"] = str(ROOT / "examples/tiny/data.jsonl")
-    sums["heldOut"], words["heldOut"] = {"size": 8}, {"size": 4}
-    words["maxCompletionTokens"] = 48
-    run["spec"] |= {"task": {"mix": [sums, words]}}
+    programs["jsonl"]["path"] = str(ROOT / "examples/tiny-code/data.jsonl")
+    sums["heldOut"], programs["heldOut"] = {"size": 8}, {"size": 4}
+    programs["maxCompletionTokens"] = 24
+    run["spec"] |= {"task": {"mix": [sums, programs]}}
     run["spec"]["model"] = example["model"]
     run["spec"]["warmStart"] = example["warmStart"] | {"steps": 10, "batchSize": 8}
-    run["spec"]["recipe"]["maxCompletionTokens"] = 64
+    run["spec"]["recipe"]["maxCompletionTokens"] = 32
     run["spec"]["trainer"]["replicas"] = 1
     return run
 
@@ -47,7 +48,7 @@ def test_mix_keeps_its_proportions_through_a_kill(tmp_path: Path) -> None:
         rows, curve, summary = run.metrics(), run.curve(), run.summary()
         others = {
             name: run.directory.joinpath(f"curve-{name}.csv").read_text().splitlines()
-            for name in ("sums", "word-problems")
+            for name in ("sums", "programs")
         }
     assert_nothing_left(run.directory)
     assert_counts_add_up(summary, spec)
@@ -60,5 +61,5 @@ def test_mix_keeps_its_proportions_through_a_kill(tmp_path: Path) -> None:
     assert len(rows) == STEPS
     assert [point["version"] for point in curve] == ["0", "4", "8"]
     for at, point in enumerate(curve, 1):
-        sums, words = (float(lines[at].split(",")[1]) for lines in others.values())
-        assert float(point["reward"]) == pytest.approx(0.75 * sums + 0.25 * words)
+        sums, programs = (float(lines[at].split(",")[1]) for lines in others.values())
+        assert float(point["reward"]) == pytest.approx(0.75 * sums + 0.25 * programs)

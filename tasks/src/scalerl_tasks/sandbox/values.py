@@ -110,7 +110,7 @@ def plain(data: Any) -> Any:
         case {"t": list(items)}:
             return tuple(plain(item) for item in items)
         case {"d": list(pairs)}:
-            return {str(plain(key)): plain(item) for key, item in pairs}
+            return {_key(plain(key)): plain(item) for key, item in pairs}
         case {"c": [float(real), float(imaginary)]}:
             return complex(real, imaginary)
         case {"D": str() as digits} if len(digits) < _SHORT:
@@ -118,6 +118,11 @@ def plain(data: Any) -> Any:
         case {"F": [str() as over, str() as under]} if len(over) < _SHORT and len(under) < _SHORT:
             return Fraction(int(over, 16), int(under, 16))
     raise ValueError("not plain data")
+
+
+def _key(key: Any) -> str:
+    hash(key)  # refuses dicts, whose texts in texts would grow exponentially
+    return str(key)
 
 
 def refuse(value: Any) -> Any:
