@@ -100,9 +100,9 @@ EDITS = (
         ("PrepareFailed: ", f"{LINE}spec.images.trainer"),
     ),
     Failing(
-        *of_role("memory of the preparation", "trainer", podTemplate=memory("48Mi")),
+        *of_role("memory of the trainer", "trainer", podTemplate=memory("48Mi")),
         HELD,
-        ("PrepareFailed: ", f"{LINE}spec.trainer.podTemplate.resources"),
+        ("StartsFailed: trainer: ", "OOMKilled", f"{LINE}spec.trainer.podTemplate.resources"),
     ),
     Failing(
         *of_role("memory of the generator", "generator", podTemplate=memory("64Mi")),

@@ -18,6 +18,10 @@ _OF_A_STOPPED_RUN: Final = frozenset(
     {"suspend", "ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling"}
 )
 """Fields, and sections, whose edit starts no run: they cannot have been the cause of its failure."""
+_NONE_IF_EMPTY: Final = frozenset(
+    {"images", "podTemplate", "resources", "requests", "limits", "labels", "annotations", "nodeSelector"}
+)
+"""Last names of sections that have no effect when they are empty."""
 UNKNOWN_FIELDS: Final = "?"
 """The field of an edit of a spec of which only the hash is known."""
 _LIMITS: Final = ("max_steps", "max_device_hours", "max_seconds", "max_compute_tokens")
@@ -70,8 +74,21 @@ def changed_fields(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
 
 
 def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
-    """The paths of values that differ."""
-    old, new = dict(flat(before)), dict(flat(after))
+    """The paths of values that differ. A section that is empty without an effect, as a merge patch with null leaves it, is none.
+
+    >>> differing_paths({"podTemplate": {"labels": {}}, "images": {}}, {"images": {"trainer": "a"}})
+    ('images.trainer',)
+    >>> differing_paths({"seed": 1}, {"seed": 1, "generator": {"byLength": {}}})
+    ('generator.byLength',)
+    """
+    old, new = (
+        {
+            path: value
+            for path, value in flat(spec)
+            if value != {} or path.rpartition(".")[2] not in _NONE_IF_EMPTY
+        }
+        for spec in (before, after)
+    )
     return tuple(path for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path))
 
 
