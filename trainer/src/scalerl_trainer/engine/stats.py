@@ -91,7 +91,7 @@ class StepStats:
     """The same over the tokens of ``TrainBatch.fresh_n``; empty if that is unknown."""
     differences_s: torch.Tensor | None = None
     """Of each of this rank's sequences, mean and maximum over its trainable tokens of |log π_train − log π_gen| in nats, float64
-    ``[S, 2]`` on the CPU; None without generator log-probabilities."""
+    ``[S, 2]`` on the device; None without generator log-probabilities."""
     loss_means: dict[str, float] = field(default_factory=dict)
     """The loss's own statistics, as means over trainable tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
