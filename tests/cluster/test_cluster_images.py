@@ -21,7 +21,7 @@ IMPORTS = {
     "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm",
 }
 # Unpacked, without the base. The Dockerfiles say what they remove from packages.
-MEGABYTES = {"operator": 350, "trainer": 5000, "generator": 5000}
+MEGABYTES = {"operator": 360, "trainer": 5000, "generator": 5000}
 SCRIPT = """
 import importlib, importlib.metadata, importlib.util, json, mmap, os, pathlib, struct, sys
 for name in sys.argv[1].split():
