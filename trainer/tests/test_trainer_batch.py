@@ -24,6 +24,7 @@ from scalerl_trainer.batch import (
     rank_batch,
     recorded,
 )
+from scalerl_trainer.engine.engine import _add_differences, _differences
 from scalerl_trainer.errors import BadBatchError, DivergedError
 
 STEP = 7
@@ -465,3 +466,12 @@ def test_recorded_has_the_figures_of_the_recorded_groups() -> None:
     assert 0 < len(expected) < len(sequences)
     assert [msgspec.structs.astuple(one) for one in recorded(shard, batch, differences_s)] == expected
     assert recorded(shard, batch, None) == []
+
+
+def test_differences_are_of_each_sequence_over_all_micro_batches() -> None:
+    micro_batches = [([0.5, 0.25, 2.0], [0, 0, 3]), ([1.0, 4.0, 0.0], [3, 0, 1])]
+    total_3s = torch.zeros(3, 4, dtype=torch.float64)
+    for differences, sequences in micro_batches:
+        _add_differences(total_3s, torch.tensor(differences, dtype=torch.float64), torch.tensor(sequences))
+    expected = [[4.75 / 3, 4.0], [0.0, 0.0], [0.0, 0.0], [1.5, 2.0]]  # the third has no trainable token
+    torch.testing.assert_close(_differences(total_3s), torch.tensor(expected, dtype=torch.float64))
