@@ -99,10 +99,9 @@ class AutoscalingSpec(Model):
     """Consecutive new evaluations that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"
     """``Suspend`` can be reverted; the last checkpoint is kept in both cases."""
-    on_broken: Literal["Hold", "Alert", "Tell"] = "Hold"
+    on_broken: Literal["Hold", "Alert"] = "Hold"
     """In ``Auto``, after ``stopAfter`` consecutive new evaluations in the state BROKEN: ``Hold`` suspends the run
-    after a checkpoint, which can be reverted; ``Alert`` only reports it. ``Tell`` is the earlier name of
-    ``Alert``, read for one release."""
+    after a checkpoint, which can be reverted; ``Alert`` only reports it."""
 
     rules = (
         Rule(

@@ -528,7 +528,7 @@ def _after_outcome(observed: LifecycleInput, memory: Memory, outcome: Outcome) -
     if outcome.end is End.COMPLETED:
         continues = observed.edit.raises_limit
     else:
-        # A failed run of an earlier release may have been suspended for long: only the edit continues it.
+        # A run may fail when it is suspended already: only the edit continues it.
         suspends = outcome.end is End.HELD or "suspend" in observed.edit.fields
         continues = (observed.suspend and suspends) or observed.edit.mends
     if observed.deleting or not continues:
