@@ -350,7 +350,7 @@ def test_curve_tail_refuses_other_files(text: str) -> None:
         curve_figures(text)
 
 
-def test_curve_tail_reads_curve_of_earlier_release(paths: RunPaths) -> None:
+def test_curve_tail_reads_curve_of_few_columns(paths: RunPaths) -> None:
     paths.curve.write_text("compute,reward,version,eval_version\n1000,0.5,10,e1\n")
     expected = {"held_out/compute": 1000, "held_out/reward": 0.5, "held_out/version": 10}
     assert CurveTail(paths.curve).read() == [(10, expected)]

@@ -368,7 +368,7 @@ def test_other_policy_resets_counts() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "advised"),
-    [("ppoClip", True), ("GRPO", True), ("cispo", False), ("gspo", False), ("dppo", False)],
+    [("ppoClip", True), ("cispo", False), ("gspo", False), ("dppo", False)],
 )
 def test_advice_replaces_only_a_clipped_loss(loss: str, advised: bool) -> None:
     recipe = Recipe(batch_completions=2048, context_tokens=32768, fp32_head=True, loss=loss)

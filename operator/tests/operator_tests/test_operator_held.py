@@ -281,7 +281,7 @@ def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> 
     assert lost in ended.memory.outcome.message
 
 
-def test_suspended_failed_run_of_an_earlier_release_stays_failed() -> None:
+def test_failed_run_that_was_suspended_before_stays_failed() -> None:
     failed = replace(FIRST, outcome=Outcome(End.FAILED, "BadInput", "x"))  # type: ignore[arg-type]
     observed = replace(LIVE, **NO_STATUS, suspend=True)
     assert decide(SPEC, observed, failed).phase == "Failed"
