@@ -288,6 +288,15 @@ POLICY = Section(
         ),
         lines("Completion length", "Mean of the latest step.", (stat_of("completion_tokens_mean"), "tokens")),
         lines(
+            "Degenerate completions",
+            "Of the latest step: completions that end in a loop, that have no answer, and that are distinct within their group.",
+            (of_task("looped_fraction"), "{{task}}: end in a loop"),
+            (of_task("unanswered_fraction"), "{{task}}: no answer"),
+            (of_task("distinct_fraction"), "{{task}}: distinct"),
+            unit="percentunit",
+            maximum=1.0,
+        ),
+        lines(
             "Filtered",
             "Fraction of prompts whose completions all have the same reward and provide no gradient.",
             (stat_of("filtered_fraction"), "share"),

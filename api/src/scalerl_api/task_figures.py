@@ -19,6 +19,9 @@ TASK_FIGURES: Final[Mapping[str, str]] = {
     "unsolved_groups_fraction": "Part of the graded groups whose completions all score 0",
     "solved_groups_fraction": "Part of the graded groups whose completions all score 1",
     "truncated_fraction": "Part of the completions that were cut off at their maximum length",
+    "looped_fraction": "Part of the completions that end in a loop: at least 4 copies, and 64 tokens, of a pattern of up to 512 tokens",
+    "unanswered_fraction": "Part of the graded completions in which the verifier found no answer, right or wrong",
+    "distinct_fraction": "Mean over the groups of the part of their completions that are distinct, token for token",
     "grading_errors": "Completions that could not be graded",
 }
 """Figures of a step or of a task in it, with their descriptions. Means and parts over nothing are absent."""

@@ -78,6 +78,9 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         journaled_rewards=record.rewards,
         parts=record.parts,
         unusable_tokens=record.unusable_tokens,
+        looped=record.looped,
+        unanswered=record.unanswered,
+        distinct=record.distinct,
     )
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)
