@@ -95,6 +95,17 @@ CURVE = Section(
             width=6,
             maximum=1.0,
         ),
+        lines(
+            "Bubbles and utilisation",
+            "Of the latest step: time in which the trainer did not compute, and generators had nothing in flight; model FLOP "
+            "utilisation of the trainer while it computes.",
+            (newest("scalerl_coordinator_trainer_bubble_fraction"), "trainer"),
+            (newest("scalerl_coordinator_generator_bubble_fraction"), "generators"),
+            (stat_of("mfu"), "MFU"),
+            unit="percentunit",
+            width=6,
+            maximum=1.0,
+        ),
     ),
 )
 
