@@ -44,7 +44,7 @@ class Steps:
 def _skipped(steps: Steps) -> str | None:
     skipped, of = int(steps.total("skipped")), len(steps.last)
     text = f"{skipped} of the last {of} updates were not applied: non-finite values or exploding ratios"
-    return text if skipped >= 0.2 * of else None
+    return text if skipped >= max(2, 0.2 * of) else None
 
 
 def _checkpoints(steps: Steps) -> str | None:
@@ -184,13 +184,15 @@ class HealthMonitor:
 
     problem: str
     """Empty if nothing is known to be wrong."""
+    rule: str
+    """Name of its rule."""
 
     def __init__(self) -> None:
         self.load([])
 
     def load(self, rows: Iterable[Row]) -> None:
         """Begin again, with the rows of a run's first and latest steps, in order."""
-        self.problem = self._reported = self._found = ""
+        self.problem = self.rule = self._found = ""
         self._steps = 0
         self._first: list[Row] = []
         self._last = deque[Row](maxlen=LAST)
@@ -207,5 +209,5 @@ class HealthMonitor:
         rule, text = judged or ("", "")
         self._steps = self._steps + 1 if rule == self._found else 1
         self._found = rule
-        if rule != self._reported and self._steps >= (LAST if self._reported else RAISED):
-            self._reported, self.problem = rule, text and f"{text} (at step {row['step'] + 1:.0f})"
+        if rule != self.rule and self._steps >= (LAST if self.rule else RAISED):
+            self.rule, self.problem = rule, text and f"{text} (at step {row['step'] + 1:.0f})"
