@@ -124,7 +124,8 @@ def peak_bytes(device: Any) -> int | None:
 def check_machine(options: Options) -> dict[str, Any]:
     import torch
     import transformers
-    from support.gpu_models import peak_tflops
+
+    from scalerl_trainer.utilization import peak_tflops
 
     device = open_device(options)
     versions: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -250,7 +251,9 @@ def check_head(options: Options) -> dict[str, Any]:
 def check_step(options: Options, name: str) -> dict[str, Any]:
     """Rows are halved until a step fits into memory."""
     import torch
-    from support.gpu_models import SHAPES, TINY, make, peak_tflops, step_flops
+    from support.gpu_models import SHAPES, TINY, make, step_flops
+
+    from scalerl_trainer.utilization import peak_tflops
 
     device = open_device(options)
     shape = (TINY if options.tiny else SHAPES)[name]

@@ -8,6 +8,7 @@ from typing import Any
 from registered_metrics import Registered, registered
 
 from scalerl_api.spec import RunSpec
+from scalerl_api.task_figures import STEP_FIGURES, TRAINER_FIGURES
 from scalerl_api.vllm_options import GROUPS, VLLM_RELEASE, Use
 from scalerl_operator import crd
 
@@ -101,6 +102,13 @@ def metrics_page() -> str:
                 "| --- | --- | --- | --- |",
             ]
             lines += [_metric(metric) for metric in mine]
+    lines += [
+        "\n## metrics.jsonl\n\nFields of a line, which the trackers have too; those of the coordinator's `task` metrics have no prefix, "
+        "and of\neach task of a mix the suffix `_task_NAME`.\n",
+        "| field | |",
+        "| --- | --- |",
+        *(f"| `{name}` | {text}. |" for name, text in {**STEP_FIGURES, **TRAINER_FIGURES}.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from scalerl_api import wire
 from scalerl_api.status import Condition, OutlookStatus, RunStatus
-from scalerl_api.task_figures import TASK_FIGURES, task_key
+from scalerl_api.task_figures import STEP_FIGURES, TASK_FIGURES, task_key
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_coordinator.response_log import HistoryCounters
@@ -79,7 +79,9 @@ def _registries() -> Iterator[CollectorRegistry]:
                 pass_at=[wire.PassAt(2, 0.5, 0.4, 0.6)],
             )
         ],
-        last_step_stats={task_key(figure, "sums"): 0.0 for figure in TASK_FIGURES},
+        last_step_stats=dict.fromkeys(
+            [*STEP_FIGURES, *(task_key(figure, "sums") for figure in TASK_FIGURES)], 0.0
+        ),
         wall_seconds=0.0,
         device_seconds=0.0,
         tokens_generated=0,

@@ -7,35 +7,6 @@ from typing import Any
 
 import torch
 
-PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "GH200": 989.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "RTX A6000": 154.8,
-}
-"""Peak TFLOP/s, dense bfloat16 with float32 accumulation, by a part of the device's name; the first match counts. From the
-manufacturers' data sheets."""
-
-
-def peak_tflops(name: str) -> float | None:
-    """Peak TFLOP/s of a device; None if the table does not have it."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -95,6 +95,17 @@ CURVE = Section(
             width=6,
             maximum=1.0,
         ),
+        lines(
+            "Bubbles and utilisation",
+            "Of the latest step: time in which the trainer did not compute, and generators had nothing in flight; model FLOP "
+            "utilisation of the trainer while it computes.",
+            (newest("scalerl_coordinator_trainer_bubble_fraction"), "trainer"),
+            (newest("scalerl_coordinator_generator_bubble_fraction"), "generators"),
+            (stat_of("mfu"), "MFU"),
+            unit="percentunit",
+            width=6,
+            maximum=1.0,
+        ),
     ),
 )
 
@@ -287,6 +298,15 @@ POLICY = Section(
             unit="percentunit",
         ),
         lines("Completion length", "Mean of the latest step.", (stat_of("completion_tokens_mean"), "tokens")),
+        lines(
+            "Degenerate completions",
+            "Of the latest step: completions that end in a loop, that have no answer, and that are distinct within their group.",
+            (of_task("looped_fraction"), "{{task}}: end in a loop"),
+            (of_task("unanswered_fraction"), "{{task}}: no answer"),
+            (of_task("distinct_fraction"), "{{task}}: distinct"),
+            unit="percentunit",
+            maximum=1.0,
+        ),
         lines(
             "Filtered",
             "Fraction of prompts whose completions all have the same reward and provide no gradient.",

@@ -283,11 +283,24 @@ def changed(**changes: object) -> wire.Group:
     return msgspec.structs.replace(GOOD, completions=[GOOD.completions[0], broken])
 
 
-def judged(scores: list[float], errors: dict[int, str] | None = None, **parts: list[float]) -> wire.Group:
+def judged(
+    scores: list[float],
+    errors: dict[int, str] | None = None,
+    unanswered: list[int] | None = None,
+    **parts: list[float],
+) -> wire.Group:
     """The good group with other verdicts."""
     return msgspec.structs.replace(
-        GOOD, verdicts=wire.Verdicts(scores=scores, parts=parts, errors=errors or {})
+        GOOD, verdicts=wire.Verdicts(scores=scores, parts=parts, errors=errors or {}, unanswered=unanswered)
     )
+
+
+def test_summarize_group_counts_graded_completions_without_an_answer():
+    found = [
+        summarize_group(judged([0.0, 0.0], errors, unanswered), 2, 8, 3).unanswered
+        for errors, unanswered in (({}, None), ({}, []), ({}, [1, 1]), ({1: "timeout"}, [0, 1]))
+    ]
+    assert found == [-1, 0, 1, 1]
 
 
 def test_summarize_group_sums():
@@ -338,6 +351,7 @@ def test_summarize_group_counts_masked_tokens():
             r"completions\[1\]: part 'process' .* is nan, not finite",
         ),
         (judged([1.0, 0.0], {2: "timeout"}), r"errors of the completions \[2\], of 2"),
+        (judged([1.0, 0.0], {}, [2]), r"no answer in the completions \[2\], of 2"),
     ],
 )
 def test_summarize_group_refuses_invalid_group(group, message):
@@ -369,14 +383,19 @@ def test_sum_step_excludes_ungraded_masked_and_given_up():
 
 
 def test_figures_of_a_step_by_right_and_wrong():
-    mixed = Accepted("a", 3, [40, 6, 9], [0.0, 1.0, 0.5], 1, 2, 0, ungraded=[0])
-    unsolved = Accepted("b", 3, [4, 8], [0.0, 0.0], 0, 2, 0, True)
+    mixed = Accepted(
+        *("a", 3, [40, 6, 9], [0.0, 1.0, 0.5], 1, 2, 0), ungraded=[0], looped=1, unanswered=1, distinct=3
+    )
+    unsolved = Accepted("b", 3, [4, 8], [0.0, 0.0], 0, 2, 0, True, looped=0, unanswered=0, distinct=1)
     solved = Accepted("c", 3, [2, 3], [1.0, 1.0], 0, 2, 0, True)
     nothing = Accepted("", 0, [], [], 0, 5, 0, True, given_up="failed")
     found = figures(sum_step(5, [mixed, unsolved, solved, nothing]))
     assert (found["right_completion_tokens"], found["wrong_completion_tokens"]) == (20 / 4, 12 / 2)
     assert (found["unsolved_groups_fraction"], found["solved_groups_fraction"]) == (1 / 3, 1 / 3)
     assert found["completion_tokens_p90"] == 40
+    # What is not known of a group, as of the third one, is left out.
+    assert (found["looped_fraction"], found["unanswered_fraction"]) == (1 / 5, 1 / 4)
+    assert found["distinct_fraction"] == (1 + 1 / 2) / 2
     tenth = Accepted("d", 3, [*range(1, 11)], [0.0] * 10, 0, 2, 0)
     assert figures(sum_step(5, [tenth]))["completion_tokens_p90"] == 9
     assert set(found) == set(TASK_FIGURES)

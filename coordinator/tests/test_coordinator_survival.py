@@ -10,6 +10,7 @@ from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
+from scalerl_api.task_figures import STEP_FIGURES
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Refusal
@@ -291,3 +292,44 @@ def test_journal_blob_is_wire_group():
     stored = msgspec.msgpack.decode(blob, type=r.StoredGroup)
     assert stored.prompt_token_ids == group.prompt_token_ids
     assert [c.token_ids for c in stored.completions] == [c.token_ids for c in group.completions]
+
+
+def test_figures_of_a_step_are_since_the_step_before() -> None:
+    world = World(make_settings())
+    member = world.register("g")
+    world.hello("t")
+    world.publish("t")
+
+    def step(seconds: float, busy: float, generated: int) -> dict[str, float]:
+        """A step of this duration; the generator's totals are then ``busy`` and ``generated``."""
+        world.serve(member, 0)
+        world.now += seconds
+        world.beat(member, 0, busy_seconds=busy, generated_tokens=generated)
+        row = world.report("t", world.state.version)
+        assert row is not None
+        return {name: row[name] for name in STEP_FIGURES if name in row}
+
+    found = step(10.0, 4.0, 100), step(5.0, 9.0, 150)
+    tokens = [world.state.rows[at]["completion_tokens"] for at in (0, 1)]
+    assert found == (
+        {
+            "step_seconds": 10.0,
+            "trainer_bubble_fraction": 0.95,
+            "generator_bubble_fraction": 0.6,
+            "generated_tokens_per_second": 10.0,
+            "consumed_tokens_per_second": tokens[0] / 10,
+        },
+        {
+            "step_seconds": 5.0,
+            "trainer_bubble_fraction": 0.9,
+            "generator_bubble_fraction": 0.0,
+            "generated_tokens_per_second": 10.0,
+            "consumed_tokens_per_second": tokens[1] / 5,
+        },
+    )
+    # A coordinator of an earlier release did not keep the usage, and a report may be lost.
+    world.state.usage_at_step = None
+    world.publish("t")
+    world.beat(member, 2, busy_seconds=9.0, generated_tokens=150)
+    world.serve(member, 2)
+    assert "step_seconds" not in (world.report("t", 2) or {})

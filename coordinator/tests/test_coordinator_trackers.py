@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from coordinator_client import make_group, run_text
@@ -31,10 +32,17 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator import main
 from scalerl_coordinator.files import RunFiles
+from scalerl_coordinator.rollout_record import table_of
 from scalerl_coordinator.tracking import supervisor
 from scalerl_coordinator.tracking.sink import flat, hyperparameters, tracker_id
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
-from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail
+from scalerl_coordinator.tracking.tail import (
+    SAMPLE_COLUMNS,
+    SAMPLE_ROWS,
+    CurveTail,
+    MetricsTail,
+    sample_of_evaluation,
+)
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 
 Rows = dict[int, dict[str, float]]
@@ -324,16 +332,113 @@ class Lists:
         self.clears_on_open, self.opened, self.closed = clears_on_open, 0, 0
 
     def open(self) -> tuple[int, set[int]]:
-        self.steps, self.points = list[Any](), list[Any]()
+        self.steps, self.points, self.samples = list[Any](), list[Any](), dict[int, Any]()
         self.opened += 1
         return 0, set()
 
-    def write(self, steps: Any, points: Any) -> None:
+    def write(self, steps: Any, points: Any, samples: Any) -> None:
         self.steps += steps
         self.points += points
+        self.samples |= samples
 
     def close(self) -> None:
         self.closed += 1
+
+
+def record_evaluation(paths: RunPaths, version: int, prompts: int = 40) -> None:
+    """Two completions for each prompt, with text that is hostile or long."""
+    completions = [
+        {
+            **dict.fromkeys(SAMPLE_COLUMNS),
+            "step": version,
+            "split": "held_out",
+            "task": "main",
+            "prompt_index": prompts - 1 - index,
+            "sample": sample,
+            "prompt": "x" * 5000,
+            "completion": f"<b>{index}\0\u202e",
+            "reward": sample / 2,
+            "tokens": 3,
+        }
+        for index in range(prompts)
+        for sample in (0, 1)
+    ]
+    paths.rollouts.mkdir(exist_ok=True)
+    pq.write_table(
+        table_of(completions), paths.rollouts / f"held_out-{version:08d}-{version:08d}-00000001.parquet"
+    )
+
+
+def test_sample_of_an_evaluation_is_bounded_and_spread(paths: RunPaths) -> None:
+    assert sample_of_evaluation(paths.rollouts, 0) == []
+    record_evaluation(paths, 0, prompts=1000)
+    (paths.rollouts / "held_out-00000001-00000001-00000002.parquet").write_bytes(b"PAR1")
+    assert sample_of_evaluation(paths.rollouts, 1) == sample_of_evaluation(paths.rollouts, 2) == []
+    rows = sample_of_evaluation(paths.rollouts, 0)
+    assert len(rows) == SAMPLE_ROWS
+    assert set(rows[0]) == set(SAMPLE_COLUMNS)
+    # The prompts in their order, the first one first.
+    assert [row["completion"][3:6] for row in (rows[0], rows[1], rows[-1])] == ["999", "984", "15\0"]
+    assert len(rows[0]["prompt"]) == 4000
+
+
+def test_follow_waits_for_the_rollouts_of_the_newest_evaluation_alone(paths: RunPaths) -> None:
+    sink, waits = Lists(False), [0]
+    paths.rollouts.mkdir()
+    write_curve(paths, [0, 20, 40])
+    seen = []
+
+    def wait(seconds: float) -> bool:
+        seen.append([version for version, _ in sink.points])
+        waits[0] += 1
+        if waits[0] == 2:
+            record_evaluation(paths, 40)
+        if waits[0] == 4:
+            write_curve(paths, [0, 20, 40, 60, 80])  # whose rollouts are lost
+        return waits[0] == 20
+
+    follow(paths, sink, lambda step: None, wait)
+    assert seen[:4] == [[0, 20], [0, 20], [0, 20, 40], [0, 20, 40]]
+    assert seen[4:9] == [[0, 20, 40, 60]] * 5
+    assert seen[-1] == [0, 20, 40, 60, 80]
+    assert {version: len(rows) for version, rows in sink.samples.items()} == {
+        0: 0,
+        20: 0,
+        40: 64,
+        60: 0,
+        80: 0,
+    }
+
+
+def test_wandb_offline_has_a_table_of_rollouts(paths: RunPaths) -> None:
+    specify(paths, wandb={"project": "p", "offline": True})
+    write_curve(paths, [0, 20])
+    record_evaluation(paths, 20)
+    finish(start(paths, "wandb"))
+    _, points = wandb_history(paths.wandb)
+    assert [any(name.startswith("held_out/rollouts") for name in row) for row in points] == [False, True]
+    (file,) = paths.wandb.glob("offline-run-*/files/media/table/held_out/rollouts*.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == list(SAMPLE_COLUMNS)
+    assert len(table["data"]) == SAMPLE_ROWS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mlflow_has_a_table_of_rollouts(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(paths.root)  # where MLflow keeps artifacts of a database file
+    uri = f"sqlite:///{paths.root}/mlflow.db"
+    specify(paths, mlflow={"uri": uri})
+    write_curve(paths, [0, 20])
+    record_evaluation(paths, 20)
+    for _ in range(2):
+        finish(start(paths, "mlflow"))
+    run, _ = mlflow_run(uri)
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [
+        {"path": "rollouts/version-00000020.json", "type": "table"}
+    ]
+    table = json.loads(Path(run.info.artifact_uri, "rollouts/version-00000020.json").read_text())
+    assert table["columns"] == list(SAMPLE_COLUMNS)
+    assert len(table["data"]) == SAMPLE_ROWS
 
 
 @pytest.mark.parametrize(

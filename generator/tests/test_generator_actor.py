@@ -120,6 +120,7 @@ async def test_lease_to_push(scene: Scene) -> None:
     assert decoded(even.logprobs, "<f4") == [-0.25] * len(decoded(even.token_ids))
     assert group.verdicts.scores == [1.0, 0.0, 1.0, 0.0], "graded with the end token in its text"
     assert [c.finish_reason for c in group.completions] == ["stop"] * 4
+    assert (group.looped, group.verdicts.unanswered) == (0, [])
     assert [(span.version, span.start) for span in even.versions] == [(0, 0)]
     (salt,) = set((await scene.server())["salts"])
     assert salt.startswith("0."), "one installation of version 0"

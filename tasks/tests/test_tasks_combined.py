@@ -72,6 +72,14 @@ async def test_product_is_a_gate(spec):
     assert found[1].verdict == Verdict(0.0, {"number": 1.0, "format": 0.0})
 
 
+async def test_an_answer_is_missing_if_one_verifier_misses_it(spec):
+    format_ = {"python": {"function": "format"}, "label": "format"}
+    _, found = await graded(spec({"name": "number"}, {"name": "exact"}, format_), "<4", "<x", "")
+    assert [one.verdict and one.verdict.answered for one in found] == [True, False, False]
+    _, found = await graded(spec(format_, format_ | {"label": "again"}), "<4")
+    assert [one.verdict and one.verdict.answered for one in found] == [None]
+
+
 async def test_an_error_of_one_is_no_zero(spec):
     _, found = await graded(spec({"name": "number"}, {"python": {"function": "fails"}}), "4")
     assert found[0].verdict is None

@@ -97,6 +97,21 @@ async def test_score_group_keeps_order(name):
     assert results == [[RIGHT if text == "4" else WRONG for text in group] for group in many]
 
 
+@pytest.mark.parametrize(
+    ("name", "completions", "answered"),
+    [
+        ("exact", ["5", "<think>4", r"\boxed{4"], [True, False, False]),
+        ("number", ["It is 5.", "I do not know", r"\boxed{four}"], [True, False, False]),
+        ("math-verify", ["It is 5.", "<think>4", "<answer></answer>"], [True, False, False]),
+        ("opgraph-outcome", ["<answer>5", "5"], [True, False]),
+    ],
+)
+async def test_score_group_tells_which_completions_have_an_answer(name, completions, answered):
+    async with GradingPool(VerifierConfig(name)) as pool:
+        found = await pool.score_group(FOUR, completions)
+    assert [(grade.score, grade.verdict.answered) for grade in found] == [(0.0, one) for one in answered]
+
+
 async def test_score_group_runs_task_scorers():
     """Among them one that evaluates its own problem text."""
     for name in ("gsm_symbolic", "bitwise_arithmetic", "calendar_arithmetic"):

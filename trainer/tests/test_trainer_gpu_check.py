@@ -111,13 +111,3 @@ def test_gpu_check_unknown_check_raises() -> None:
     done = check("--only", "heads")
     assert done.returncode == 2
     assert "no check is called heads; there are machine, positions, head," in done.stdout
-
-
-def test_gpu_check_peak_by_device_name() -> None:
-    peak_tflops = runpy.run_path(str(SCRIPT.parent / "support" / "gpu_models.py"))["peak_tflops"]
-    assert peak_tflops("NVIDIA H200") == peak_tflops("NVIDIA H100 80GB HBM3") == 989
-    assert peak_tflops("NVIDIA H100 PCIe") == 756
-    assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312
-    assert peak_tflops("NVIDIA L40S") == 362
-    assert peak_tflops("NVIDIA L4") == 121
-    assert peak_tflops("A device of tomorrow") is None

@@ -103,6 +103,11 @@ class ConditionType(_Explained):
         "Fix the cause soon: it does not end the run, but may get worse. The condition clears when the problem is "
         "resolved.",
     )
+    TRAINING_HEALTHY = (
+        "TrainingHealthy",
+        "The figures of the last steps show nothing wrong.",
+        "The message says what is wrong first, as `scalerl status` does. The run continues; what each rule means: Health of a run.",
+    )
     SUSPENDED = (
         "Suspended",
         "Nothing of the run is running, and its checkpoint is written.",
@@ -365,6 +370,13 @@ class Reason(_Explained):
         "another; three in a row end the attempt.",
     )
     GENERATORS_FAILING = "GeneratorsFailing", "Check the logs of the generator that the message names."
+
+    # TrainingHealthy
+    HEALTH_RULE = (
+        "HealthRule",
+        "The message has the first rule of docs/operations.md, Health of a run, that holds, with the figures at that step: read the "
+        "rollouts, and the lines of metrics.jsonl. Clears ten steps after no rule holds any more.",
+    )
 
     # Suspended
     SUSPENDED_BY_SPEC = "SuspendedBySpec", "Set spec.suspend to false to continue."

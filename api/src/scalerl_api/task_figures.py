@@ -1,4 +1,7 @@
-"""Figures of a step in the lines of ``metrics.jsonl``, and of each task of a mix: ``reward_task_NAME`` beside ``reward``."""
+"""Figures of a step in the lines of ``metrics.jsonl``, and of each task of a mix: ``reward_task_NAME`` beside ``reward``.
+
+``docs/reference/metrics.md`` lists them.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,40 @@ TASK_FIGURES: Final[Mapping[str, str]] = {
     "unsolved_groups_fraction": "Part of the graded groups whose completions all score 0",
     "solved_groups_fraction": "Part of the graded groups whose completions all score 1",
     "truncated_fraction": "Part of the completions that were cut off at their maximum length",
+    "looped_fraction": "Part of the completions that end in a loop: at least 4 copies, and 64 tokens, of a pattern of up to 512 tokens",
+    "unanswered_fraction": "Part of the graded completions in which the verifier found no answer, right or wrong",
+    "distinct_fraction": "Mean over the groups of the part of their completions that are distinct, token for token",
     "grading_errors": "Completions that could not be graded",
 }
 """Figures of a step or of a task in it, with their descriptions. Means and parts over nothing are absent."""
+STEP_FIGURES: Final[Mapping[str, str]] = {
+    "step_seconds": "Seconds since the report of the step before",
+    "trainer_bubble_fraction": "Part of this time in which the trainer did not compute",
+    "generator_bubble_fraction": "Part of the generators' time in it without a request in flight (they report it every few seconds)",
+    "generated_tokens_per_second": "Completion tokens that the generators sampled in it, per second",
+    "consumed_tokens_per_second": "Completion tokens of the step, filtered groups included, per second",
+}
+"""Figures of a step as a whole, from the coordinator; absent if the step before is not known."""
+TRAINER_FIGURES: Final[Mapping[str, str]] = {
+    "wait_seconds": "Seconds that the trainer waited for rollouts, evaluations or generators",
+    "shard_seconds": "Seconds to fetch the step's rollouts; as the next two a mean over the ranks",
+    "forward_backward_seconds": "Seconds of packing, forward and backward passes",
+    "optimizer_seconds": "Seconds of the rest of the gradient reduction and of the optimizer",
+    "busy_seconds": "Sum of the last two",
+    "publish_seconds": "Seconds to publish the weights since the last step, if they were",
+    "checkpoint_seconds": "Seconds in which a checkpoint delayed the trainer",
+    "export_seconds": "Seconds in which an export delayed it",
+    "entropy": "Mean entropy of the policy over the trained tokens, in nats",
+    "grad_norm": "Norm of the gradient before clipping; of an update that was not applied (`applied` is 0) the one that was not",
+    "mfu": "Model FLOP utilisation while the trainer computes (arXiv 2204.02311, appendix B): 6 FLOP per parameter and token, attention "
+    "and recomputed activations not included, as part of the devices' peak in bfloat16. Absent on CPUs, on GPUs of unknown peak, in "
+    "float32, and with mixtures of experts",
+    "sampled_kl": "KL estimate (k3) of trainer against generators in nats per token, on tokens sampled by the step's weights",
+    "ratio_kl": "The same on all trained tokens: how far the policy has moved since they were sampled",
+    "reference_kl": "KL estimate to the start of the run, or to another reference, in nats per token: with `recipe.kl.penalty`, which "
+    "holds a second model and scores the batch with it",
+}
+"""Figures of a step from the trainer, by name in ``metrics.jsonl`` and in ``scalerl_trainer_step_stat``."""
 _BETWEEN: Final = "_task_"
 
 

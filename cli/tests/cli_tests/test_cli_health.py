@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_cli.health import LAST, RULES, Steps, health
+from scalerl_api.health import LAST, RULES, Steps, health
 from scalerl_cli.main import main
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ and loses none, :class:`Lineage` is reset to its value at that version, :class:`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ from scalerl_coordinator.slots import staleness
 
 Row = dict[str, int | float]
 """A line of metrics.jsonl. The type includes ``int`` so that a count decoded from a snapshot stays an int."""
+
+
+Number = TypeVar("Number", int, float)
 
 
 class Accepted(msgspec.Struct, array_like=True):
@@ -44,6 +47,9 @@ class Accepted(msgspec.Struct, array_like=True):
     """The reward of each completion in training."""
     parts: dict[str, list[float]] = {}
     unusable_tokens: int = 0
+    looped: int = -1
+    unanswered: int = -1
+    distinct: int = 0
 
     @property
     def rollouts(self) -> int:
@@ -188,6 +194,12 @@ class StepSums(msgspec.Struct, array_like=True):
     """The part of them in which each score is 0."""
     solved_groups: int = 0
     """The part of them in which each score is 1."""
+    looped: tuple[int, int] = (0, 0)
+    """Completions that end in a loop, and those of which it is known."""
+    unanswered: tuple[int, int] = (0, 0)
+    """Completions without an answer, and those of which it is known."""
+    distinct: tuple[float, int] = (0.0, 0)
+    """Sum of the parts of the groups' completions that are distinct, and the groups of which it is known."""
 
     @property
     def part_means(self) -> dict[str, float]:
@@ -203,6 +215,9 @@ def figures(sums: StepSums) -> Row:
         "wrong_completion_tokens": (sums.graded_tokens - sums.right_tokens, wrong),
         "unsolved_groups_fraction": (sums.unsolved_groups, sums.graded_groups),
         "solved_groups_fraction": (sums.solved_groups, sums.graded_groups),
+        "looped_fraction": sums.looped,
+        "unanswered_fraction": sums.unanswered,
+        "distinct_fraction": sums.distinct,
     }
     ordered = sorted(sums.lengths)
     return {
@@ -242,6 +257,9 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.unsolved_groups += bool(scores) and max(scores) <= 0.0
         sums.solved_groups += bool(scores) and min(scores) >= 1.0
         sums.unusable_tokens += group.unusable_tokens
+        sums.looped = _added(sums.looped, group.looped, group.rollouts, group.looped >= 0)
+        sums.unanswered = _added(sums.unanswered, group.unanswered, len(scores), group.unanswered >= 0)
+        sums.distinct = _added(sums.distinct, group.distinct / max(1, group.rollouts), 1, group.distinct > 0)
         for name, values in group.graded_parts.items():
             total, count = sums.parts.get(name, (0.0, 0))
             sums.parts[name] = total + sum(values), count + len(values)
@@ -258,6 +276,10 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.staleness_sum += step * trained - group.version_tokens
         sums.staleness_max = max(sums.staleness_max, staleness(step, group.oldest_version))
     return sums
+
+
+def _added(sums: tuple[Number, int], value: Number, count: int, known: bool) -> tuple[Number, int]:
+    return (sums[0] + value, sums[1] + count) if known else sums
 
 
 def extend(

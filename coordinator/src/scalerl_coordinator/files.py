@@ -16,6 +16,7 @@ import msgspec
 
 from scalerl_api.curve import curve_csv, labels_csv
 from scalerl_api.exports import EXPORTS_FILE, Exports, read_exports
+from scalerl_api.health import LAST, LONG, rows_of
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
@@ -32,6 +33,11 @@ class RunFiles:
         self.decisions = DecisionLog(paths.decisions)
         self._present: set[int] | None = None
         """Steps of the rows in the last write; None if the contents of the file are uncertain."""
+
+    def health_rows(self) -> list[Row]:
+        """The rows of metrics.jsonl by which the run's health is judged, of its first and last steps. Raises OSError."""
+        lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
+        return rows_of(lines if len(lines) <= 2 * LONG else lines[:LAST] + lines[-LONG:])
 
     def exports(self) -> Exports | None:
         """The trainer's exported models."""

@@ -399,6 +399,9 @@ class GeneratorRequests:
                 next_prompt=next_prompt,
                 unusable_tokens=max(0, min(group.unusable_tokens, sum(summary.lengths))),
                 sample=group.sample and bounded(group.sample),
+                looped=-1 if group.looped is None else max(0, min(group.looped, len(summary.lengths))),
+                unanswered=summary.unanswered,
+                distinct=len({completion.token_ids for completion in group.completions}),
             ),
             payload if next_prompt is None else b"",
         )

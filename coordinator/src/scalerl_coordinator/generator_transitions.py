@@ -75,6 +75,9 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         rewards=record.rewards,
         parts=record.parts,
         unusable_tokens=record.unusable_tokens,
+        looped=record.looped,
+        unanswered=record.unanswered,
+        distinct=record.distinct,
     )
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)

@@ -33,6 +33,7 @@ class GroupSummary:
     newest_version: int
     ungraded: list[int]
     masked_tokens: list[int]
+    unanswered: int
 
 
 def summarize_group(
@@ -85,6 +86,7 @@ def summarize_group(
         oldest if latest < 0 else latest,
         ungraded,
         masked_tokens if any(masked_tokens) else [],
+        -1 if group.verdicts.unanswered is None else len({*group.verdicts.unanswered} - {*ungraded}),
     )
 
 
@@ -102,6 +104,8 @@ def _check_verdicts(verdicts: Verdicts, completions: int) -> None:
                 )
     if not verdicts.errors.keys() <= set(range(completions)):
         raise InvalidGroup(f"verdicts: errors of the completions {verdicts.ungraded}, of {completions}")
+    if not {*(verdicts.unanswered or ())} <= set(range(completions)):
+        raise InvalidGroup(f"verdicts: no answer in the completions {verdicts.unanswered}, of {completions}")
 
 
 def check_partials(group: PartialGroup, completions: int, max_tokens: int, newest: int) -> None:

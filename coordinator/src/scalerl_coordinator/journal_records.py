@@ -98,6 +98,12 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Tokens whose log-probability is not finite, which are masked."""
     sample: Sample | None = None
     """A completion of a group whose scores are equal."""
+    looped: int = -1
+    """Number of completions that end in a loop; -1: not known."""
+    unanswered: int = -1
+    """Number of graded completions without an answer; -1: the verifier cannot tell."""
+    distinct: int = 0
+    """Number of completions that differ in their tokens; 0 in old journals."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):

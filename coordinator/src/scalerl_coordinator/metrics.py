@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api.curve import MAX_LABEL_VALUES
-from scalerl_api.task_figures import TASK_FIGURES, by_task
+from scalerl_api.task_figures import STEP_FIGURES, TASK_FIGURES, by_task
 from scalerl_api.wire import MAIN_TASK, Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
@@ -201,6 +201,13 @@ class _RunCollector(Collector):
                 if figure in found:
                     of_tasks.add_metric((task,), found[figure])
             yield of_tasks
+        for figure, text in STEP_FIGURES.items():
+            if figure in status.last_step_stats:
+                yield GaugeMetricFamily(
+                    _PREFIX + figure,
+                    f"Of the newest step: {text[0].lower()}{text[1:]}.",
+                    value=status.last_step_stats[figure],
+                )
         newest = [points[-1] for points in (status.points, *status.set_points.values()) if points]
         by_set = GaugeMetricFamily(
             _PREFIX + "evaluation_set_reward",

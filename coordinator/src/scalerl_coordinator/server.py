@@ -27,6 +27,7 @@ from aiohttp import web
 
 from scalerl_api import endpoints, wire
 from scalerl_api.exports import Exports
+from scalerl_api.health import HealthMonitor
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
@@ -109,6 +110,7 @@ class Server:
             for task, prompts in enumerate(sources)
         }
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
+        self._monitor = HealthMonitor()
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
         self._trackers = trackers
@@ -160,6 +162,7 @@ class Server:
             self._record.start()
             await self._record_journaled()
         await self._write_rows(whole=True)
+        await self._read_health()
         await self._write_curve()
         await self._read_exports()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
@@ -516,6 +519,7 @@ class Server:
         if self._record is not None:
             self._record.truncate(self._core.state.version)
         await self._write_rows(whole=True)
+        await self._read_health()
         await self._write_curve()
         return welcome
 
@@ -568,7 +572,9 @@ class Server:
             ) from problem
 
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
-        if await self._decided(lambda now: self._training.step(report, now)) is not None:
+        row = await self._decided(lambda now: self._training.step(report, now))
+        if row is not None:
+            self._monitor.add(row)
             await self._record_step(report.step, report.sequences)
         self._step_groups = None
         await self._write_rows()
@@ -654,7 +660,10 @@ class Server:
         # The exports are those that a tick read last: a slow disk must not delay the status.
         status, error = (
             msgspec.structs.replace(
-                build_status(self._core), exports=self._exports, trackers=self._trackers()
+                build_status(self._core),
+                exports=self._exports,
+                trackers=self._trackers(),
+                health_problem=self._monitor.problem,
             ),
             self._journal.refusing,
         )
@@ -679,6 +688,11 @@ class Server:
         if self._core.state.awaits_trainer:
             return True  # the file may have the rows up to the trainer's checkpoint, which the state does not know yet
         return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
+
+    async def _read_health(self) -> None:
+        with contextlib.suppress(OSError):  # then it is judged from the next steps
+            loop = asyncio.get_running_loop()
+            self._monitor.load(await loop.run_in_executor(self._files_thread, self._files.health_rows))
 
     async def _write_curve(self) -> None:
         points, forecast = self._core.points, self._core.settings.forecast_task

@@ -108,6 +108,8 @@ class CoordinatorState(msgspec.Struct):
     rows: dict[int, Row] = {}
     """Rows of metrics.jsonl by step, kept until they need not be written again."""
     last_row: Row = {}
+    usage_at_step: Usage | None = None
+    """``usage`` at the last reported step."""
     publish_stats: dict[str, float] = {}
     """Statistics of the last publish, for the next row."""
     mismatches: dict[str, MismatchSums] = {}

@@ -9,10 +9,12 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from scalerl_api.task_figures import task_key
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, Row, add_mismatches, extend, figures, sum_step
+from scalerl_coordinator.accounting import Accepted, Row, Usage, add_mismatches, extend, figures, sum_step
 from scalerl_coordinator.prompt_history import tried
 from scalerl_coordinator.state import CoordinatorState
 
@@ -126,8 +128,29 @@ def _advance(
         "prompts_crc32": _crc32([state.prompts[slot] for slot in state.slots_of(step)]),
         **_task_figures(state, step),
     }
+    if stats:  # else its report is lost
+        row |= _since_last_step(state, step, sums.work_tokens)
     state.rows[step] = state.last_row = {**stats, **state.publish_stats, **row}
     state.publish_stats = {}
+
+
+def _since_last_step(state: CoordinatorState, step: int, tokens: int) -> Row:
+    """The figures of :data:`scalerl_api.task_figures.STEP_FIGURES` of a reported step with ``tokens`` completion tokens."""
+    now, before = state.usage, state.usage_at_step or (None if step else Usage())
+    state.usage_at_step = msgspec.structs.replace(now)
+    seconds = now.wall_seconds - before.wall_seconds if before else 0.0
+    if before is None or seconds <= 0:
+        return {}
+    alive = now.generator_alive_seconds - before.generator_alive_seconds
+    generating = now.generator_busy_seconds - before.generator_busy_seconds
+    computing = now.trainer_busy_seconds - before.trainer_busy_seconds
+    return {
+        "step_seconds": seconds,
+        "trainer_bubble_fraction": max(0.0, 1.0 - computing / seconds),
+        **({"generator_bubble_fraction": max(0.0, 1.0 - generating / alive)} if alive > 0 else {}),
+        "generated_tokens_per_second": (now.generated_tokens - before.generated_tokens) / seconds,
+        "consumed_tokens_per_second": tokens / seconds,
+    }
 
 
 def _task_figures(state: CoordinatorState, step: int) -> Row:

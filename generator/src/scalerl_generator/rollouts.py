@@ -37,6 +37,7 @@ from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.past_responses import PastResponseFeed
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.repetition import ends_in_loop
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
@@ -77,6 +78,7 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
 
 def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
     """Verdicts on a group's completions, in the wire's form."""
+    answers = [None if grade.verdict is None else grade.verdict.answered for grade in graded]
     return Verdicts(
         scores=[grade.score for grade in graded],
         parts={
@@ -84,6 +86,9 @@ def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdi
             for name in part_names
         },
         errors={i: grade.error for i, grade in enumerate(graded) if grade.error is not None},
+        unanswered=[i for i, answered in enumerate(answers) if answered is False]
+        if any(answered is not None for answered in answers)
+        else None,
     )
 
 
@@ -129,6 +134,13 @@ def _recorded(text: str, tokens: int) -> str:
     """
     encoded = text.encode("utf-8", "backslashreplace")
     return encoded[: MAX_TEXT_BYTES * tokens].decode("utf-8", "ignore")
+
+
+def _looped(completions: Sequence[Sampled]) -> int:
+    """Number of completions that end in a loop, before their end token."""
+    return sum(
+        ends_in_loop(c.token_ids[:-1] if c.finish_reason == "stop" else c.token_ids) for c in completions
+    )
 
 
 Strategy = Callable[[CompletionStreams], Awaitable[None]]
@@ -311,6 +323,9 @@ class RolloutGenerator:
             unusable_tokens=sum(int(c.masked.sum()) for c in generated.completions),
             sample=sample,
             text=text,
+            looped=await self._in_thread(_looped, generated.completions)
+            if lease.split is Split.TRAIN
+            else None,
         )
 
     async def _draft_tally(self, generated: Generated) -> DraftTally | None:

@@ -277,3 +277,30 @@ def test_unsaved_weights_are_neither_stalled_nor_failed(reconciles: Reconciles) 
         "a suspension waits, too"
     )
     assert reconciles.reconcile(1e5 + 90, unsaved_version=-1, checkpoint_problem="") == Reason.HEALTHY
+
+
+def test_unhealthy_training_is_no_degradation_and_stays_while_the_coordinator_is_silent(
+    reconciles: Reconciles,
+) -> None:
+    def said() -> tuple[str, str, str | None]:
+        found = reconciles.after.condition(ConditionType.TRAINING_HEALTHY)
+        assert found is not None
+        return found.status, found.reason, event_type(found)
+
+    text = "14% of the completions are cut off at their maximum length (at step 41)"
+    reconciles.reconcile(0)
+    assert said() == ("True", Reason.HEALTHY, None)
+    assert reconciles.reconcile(5, health_problem=text) == Reason.HEALTHY
+    assert said() == ("False", Reason.HEALTH_RULE, "Warning")
+    for at, silent in ((10, False), (15, True), (20, False)):
+        reconciles.reconcile(at, silent=silent)
+        condition = reconciles.after.condition(ConditionType.TRAINING_HEALTHY)
+        assert condition is not None
+        assert (condition.status, condition.message) == ("False", text)
+        assert reconciles.quiet or silent or at == 20
+    reconciles.reconcile(25)
+    assert reconciles.quiet
+    reconciles.reconcile(30, Phase.SUSPENDED)
+    assert said() == ("False", Phase.SUSPENDED, None)
+    reconciles.reconcile(35, health_problem="")
+    assert said() == ("True", Reason.HEALTHY, None)

@@ -85,6 +85,7 @@ class PluginVerifier:
             raise VerifierError(f"plugin {plugin.name!r}: {type(own).__name__} has no method {wanted}")
         self.label, self.part_names = plugin.name, tuple(getattr(own, "part_names", ()))
         self.range = getattr(own, "range", plugin.range)
+        self.finds_answers = bool(getattr(own, "finds_answers", False))
         self._own = own
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:

@@ -71,10 +71,10 @@ def math_answer_text(answer: str) -> str:
     return extract(answer).text
 
 
-def equivalent(reference: Answer, text: str, enclosed: bool) -> bool:
-    """Whether a reply equals a reading of the reference. It may not terminate."""
+def equivalent(reference: Answer, text: str, enclosed: bool) -> bool | None:
+    """Whether a reply equals a reading of the reference; None if the reply has no answer. It may not terminate."""
     given = math_answer.read_reply(text, enclosed)
-    return bool(given.text) and _answers_equal(reference, given)
+    return _answers_equal(reference, given) if given.text else None
 
 
 def can_be_met(reference: Answer) -> bool:

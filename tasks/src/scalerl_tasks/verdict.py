@@ -17,6 +17,14 @@ REWARD: Final = "reward"
 NOT_APPLICABLE: Final = "not applicable: the verifier gave None"
 """In place of a verdict, where a verifier does not apply to a prompt."""
 
+
+class _NoAnswer(float):
+    """A score of 0 with the reason that the completion has no answer."""
+
+
+NO_ANSWER: Final = _NoAnswer(0.0)
+"""The score of a completion in which the verifier found no answer."""
+
 MAX_PARTS: Final = 16
 _PART_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -29,10 +37,12 @@ class Verdict:
         score: in :data:`SCORE_RANGE`; the reward is computed from it.
         parts: finite numbers that explain the score, by the names that the verifier declares. Their means are reported; they
             do not change the reward.
+        answered: whether the completion has an answer, right or wrong; None if the verifier cannot tell.
     """
 
     score: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    answered: bool | None = field(default=None, compare=False)
 
 
 def declared_parts(verifier: object) -> tuple[str, ...]:
@@ -66,16 +76,20 @@ def as_verdict(
         ValueError: the score is outside ``bounds``, a part is not finite, or the parts are not those declared.
 
     >>> as_verdict(True, ()), as_verdict(Verdict(0.5, {"process": 0.25}), ["process"])
-    (Verdict(score=1.0, parts={}), Verdict(score=0.5, parts={'process': 0.25}))
-    >>> as_verdict(0.0, ["reward"], (-1.0, 1.0))
-    Verdict(score=0.5, parts={'reward': 0.0})
+    (Verdict(score=1.0, parts={}, answered=None), Verdict(score=0.5, parts={'process': 0.25}, answered=None))
+    >>> as_verdict(0.0, ["reward"], (-1.0, 1.0)), as_verdict(NO_ANSWER, ()).answered
+    (Verdict(score=0.5, parts={'reward': 0.0}, answered=None), False)
     """
-    verdict = found if isinstance(found, Verdict) else Verdict(found)
+    verdict = (
+        found
+        if isinstance(found, Verdict)
+        else Verdict(found, answered=False if found is NO_ANSWER else None)
+    )
     score, (low, high) = float(verdict.score), bounds
     if not low <= score <= high:  # NaN is not
         raise ValueError(f"the verifier gave {score:g}, which is not in [{low:g}, {high:g}]")
     if bounds != SCORE_RANGE:
-        verdict = Verdict(score, {**verdict.parts, REWARD: score})
+        verdict = Verdict(score, {**verdict.parts, REWARD: score}, verdict.answered)
         score = min(1.0, (score - low) / (high - low))
     if verdict.parts.keys() != set(part_names):
         raise ValueError(
@@ -85,4 +99,4 @@ def as_verdict(
     for name, value in parts.items():
         if not math.isfinite(value):
             raise ValueError(f"the verifier gave {value} as its part {name!r}, which is not finite")
-    return Verdict(score, parts)
+    return Verdict(score, parts, verdict.answered)

@@ -31,7 +31,7 @@ from scalerl_tasks.plugins import Plugin, PluginVerifier
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
-from scalerl_tasks.verdict import Verdict
+from scalerl_tasks.verdict import NO_ANSWER, Verdict
 
 _SAMPLES = 3
 _MATH_SAMPLES = (
@@ -48,7 +48,8 @@ class Verifier(Protocol):
 
     A verifier whose verdicts have parts declares them in an attribute ``part_names: Sequence[str]``; one with rewards outside
     [0, 1], their ``range: tuple[float, float]``. One that scores the completions of a prompt together has ``whole = True`` and a
-    method ``score_group(prompt, completions)``, which returns a list. With ``trusted = True`` it has no audit guard.
+    method ``score_group(prompt, completions)``, which returns a list. With ``trusted = True`` it has no audit guard. With
+    ``finds_answers = True``, its scores of completions without an answer are :data:`~scalerl_tasks.verdict.NO_ANSWER`.
     """
 
     @property
@@ -124,12 +125,14 @@ class ExactVerifier:
     """1 when the answer is the reference answer, both stripped; 0 otherwise."""
 
     name = "exact"
+    finds_answers = True
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
         reference = prompt.answer.strip()
         if not reference:
             raise VerifierError(f"prompt {prompt.id} has no answer for the verifier 'exact' to compare with")
-        return float(extract_answer(completion) == reference)
+        answer = extract_answer(completion)
+        return float(answer == reference) if answer else NO_ANSWER
 
     def check(self, prompt: Prompt, /) -> None:
         _check_reference(self, prompt)
@@ -152,6 +155,7 @@ class NumberVerifier:
     """
 
     name = "number"
+    finds_answers = True
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
         wanted = _reference_quantity(prompt.answer)
@@ -161,7 +165,7 @@ class NumberVerifier:
             raise VerifierError(_no_number(prompt))
         text, enclosed = extract(completion)
         given = read_quantity(text) if enclosed else last_quantity(text)
-        return float(given is not None and same_quantity(wanted, given))
+        return NO_ANSWER if given is None else float(same_quantity(wanted, given))
 
     def check(self, prompt: Prompt, /) -> None:
         if _reference_quantity(prompt.answer) is None:
@@ -180,6 +184,7 @@ class ReasoningGymVerifier:
     """
 
     name = "reasoning-gym"
+    finds_answers = True
 
     def __init__(self, task: GymTask) -> None:
         self._task = task
@@ -188,7 +193,7 @@ class ReasoningGymVerifier:
     def score(self, prompt: Prompt, completion: str, /) -> float:
         answer = extract_answer(completion)
         if not answer:
-            return 0.0
+            return NO_ANSWER
         score = float(self._data.score_answer(answer, _entry(prompt)))
         if not math.isfinite(score):
             raise ValueError(f"the scorer of {self._task.name!r} gave {score}")
@@ -211,6 +216,7 @@ class MathVerifier:
     """1 when the answer is mathematically equal to the reference answer (:mod:`scalerl_tasks.symbolic`); 0 otherwise."""
 
     name = "math-verify"
+    finds_answers = True
 
     def __init__(self) -> None:
         # Imported here: it imports sympy and antlr, which no other verifier needs.
@@ -220,7 +226,8 @@ class MathVerifier:
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
         text, enclosed = extract(completion)
-        return float(self._symbolic.equivalent(self._reference(prompt), text, enclosed))
+        equal = self._symbolic.equivalent(self._reference(prompt), text, enclosed)
+        return NO_ANSWER if equal is None else float(equal)
 
     def check(self, prompt: Prompt, /) -> None:
         reference = self._reference(prompt)

@@ -47,6 +47,7 @@ from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
 from scalerl_trainer.tensor_files import TensorInfo
+from scalerl_trainer.utilization import utilization
 from scalerl_trainer.worker import Command, Trained, Worker
 
 log = logging.getLogger(__name__)
@@ -279,6 +280,13 @@ class Leader:
         if (uploads := self._uploads()) is not None:
             stats["checkpoint_uploaded"] = float(uploads.version)
         busy_seconds = seconds["forward_backward_seconds"] + seconds["optimizer_seconds"]
+        engine = worker.engine
+        mfu = utilization(
+            *(engine.flops_per_token, step_stats.tokens, busy_seconds, worker.ranks.world),
+            *(engine.settings.dtype, engine.device),
+        )
+        if mfu is not None:
+            stats["mfu"] = mfu
         if step_stats.skipped:
             return self._skip(trained, step, stats, busy_seconds)
         self._consecutive_skipped_steps = 0

@@ -243,6 +243,8 @@ class Group(Struct, frozen=True, kw_only=True):
     """One of the completions, if they have the same score and are of a training prompt."""
     text: GroupText | None = None
     """The texts, if the lease asks for them."""
+    looped: int | None = None
+    """Number of completions that end in a loop; None in evaluations."""
 
     @property
     def split(self) -> Split:

@@ -15,6 +15,8 @@ class Verdicts(Struct, frozen=True, kw_only=True):
     errors: dict[int, str] = {}
     """Why a completion has no verdict, by index of the completion. It is not trained on, and means over its group exclude
     it."""
+    unanswered: list[int] | None = None
+    """Indices of the completions without an answer, right or wrong; None if the verifier cannot tell."""
 
     @property
     def ungraded(self) -> list[int]:

@@ -273,6 +273,8 @@ class Status(Struct, frozen=True, kw_only=True):
     It stays the same while the problem lasts."""
     logprob_problem: str = ""
     """That some of the latest tokens have no finite log-probability; empty if nearly all have."""
+    health_problem: str = ""
+    """What is wrong first (:mod:`scalerl_api.health`); empty if nothing is known to be. It stays the same while the problem lasts."""
     set_points: dict[str, list[EvaluationPoint]] = {}
     """Curves of the other evaluation sets, by name of the set."""
 

@@ -17,6 +17,8 @@ Steps = Sequence[tuple[int, Row]]
 """Training steps: the step and its row."""
 Points = Sequence[tuple[int, Row]]
 """Evaluations: the version and its columns, whose names begin with :data:`HELD_OUT`."""
+Samples = Mapping[int, Sequence[Mapping[str, Any]]]
+"""Recorded rollouts of evaluations, by version: rows with the columns of :data:`~.tail.SAMPLE_COLUMNS`."""
 HELD_OUT: Final = "held_out/"
 
 
@@ -35,8 +37,9 @@ class Sink(Protocol):
     def open(self) -> tuple[int, set[int]]:
         """Connect; returns the first step that the sink lacks, and the versions whose evaluations it has."""
 
-    def write(self, steps: Steps, points: Points) -> None:
-        """Write new steps in ascending order, all above earlier ones, and new evaluations in order of their versions.
+    def write(self, steps: Steps, points: Points, samples: Samples) -> None:
+        """Write new steps in ascending order, all above earlier ones, and new evaluations in order of their versions, with the
+        rollouts of those that have any.
 
         With ``clears_on_open``, the versions too are above all earlier ones.
         """

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Final
 
 from scalerl_api.curve import curve_figures
 from scalerl_coordinator.accounting import Row
@@ -104,6 +104,47 @@ class CurveTail:
             return None
         self._stat, self._read = stat, now
         return [(version, now[version]) for version in new]
+
+
+SAMPLE_ROWS: Final = 64
+"""Rollouts of an evaluation that a tracker gets."""
+SAMPLE_COLUMNS: Final = (
+    *("step", "task", "prompt_id", "sample", "prompt", "completion", "reference"),
+    *("reward", "tokens", "finish_reason", "error"),
+)
+_SAMPLE_CHARACTERS: Final = 4000
+
+
+def sample_of_evaluation(directory: Path, version: int) -> list[dict[str, Any]]:
+    """Up to :data:`SAMPLE_ROWS` recorded rollouts of an evaluation, evenly spaced over its prompts; texts are cut. Empty while none are
+    recorded, or a file is being replaced."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = []
+    for path in sorted(directory.glob("held_out-*.parquet")):
+        _, first, last, _ = path.stem.split("-")
+        if int(first) <= version <= int(last):
+            try:
+                columns = [*SAMPLE_COLUMNS, "prompt_index"]
+                tables.append(pq.read_table(path, columns=columns, filters=[("step", "==", version)]))
+            except (OSError, pa.ArrowException):
+                return []
+    found = (
+        pa.concat_tables(tables).sort_by([(n, "ascending") for n in ("task", "prompt_index", "sample")])
+        if tables
+        else None
+    )
+    if not found:
+        return []
+    rows = min(SAMPLE_ROWS, found.num_rows)
+    chosen = (
+        found.take([at * found.num_rows // rows for at in range(rows)]).select(SAMPLE_COLUMNS).to_pylist()
+    )
+    return [
+        {name: value[:_SAMPLE_CHARACTERS] if isinstance(value, str) else value for name, value in row.items()}
+        for row in chosen
+    ]
 
 
 def _rows(file: BinaryIO) -> Iterator[tuple[bytes, int, Row]]:

@@ -12,7 +12,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import hparams
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, flat, hyperparameters
+from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Samples, Steps, flat, hyperparameters
 
 _OVER_COMPUTE: Final = f"{HELD_OUT}reward_over_device_seconds"
 _SUFFIX = ".scalerl"
@@ -46,7 +46,7 @@ class TensorBoardSink:
         self._writer.flush()
         return 0, set()
 
-    def write(self, steps: Steps, points: Points) -> None:
+    def write(self, steps: Steps, points: Points, samples: Samples) -> None:
         assert self._writer is not None
         for step, row in (*steps, *points):
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]

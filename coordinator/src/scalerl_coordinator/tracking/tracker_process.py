@@ -24,10 +24,13 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import ProcessEnvironment
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import Tracker
+from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.tracking.sink import Sink
-from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail
+from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail, sample_of_evaluation
 
 POLL_SECONDS: Final = 2.0
+_SAMPLE_POLLS: Final = 5
+"""Polls for which an evaluation waits for its rollouts, which the coordinator writes in another thread."""
 _PROBLEM_CHARACTERS: Final = 600
 
 
@@ -95,24 +98,39 @@ def follow(
     """
     metrics, curve = MetricsTail(paths.metrics), CurveTail(paths.curve)
     (missing, measured), reported, ending = sink.open(), -1, False
+    held: list[tuple[int, Row]] = []
+    polls = 0
     while True:
         rows, points = metrics.read(), curve.read()
         if rows is None or points is None:
             # Both files are read again from the start; rows that the sink already has are skipped.
             metrics.rewind()
             curve.rewind()
+            held = []
             if sink.clears_on_open:
                 sink.close()
                 missing, measured = sink.open()
             continue
         steps = [(step, row) for step, row in rows if step >= missing]
-        points = [(version, row) for version, row in points if version not in measured]
-        if steps or points:
-            sink.write(steps, points)
+        held += [(version, row) for version, row in points if version not in measured]
+        written = [] if paths.rollouts.exists() else held
+        if steps or written:
+            sink.write(steps, written, {})
             missing = steps[-1][0] + 1 if steps else missing
-            measured |= {version for version, _ in points}
+        while held and not written:  # one by one: the samples of a long run need much memory
+            (version, row), *later = held
+            sample = sample_of_evaluation(paths.rollouts, version)
+            if not (sample or later or ending or polls >= _SAMPLE_POLLS):
+                break
+            sink.write([], [(version, row)], {version: sample})
+            measured.add(version)
+            held, polls = later, 0
+        if written:
+            measured |= {version for version, _ in held}
+            held = []
         if rows or points:
             continue
+        polls += bool(held)
         if missing != reported:
             reported = missing
             report_step(missing - 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.trackers import WandbSpec
-from scalerl_coordinator.accounting import Row
-from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Steps, hyperparameters, tracker_id
+from scalerl_coordinator.tracking.sink import HELD_OUT, Points, Samples, Steps, hyperparameters, tracker_id
+from scalerl_coordinator.tracking.tail import SAMPLE_COLUMNS
 
 # Set before the import, which reads it: the library must not send its errors to W&B.
 os.environ["WANDB_ERROR_REPORTING"] = "false"
@@ -19,8 +20,15 @@ import wandb
 
 _INIT_SECONDS: Final = 30.0
 _VERSION: Final = f"{HELD_OUT}version"
+_ROLLOUTS: Final = f"{HELD_OUT}rollouts"
 _MAX_POINTS: Final = 100_000
 """More evaluations than any run has, because the server samples at random above this limit."""
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    return wandb.Table(
+        list(SAMPLE_COLUMNS), [[row[name] for name in SAMPLE_COLUMNS] for row in rows], allow_mixed_types=True
+    )
 
 
 class WandbSink:
@@ -78,12 +86,14 @@ class WandbSink:
         measured = run.history(samples=_MAX_POINTS, keys=[_VERSION], pandas=False)
         return int(run.summary.get("step", -1)) + 1, {int(row[_VERSION]) for row in measured}
 
-    def write(self, steps: Steps, points: Points) -> None:
-        for axis, rows in (("step", steps), (_VERSION, points)):
-            for _, row in rows:
-                self._log(axis, row)
+    def write(self, steps: Steps, points: Points, samples: Samples) -> None:
+        for _, row in steps:
+            self._log("step", row)
+        for version, row in points:
+            table = samples.get(version)
+            self._log(_VERSION, row | ({_ROLLOUTS: _table(table)} if table else {}))
 
-    def _log(self, axis: str, row: Row) -> None:
+    def _log(self, axis: str, row: dict[str, Any]) -> None:
         for name in row.keys() - self._defined - {axis}:
             self._wandb.define_metric(name, step_metric=axis, step_sync=False)
         self._defined |= row.keys()

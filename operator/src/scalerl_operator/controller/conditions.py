@@ -224,6 +224,16 @@ def _degraded(context: RunContext) -> Value:
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
 
+def _training_healthy(context: RunContext) -> Value:
+    """While the coordinator does not answer, as it was."""
+    if context.coordinator is not None:
+        problem = context.coordinator.health_problem
+    else:
+        before = context.before.condition(ConditionType.TRAINING_HEALTHY)
+        problem = before.message or "" if before is not None and before.reason == Reason.HEALTH_RULE else ""
+    return not problem, Problem(Reason.HEALTH_RULE, problem) if problem else Problem(Reason.HEALTHY, "")
+
+
 def _suspended(context: RunContext) -> Value:
     outcome = context.decision.memory.outcome
     if outcome is not None and outcome.end is End.HELD:
@@ -269,6 +279,7 @@ CONDITIONS: Final[Mapping[str, Row]] = {
     ConditionType.PROGRESSING: Row(_progressing),
     ConditionType.FORECAST_READY: Row(_forecast_ready),
     ConditionType.DEGRADED: Row(_degraded, problem="True", events={"True": "Warning"}),
+    ConditionType.TRAINING_HEALTHY: Row(_training_healthy, events={"False": "Warning"}, of_pods=True),
     ConditionType.SUSPENDED: Row(_suspended, problem=None, events={"True": "Normal"}, always=True),
     ConditionType.COMPLETED: Row(
         partial(_ended, End.COMPLETED), problem=None, events={"True": "Normal"}, always=True

@@ -147,10 +147,12 @@ class CombinedGrader:
             parts[label] = one.verdict.parts.get(REWARD, one.verdict.score)
         if not scores:
             return Graded(None, NOT_APPLICABLE)
+        known = [one.verdict.answered for one in found if one.verdict and one.verdict.answered is not None]
+        answered = all(known) if known else None
         if self._product:
-            return Graded(Verdict(math.prod(scores), parts))
+            return Graded(Verdict(math.prod(scores), parts, answered))
         total = math.fsum(score * weight for score, weight in zip(scores, weights, strict=True))
-        return Graded(Verdict(min(1.0, total / math.fsum(weights)), parts))
+        return Graded(Verdict(min(1.0, total / math.fsum(weights)), parts, answered))
 
     async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
         errors: list[str | None] = [None] * len(prompts)

@@ -25,6 +25,7 @@ from scalerl_tasks.grading.protocol import (
     Setup,
 )
 
+_ANSWERED = {protocol.ANSWERED: True, protocol.UNANSWERED: False}
 _REPLY_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
 _EXIT_POLL_SECONDS = 0.01
@@ -41,8 +42,8 @@ class Grader(asyncio.Protocol):
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.results: list[tuple[float, tuple[float, ...], str | None]] = []
-        """Score, parts and error of each completion."""
+        self.results: list[tuple[float, tuple[float, ...], bool | None, str | None]] = []
+        """Score, parts, whether it has an answer, and error of each completion."""
         self.ended = False
         """No more records will arrive: the grader retired or died."""
         self.retired = False
@@ -92,7 +93,8 @@ class Grader(asyncio.Protocol):
             else:
                 parts = struct.unpack_from(f"<{count}d", buffer, at + RECORD.size)
                 text = buffer[start:end].decode("utf-8", "replace")
-                self.results.append((score, parts, text if kind == protocol.FAILED else None))
+                error = text if kind == protocol.FAILED else None
+                self.results.append((score, parts, _ANSWERED.get(kind), error))
             at = end
         if at:
             del buffer[:at]

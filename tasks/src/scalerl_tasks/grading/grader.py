@@ -15,10 +15,12 @@ from typing import Any
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import (
+    ANSWERED,
     FAILED,
     LENGTH,
     RETIRED,
     SCORED,
+    UNANSWERED,
     CheckRequest,
     Limits,
     Request,
@@ -127,7 +129,11 @@ def _record(verifier: Verifier, part_names: Sequence[str], prompt: Prompt, found
         return _failed(
             f"{text.replace('the verifier', label, 1)} (verifier.range), for the prompt {prompt.id}"
         )
-    return protocol.record(SCORED, verdict.score, list(verdict.parts.values()))
+    answered = verdict.answered
+    if answered is None and getattr(verifier, "finds_answers", False):
+        answered = True
+    kind = SCORED if answered is None else ANSWERED if answered else UNANSWERED
+    return protocol.record(kind, verdict.score, list(verdict.parts.values()))
 
 
 def _described(verifier: Verifier, error: BaseException) -> str:

@@ -283,8 +283,8 @@ class GradingPool:
         """Collect records until there are ``count`` or the grader ends; False when one is overdue."""
         taken = 0
         while True:
-            for score, parts, error in grader.results[taken:]:
-                verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)))
+            for score, parts, answered, error in grader.results[taken:]:
+                verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)), answered)
                 self._record(job, Graded(verdict if error is None else None, error))
                 taken += 1
             if taken >= count or grader.ended:

@@ -27,6 +27,10 @@ RECORD = struct.Struct("<BdHH")
 SCORED = 0
 FAILED = 1
 RETIRED = 2
+ANSWERED = 3
+"""As :data:`SCORED`, of a completion with an answer."""
+UNANSWERED = 4
+"""As :data:`SCORED`, of a completion without one."""
 
 CONTROL = struct.Struct("<cQ")
 FORK = b"F"

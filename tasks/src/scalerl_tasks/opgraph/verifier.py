@@ -42,6 +42,7 @@ class OpGraphVerifier:
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict:
         right, found = self.compare(prompt, completion)
+        answered = right or _answer(after_thought(completion)) is not None
         process = found.process
         if self.name == "opgraph-blend":
             score = OUTCOME_WEIGHT + PROCESS_WEIGHT * process if right else 0.0
@@ -51,7 +52,8 @@ class OpGraphVerifier:
             )
             score = float(right and enough)
         counts = found.values, found.parents, found.missing, found.extra
-        return Verdict(score, dict(zip(self.part_names, (float(right), process, *counts), strict=True)))
+        parts = dict(zip(self.part_names, (float(right), process, *counts), strict=True))
+        return Verdict(score, parts, answered)
 
     def compare(self, prompt: Prompt, completion: str) -> tuple[bool, Comparison]:
         """Whether the answer is right, and how the steps differ from the prompt's solution."""

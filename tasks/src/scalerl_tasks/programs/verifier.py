@@ -120,7 +120,8 @@ class CodeVerifier:
         outcome = self.run(prompt, suite, program) if program.strip() else Outcome(0, 1, compiled=False)
         share = outcome.passed / outcome.total
         score = share if self._config.partial == "Share" else float(outcome.passed == outcome.total)
-        return Verdict(score, {"compiled": float(outcome.compiled), "tests_passed": share})
+        parts = {"compiled": float(outcome.compiled), "tests_passed": share}
+        return Verdict(score, parts, answered=bool(program.strip()))
 
     def check(self, prompt: Prompt, /) -> None:
         suite = read_suite(prompt)

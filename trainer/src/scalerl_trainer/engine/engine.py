@@ -54,6 +54,7 @@ from scalerl_trainer.saved_state import (
     write_header,
     write_pieces,
 )
+from scalerl_trainer.utilization import flops_per_token
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class Engine:
         if settings.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.config = causal_lm.config
+        self.flops_per_token = flops_per_token(causal_lm)
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, settings.dtype))
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
