@@ -52,12 +52,11 @@ class Tab:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, script: str) -> Any:
-        """Wait until an expression is true; returns its value."""
+    async def until(self, script: str) -> None:
+        """Wait until an expression is true."""
         async with asyncio.timeout(_WAIT_SECONDS):
-            while not (value := await self.run(script)):  # noqa: ASYNC110
+            while not await self.run(f"Boolean({script})"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        return value
 
     async def open(self, address: str) -> None:
         await self.call("Page.navigate", url=address)
