@@ -36,7 +36,8 @@ class Tab:
             elif content.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(str(content["params"]["exceptionDetails"]))
             elif content.get("method") == "Log.entryAdded":
-                self.problems.append(content["params"]["entry"]["text"])
+                entry = content["params"]["entry"]
+                self.problems.append(f"{entry.get('url', '')}: {entry['text']}")
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)

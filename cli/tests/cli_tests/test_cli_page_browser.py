@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
             "reward": 0.2 + at / 100,
             "entropy": 1.0,
             "wall_seconds": 10.0 * (at + 1),
-            "wait_seconds": 4.0,
+            "wait_seconds": 4 + at / 100,
         }
         | {
             "forward_backward_seconds": 4.0,

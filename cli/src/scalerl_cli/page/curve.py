@@ -74,4 +74,4 @@ def _why(made: Analysis) -> Iterator[str]:
         f"leave {widths[0]:.3f}; with the departures from the curve that are possible beyond now it is {widths[1]:.3f}; the rest "
         "is the noise of a single evaluation"
     )
-    yield from made.doubts
+    yield from (doubt.replace("interval of A ", "interval of the asymptote ") for doubt in made.doubts)

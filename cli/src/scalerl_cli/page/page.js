@@ -9,12 +9,16 @@ const CHARTS = [
   ["Entropy, nats", ["entropy"]],
   ["Mismatch of trainer and generators, KL", ["sampled_kl", "probe_kl"], "log"],
   ["Staleness, steps", ["staleness_mean", "staleness_max"]],
-  ["Shares of the completions", ["truncated_fraction", "repeated_fraction", "no_answer_fraction"]],
+  ["Shares of the completions", ["truncated_fraction", "looped_fraction", "unanswered_fraction"]],
   ["Shares of the prompts that score only 0, only 1", ["unsolved_groups_fraction", "solved_groups_fraction"]],
   ["Gradient norm", ["grad_norm"]],
-  ["KL to the start, nats", ["start_kl"]],
+  ["Distinct completions of a prompt, share", ["distinct_fraction"]],
+  ["KL to the reference, nats", ["reference_kl"]],
+  ["Tokens per second", ["generated_tokens_per_second", "consumed_tokens_per_second"]],
+  ["Share of the time without work", ["trainer_bubble_fraction", "generator_bubble_fraction"]],
+  ["Model FLOP utilisation", ["mfu"]],
   ["Seconds of a step", ["wait_seconds", "forward_backward_seconds", "optimizer_seconds", "publish_seconds", "checkpoint_seconds"]],
-  ["Busy share", ["trainer_busy_fraction", "generator_busy_fraction"]],
+  ["Busy share of the run so far", ["trainer_busy_fraction", "generator_busy_fraction"]],
 ];
 const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, probe: 7, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
 
@@ -295,7 +299,7 @@ const VIEWS = {
       place.replaceChildren(runChoice("timeline", options),
         make("div", { class: "row" },
           make("button", { disabled: found.first === 0, onclick: () => move(found.first - 1) }, "earlier"), make("button", { disabled: found.last >= found.of, onclick: () => move(found.last + count) }, "later"),
-          make("label", { class: "check" }, "steps", make("select", { onchange: (event) => go("timeline", { ...options, count: event.target.value }) }, [5, 12, 50, 200].map((n) => make("option", { selected: n === count }, n)))),
+          make("label", {}, "steps", make("select", { onchange: (event) => go("timeline", { ...options, count: event.target.value }) }, [5, 12, 50, 200].map((n) => make("option", { selected: n === count }, n)))),
           make("span", { class: "quiet" }, `steps ${found.first} to ${found.last} of ${found.of}, ${number(total)} s`),
           make("a", { href: `/perfetto.json?run=${run}`, download: true }, "whole run for Perfetto")),
         lanes(found),
@@ -404,7 +408,7 @@ function lanes(found) {
       parts.push(make("svg:path", { class: "bar t0", opacity: 0.75, d: `${path}V${y(0)}Z` }));
     });
     for (const [time, version] of found.publishes) if (found.publishes.length <= 60) parts.push(make("svg:line", { class: "mark", x1: px(time), x2: px(time), y1: 16, y2: height - 30 }, title(`version ${version} reached the generators`)));
-    for (const t of ticks(found.begin, found.end, Math.max(2, Math.floor(width / 120)))) parts.push(make("svg:text", { x: px(t), y: height - 8, "text-anchor": "middle" }, `${number(t, 5)} s`));
+    for (const t of ticks(found.begin, found.end, Math.max(3, Math.floor(width / 100)))) parts.push(make("svg:text", { x: px(t), y: height - 8, "text-anchor": "middle" }, `${number(t, 5)} s`));
     svg.replaceChildren(...parts, ...labels);
   }).observe(svg);
   return make("figure", {}, svg);

@@ -66,14 +66,15 @@ class Run:
             self._read_decisions()
             series = self._series
             row = series.row(-1) if series.rows else {}
+            steps = int(row["step"]) + 1 if row else 0
         return {
             "name": self.name,
             "directory": str(self.directory),
-            "steps": series.rows and int(row["step"]) + 1,
+            "steps": steps,
             "reward": row.get("reward"),
             "tokens": row.get("mean_completion_tokens"),
             "health": health(series.steps()) if series.rows else None,
-            "ended": self._ended(),
+            "ended": self._ended(steps),
             "changed": self._changed(),
             "revisions": {
                 "series": series.revision,
@@ -84,15 +85,11 @@ class Run:
             },
         }
 
-    def _ended(self) -> str | None:
-        """Why the run ended; None while it goes on, was killed, or was resumed after its end."""
+    def _ended(self, steps: int) -> str | None:
+        """Why the run ended; None while it goes on, was killed, or has trained more ``steps`` since."""
         try:
             summary = json.loads(self.paths.summary.read_text(encoding="utf-8"))
-            if self.paths.metrics.exists():
-                after = self.paths.metrics.stat().st_mtime - self.paths.summary.stat().st_mtime
-                if after > 0:
-                    return None
-            return str(summary["stop_reason"])
+            return str(summary["stop_reason"]) if summary["steps"] >= steps else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -122,7 +119,8 @@ class Run:
 
     def timeline(self, last: int | None, count: int) -> dict[str, Any]:
         with self._lock:
-            return self._timeline.window(last, count)
+            evaluated = {int(point[2]) for point in self.curve()["points"]}
+            return self._timeline.window(last, count, evaluated)
 
     def perfetto(self) -> dict[str, Any]:
         with self._lock:

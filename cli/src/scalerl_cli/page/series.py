@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from scalerl_cli.health import LAST, Row, Steps
+from scalerl_cli.health import LAST, Steps
 from scalerl_cli.page.appended import Appended
 
 MAX_POINTS: Final = 2000
@@ -63,7 +63,7 @@ class Series:
         values = self.columns.get(name)
         return np.full(self.rows, math.nan) if values is None else np.array(values)
 
-    def row(self, at: int) -> Row:
+    def row(self, at: int) -> dict[str, float]:
         return {name: column[at] for name, column in self.columns.items() if math.isfinite(column[at])}
 
     def steps(self) -> Steps:

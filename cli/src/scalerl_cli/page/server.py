@@ -32,9 +32,7 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 ASSETS: Final = {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
-_ENTER: Final = (
-    '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/"><title>ScaleRL</title>'
-)
+_ENTER: Final = '<!doctype html><meta charset="utf-8"><link rel="icon" href="/icon.svg"><meta http-equiv="refresh" content="0;url=/"><title>ScaleRL</title>'
 """A page that goes on by itself: a browser sends a strict cookie with its request, and not after a redirect from elsewhere."""
 _SEARCHES: Final = 2
 """Searches of rollouts at a time: each uses all cores."""

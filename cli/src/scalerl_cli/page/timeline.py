@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +26,7 @@ _AFTER: Final = {
     "checkpoint": "checkpoint_seconds",
     "export": "export_seconds",
 }
-"""Phases after the report of the step before, with their metrics. Those of the publish are in the row of that step."""
-_OF_PUBLISH: Final = ("publish", "probe")
+"""Phases after the report of the step before, with their metrics."""
 _BEFORE: Final = {
     "optimizer": "optimizer_seconds",
     "forward, backward": "forward_backward_seconds",
@@ -41,8 +40,8 @@ _SAME_SECONDS: Final = 0.5
 """Difference of the times of a step in the two files, at most."""
 MAX_STEPS: Final = 200
 _WAITS: Final = 10
-_MIN_WAIT: Final = 0.05
-"""Shortest wait that is listed, in multiples of the mean phase."""
+_MIN_WAIT: Final = 0.005
+"""Shortest wait that is listed, as a part of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +136,7 @@ class Timeline:
                 before.append(Phase(name, edge, last, step))
             limit, edge = edge, begin
             for name, metric in _AFTER.items():
-                row = at - 1 if name in _OF_PUBLISH else at
-                seconds = columns[metric][row] if row >= 0 else 0.0
-                edge, last = min(limit, edge + seconds), edge
+                edge, last = min(limit, edge + columns[metric][at]), edge
                 after.append(Phase(name, last, edge, step))
             yield from (phase for phase in [*after, *reversed(before)] if phase.end > phase.begin)
 
@@ -160,8 +157,11 @@ class Timeline:
 
     # --- a window ---------------------------------------------------------------------------------------
 
-    def window(self, last: int | None, count: int) -> dict[str, Any]:
-        """``count`` steps up to the step ``last`` (default: the newest), as JSON values."""
+    def window(self, last: int | None, count: int, evaluated: Container[int] = ()) -> dict[str, Any]:
+        """``count`` steps up to the step ``last`` (default: the newest), as JSON values.
+
+        evaluated: versions with an evaluation.
+        """
         series = self._series
         steps = series.column("step")
         if not series.rows:
@@ -190,18 +190,16 @@ class Timeline:
             "shares": shares | {"other": max(0.0, until - begin - known)},
             "generators": [_in_flight(name, groups, begin, until) for name in names],
             "publishes": [one for one in self._publishes.items() if begin <= one[0] <= until],
-            "waits": self._waits(phases),
+            "waits": self._waits(phases, evaluated),
             "busy": self.busy_fraction(),
             "traced": bool(self._groups),
         }
 
-    def _waits(self, phases: list[Phase]) -> list[dict[str, Any]]:
+    def _waits(self, phases: list[Phase], evaluated: Container[int]) -> list[dict[str, Any]]:
         """The longest waits of the trainer, each with what ended it."""
         whole = phases[-1].end - phases[0].begin
         waits = [
-            phase
-            for phase in phases
-            if phase.name == "wait" and phase.end - phase.begin > _MIN_WAIT * whole / len(phases)
+            phase for phase in phases if phase.name == "wait" and phase.end - phase.begin > _MIN_WAIT * whole
         ]
         longest = heapq.nlargest(_WAITS, waits, key=lambda phase: phase.end - phase.begin)
         by_step: dict[int, list[Group]] = {phase.step: [] for phase in longest}
@@ -209,7 +207,11 @@ class Timeline:
             if group.step in by_step:
                 by_step[group.step].append(group)
         return [
-            {"step": wait.step, "seconds": wait.end - wait.begin, "why": _why(wait, by_step[wait.step])}
+            {
+                "step": wait.step,
+                "seconds": wait.end - wait.begin,
+                "why": _why(wait, by_step[wait.step], evaluated),
+            }
             for wait in longest
         ]
 
@@ -288,15 +290,16 @@ def _in_flight(name: str, groups: list[Group], begin: float, end: float) -> dict
     }
 
 
-def _why(wait: Phase, groups: list[Group]) -> str:
+def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
     """What ended a wait, as far as the trace shows."""
     if not groups:
         return "which group came last is not known: the run has no trace of it (spec.trace)"
     last = max(groups, key=lambda one: one.accepted)
     if last.accepted < wait.begin:
+        held = f"the evaluation of version {wait.step - 1}, or " if wait.step - 1 in evaluated else ""
         return (
-            f"not for rollouts, which were complete {wait.begin - last.accepted:.1f} s before: for the permission to publish, "
-            "or for an evaluation that holds the step"
+            f"not for rollouts, which were complete {wait.begin - last.accepted:.1f} s before: for {held}the permission to "
+            f"publish version {wait.step}"
         )
     age = max(0, wait.step - last.version) if last.version >= 0 else math.nan
     lag = "" if math.isnan(age) else f", with weights {age} steps old" if age else ", with the newest weights"
