@@ -57,7 +57,7 @@ class _Found:
     places: Any
     """(n, 2) row group and row."""
     keys: Any
-    """(n, 3) what they are sorted by: whether it is missing, the column of ``--sort``, the step."""
+    """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
 
 
 def interval(text: str) -> tuple[float, float]:
@@ -213,7 +213,8 @@ def _open(path: Path, report: Report) -> pq.ParquetFile | None:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        # Read, not mapped: a search of all texts is faster, and needs a fifth of the memory.
+        return pq.ParquetFile(path, pre_buffer=False)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
@@ -282,16 +283,15 @@ def _matches(
             or [rows]
         )
     value = table[sort].to_numpy().astype(float)[rows]  # null becomes NaN
-    missing = np.isnan(value)
-    value = np.where(missing, 0.0, -value if arguments.descending else value)
-    return _Found(path, places[rows], np.stack([missing, value, table["step"].to_numpy()[rows]], axis=1))
+    value = np.where(np.isnan(value), np.inf, -value if arguments.descending else value)
+    return _Found(path, places[rows], np.stack([value, table["step"].to_numpy()[rows]], axis=1))
 
 
 def _places(file: pq.ParquetFile, number: int) -> Any:
     """Row group and row of each row of a row group, by row."""
     import numpy as np
 
-    rows = np.arange(file.metadata.row_group(number).num_rows)
+    rows = np.arange(file.metadata.row_group(number).num_rows, dtype=np.int32)
     return np.stack([np.full_like(rows, number), rows], axis=1)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+_BLOCK: Final = 2**22
 
 
 class Appended:
@@ -14,18 +18,24 @@ class Appended:
         self._offset = 0
         self._inode = 0
 
-    def read(self) -> tuple[bool, list[bytes]]:
-        """Whether the lines begin anew, and the complete ones since the last call; none of a file that is not there."""
+    def read(self) -> Iterator[tuple[bool, list[bytes]]]:
+        """The complete lines since the last call, in blocks; the first says whether the lines begin anew."""
         try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                anew = status.st_ino != self._inode or status.st_size < self._offset
-                self._inode, self._offset = status.st_ino, 0 if anew else self._offset
-                file.seek(self._offset)
-                content = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
-            anew, self._inode, self._offset = self._inode != 0, 0, 0
-            return anew, []
-        end = content.rfind(b"\n") + 1  # the last line may be incomplete
-        self._offset += end
-        return anew, content[:end].splitlines()
+            yield self._inode != 0, []
+            self._inode = self._offset = 0
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            anew = status.st_ino != self._inode or status.st_size < self._offset
+            self._inode, self._offset = status.st_ino, 0 if anew else self._offset
+            file.seek(self._offset)
+            yield anew, []
+            rest = b""
+            while block := file.read(_BLOCK):
+                block = rest + block
+                end = block.rfind(b"\n") + 1
+                rest = block[end:]  # of the last block: a line that may be incomplete
+                self._offset += end
+                yield False, block[:end].splitlines()

@@ -63,11 +63,14 @@ async def _serve(runs: list[Run], listening: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     await runner.setup()
+    # Long files are read before the browser asks.
+    reading = asyncio.gather(*(asyncio.to_thread(run.state) for run in runs), return_exceptions=True)
     try:
         await web.SockSite(runner, listening).start()
         say(
             f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
         )
         await ended.wait()
+        reading.cancel()
     finally:
         await runner.cleanup()

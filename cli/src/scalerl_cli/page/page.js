@@ -449,6 +449,7 @@ const revision = (name, run) => JSON.stringify((name === "curve" || name === "me
 
 function header() {
   const lines = runs.map((run, at) => {
+    if (run.problem) return make("div", { class: "run" }, make("h1", {}, run.name), make("p", { class: "bad" }, `${run.directory}: ${run.problem}`));
     const facts = [run.steps ? `step ${run.steps.toLocaleString("en")}` : "no trained steps yet"];
     if (run.reward !== null) facts.push(`reward ${run.reward.toFixed(3)}`);
     if (run.tokens !== null) facts.push(`${number(run.tokens)} tokens a completion`);

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,7 +63,6 @@ class Run:
         """Sentences on the run, and a revision of each part: it changes with the part."""
         with self._lock:
             self._series.update()
-            self._timeline.update()
             self._read_decisions()
             series = self._series
             row = series.row(-1) if series.rows else {}
@@ -80,7 +80,7 @@ class Run:
                 "series": series.revision,
                 "curve": _stamp(self.paths.curve),
                 "rollouts": _stamp(self.paths.rollouts),
-                "timeline": f"{series.revision} {self._timeline.revision}",
+                "timeline": f"{series.revision} {_stamp(self.paths.trace)}",
                 "decisions": self._decided,
             },
         }
@@ -119,6 +119,7 @@ class Run:
 
     def timeline(self, last: int | None, count: int) -> dict[str, Any]:
         with self._lock:
+            self._timeline.update()
             evaluated = {int(point[2]) for point in self.curve()["points"]}
             return self._timeline.window(last, count, evaluated)
 
@@ -133,42 +134,22 @@ class Run:
             return {"decisions": self._decisions[::-1], "of": self._decided}
 
     def _read_decisions(self) -> None:
-        anew, lines = self._decision_lines.read()
-        if anew:
-            self._decisions, self._decided = [], 0
-        self._decided += len(lines)
-        for line in lines[-_MAX_DECISIONS:]:
-            try:
-                made = json.loads(line)
-                decision = made["decision"]
-                self._decisions.append(
-                    {
-                        "sequence": made["sequence"],
-                        "time": made["time"],
-                        "policy": made["policy"],
-                        "state": decision["state"],
-                        "reasons": decision["reasons"],
-                        "advice": decision.get("advice", []),
-                        "action": {
-                            name: value for name, value in (decision.get("action") or {}).items() if value
-                        },
-                    }
-                )
-            except (ValueError, KeyError, TypeError):
-                continue  # of another release
+        for anew, lines in self._decision_lines.read():
+            if anew:
+                self._decisions, self._decided = [], 0
+            self._decided += len(lines)
+            made = (_decision(line) for line in lines[-_MAX_DECISIONS:])
+            self._decisions += [one for one in made if one is not None]
         self._decisions = self._decisions[-_MAX_DECISIONS:]
 
     # --- rollouts ---------------------------------------------------------------------------------------
 
     def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollouts.Problem``."""
-        import pyarrow
-
         notes: list[str] = []
         arguments = self._arguments(query)
         offset = _parsed("offset", rollouts.count, query) or 0
-        rows, matching, total = rollouts.select(arguments, offset=offset, report=notes.append)
-        pyarrow.default_memory_pool().release_unused()
+        rows, matching, total = _select(arguments, offset=offset, report=notes.append)
         full = query.get("full") == "1"
         shown = [_shown(row, full) for row in rows]
         return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
@@ -177,7 +158,7 @@ class Run:
         """The steps with recorded completions of one prompt, each with their number and mean reward."""
         arguments = self._arguments(query)
         arguments.limit = _MAX_PROMPT_ROWS
-        rows, _, _ = rollouts.select(arguments, columns=_PROMPT_COLUMNS, report=lambda _: None)
+        rows, _, _ = _select(arguments, columns=_PROMPT_COLUMNS, report=lambda _: None)
         steps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in rows:
             steps.setdefault((row["split"], row["task"], row["step"]), []).append(row)
@@ -218,6 +199,33 @@ class Run:
             descending=query.get("descending") == "1",
             limit=min(limit or MAX_ROWS, MAX_ROWS),
         )
+
+
+def _select(arguments: argparse.Namespace, **options: Any) -> tuple[list[dict[str, Any]], int, int]:
+    """As :func:`scalerl_cli.rollouts.select`; gives the memory of the search back."""
+    try:
+        return rollouts.select(arguments, **options)
+    finally:
+        if find_spec("pyarrow") is not None:
+            import pyarrow
+
+            pyarrow.default_memory_pool().release_unused()
+
+
+def _decision(line: bytes) -> dict[str, Any] | None:
+    """What is shown of a decision; None of a line of another release."""
+    try:
+        made = json.loads(line)
+        decision = made["decision"]
+        action = {name: value for name, value in (decision.get("action") or {}).items() if value}
+        return {name: made[name] for name in ("sequence", "time", "policy")} | {
+            "state": decision["state"],
+            "reasons": decision["reasons"],
+            "advice": decision.get("advice", []),
+            "action": action,
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _parsed(name: str, parse: Any, query: Mapping[str, str]) -> Any:

@@ -30,17 +30,17 @@ class Series:
 
     def update(self) -> None:
         """Read the new lines. Lines that are no rows are left out."""
-        anew, lines = self._lines.read()
-        if anew:
-            self.columns, self.rows = {}, 0
-        self.revision += anew or bool(lines)
-        for line in lines:
-            try:
-                row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                self._add(row)
+        for anew, lines in self._lines.read():
+            if anew:
+                self.columns, self.rows = {}, 0
+            self.revision += anew or bool(lines)
+            for line in lines:
+                try:
+                    row = msgspec.json.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
         steps = self.columns.setdefault("step", array("d"))

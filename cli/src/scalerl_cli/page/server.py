@@ -125,7 +125,7 @@ class Server:
         return web.Response(body=self._assets[name], content_type=ASSETS[name], charset="utf-8")
 
     async def _state(self, request: web.Request) -> web.Response:
-        return _json({"runs": [await asyncio.to_thread(run.state) for run in self._runs]})
+        return _json({"runs": [await asyncio.to_thread(_state_of, run) for run in self._runs]})
 
     def _part(
         self, part: Callable[[Run, Any], dict[str, Any]], *, search: bool = False, attached: bool = False
@@ -155,6 +155,13 @@ class Server:
             return response
 
         return answer
+
+
+def _state_of(run: Run) -> dict[str, Any]:
+    try:
+        return run.state()
+    except OSError as error:  # its volume fails, or it may not be read
+        return {"name": run.name, "directory": str(run.directory), "problem": error.strerror, "revisions": {}}
 
 
 def _equal(given: str, expected: str) -> bool:

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,16 +78,13 @@ class Timeline:
         self._groups: dict[tuple[int, float], Group] = {}
         self._publishes: dict[float, int] = {}
         self._reports: dict[float, trace.StepLine] = {}
-        self.revision = 0
 
     def update(self) -> None:
         """Read the new lines of the trace; those that cannot be decoded are left out.
 
         A file that was renamed is read again; lines that are known already change nothing.
         """
-        for file in self._files:
-            _, lines = file.read()
-            self.revision += bool(lines)
+        for _, lines in chain.from_iterable(file.read() for file in self._files):
             for line in lines:
                 try:
                     self._add(trace.decode(line))
