@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, CookieJar, DummyCookieJar, web
+from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
 
 from cli_tests.recorded_rollouts import record
 from scalerl_cli.main import main
@@ -225,6 +230,49 @@ async def test_hostile_texts_are_data(run: Path) -> None:
         full = (await page.get("/api/rollouts", step="2", full="1"))["rows"]
         assert full[0]["completion"] == long
         assert full[1]["completion"] == "שלום \\u2067עולם"
+
+
+async def test_texts_that_are_no_unicode(run: Path) -> None:
+    """Lone surrogates, in JSON as an escape, and bytes that are no UTF-8 in a file of another writer."""
+    lone = (
+        '{"sequence": 0, "time": "t", "policy": "p", "decision": {"state": "OK", "reasons": ["a\\ud800b"]}}\n'
+    )
+    (run / "decisions.jsonl").write_text("[]\n" + lone + '{"decision": 1}\n')
+    text = b"the quick brown fox jumps"  # not compressed
+    broken = record(run, [{"step": 2, "completion": text.decode()}])
+    assert text in broken.read_bytes()
+    broken.write_bytes(broken.read_bytes().replace(text, b"\xff" * len(text)))
+    async with browser(run) as page:
+        await page.enter()
+        await page.get("/api/state")
+        assert [one["reasons"] for one in (await page.get("/api/decisions"))["decisions"]] == [["a\ud800b"]]
+        assert "is damaged" in (await page.get("/api/rollouts", step="2"))["problem"]
+        assert (await page.get("/api/rollouts", step="1"))["matching"] == 1
+
+
+async def test_browser_that_leaves_harms_no_other(run: Path) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                async with page.session.get(
+                    f"{page.address}/api/rollouts", timeout=ClientTimeout(total=0.0005)
+                ) as response:
+                    await response.read()
+        assert (await page.get("/api/rollouts"))["total"] == 5
+
+
+def test_command_prints_an_address_and_ends_with_a_signal(run: Path) -> None:
+    command = [sys.executable, "-m", "scalerl_cli.main", "view", str(run), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", process.stdout.readline())
+    assert found is not None
+    with urllib.request.urlopen(found[0]) as response:
+        assert b"refresh" in response.read()
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out, errors) == (0, "", "")
 
 
 async def test_torn_files_are_named_and_the_rest_is_shown(run: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import socket
+from collections import Counter
 from typing import Final
 
 from aiohttp import web
@@ -23,6 +24,9 @@ def run_view(arguments: argparse.Namespace) -> int:
     """Run the command until it is interrupted; returns its exit code."""
     try:
         runs = [Run(directory) for directory in arguments.dirs]
+        names = Counter(run.name for run in runs)
+        for run in runs:
+            run.name += f" ({run.directory})" if names[run.name] > 1 else ""
         if arguments.perfetto is not None:
             return _export(runs, arguments)
         listening = bound(arguments.port, FIRST_PORT)
@@ -71,6 +75,6 @@ async def _serve(runs: list[Run], listening: socket.socket) -> None:
             f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
         )
         await ended.wait()
-        reading.cancel()
+        await reading
     finally:
         await runner.cleanup()

@@ -97,7 +97,7 @@ function chart(title, { lines, bands = [], whiskers = [], marks = [], log = fals
   const list = (at) => legend.replaceChildren(...shown.filter((one) => one.kind !== "raw").map((one) => {
     let text = one.label;
     if (at !== undefined) { const near = nearest(one.x, at); text += ` ${number(one.y[near], 4)}`; }
-    return make("span", { class: `t${one.tone}` }, text);
+    return make("span", { class: `t${one.tone} dash${one.dash || 0}` }, text);
   }), at === undefined ? "" : make("em", {}, `${unit} ${number(at, 4)}`));
   list();
 
