@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from runs import START_SECONDS, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
+from scalerl_cli.page.runs import Run
+
 PROMPTS, TRAIN, STALENESS = 8, 16, 2
 
 pytestmark = pytest.mark.timeout(1200)
@@ -51,7 +53,12 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         assert run.finish(120) == 130, run.tail()
         summary = run.summary()
         trace = [json.loads(line) for line in (run.directory / "trace.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+        page = Run(run.directory)
+        page.state()
+        timeline = page.timeline(None, 50)
     assert_nothing_left(run.directory)
+    assert timeline["busy"] == pytest.approx(rows[-1]["trainer_busy_fraction"], rel=0.01)
     assert_counts_add_up(summary, spec, complete=False)
     assert summary["max_staleness_steps"] <= STALENESS
     groups = [one for one in trace if one["kind"] == "group"]

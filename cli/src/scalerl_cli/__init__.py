@@ -14,7 +14,7 @@
                                ├ run_spec()   the unfinished runs, one after the other
                                └ Table   Recipe: its runs' fits ▶ the rule of curvefit ▶ Markdown, CSV, PNG
 
-``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and displays its reports (``view``).
+``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and displays its reports (``view``). ``scalerl view`` serves a page (``page``).
 
 ``scalerl get``, ``why``, ``logs``, ``fetch`` and ``submit`` are for runs on a cluster (:mod:`.clusters`).
 

@@ -112,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     )
     rollouts.add_argument("--task", metavar="NAME", help="task of a mix, or evaluation set")
     rollouts.add_argument("--prompt", type=text_argument, metavar="ID", help="one prompt, over time")
+    rollouts.add_argument("--sample", type=count, metavar="N", help="completion N of each group, from 0")
     rollouts.add_argument(
         "--label",
         type=text_argument,
@@ -147,6 +148,25 @@ def parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="say in one sentence what is wrong first in a run")
     status.add_argument("dir", type=Path, metavar="DIR")
+
+    view = commands.add_parser(
+        "view",
+        help="show runs as a local web page: curves, metrics, rollouts, decisions, a timeline",
+        description="Serve a page of the runs in DIRs on this machine, also while they go on. Nothing is written into DIRs.",
+    )
+    view.add_argument("dirs", type=Path, nargs="+", metavar="DIR")
+    view.add_argument(
+        "--port",
+        type=port,
+        metavar="N",
+        help="port on the loopback address (default: the first free one from 8660 on)",
+    )
+    view.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="instead write the timeline of the run for Perfetto (JSON of Chrome's traces)",
+    )
 
     score = commands.add_parser("score", help="score given completions by the verifier of a run")
     score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")
@@ -218,6 +238,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def port(text: str) -> int:
+    """A number of a TCP port; 0 is any free one."""
+    number = int(text)
+    if not 0 <= number < 2**16:
+        raise ValueError(text)
+    return number
+
+
 def _use_utf8() -> None:
     """Start this command again in Python's UTF-8 mode if the locale's encoding is another, as with ``LC_ALL=C``.
 
@@ -269,6 +297,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             from scalerl_cli.health import run_status
 
             return run_status(arguments.dir)
+        if arguments.command == "view":
+            from scalerl_cli.page.command import run_view
+
+            return run_view(arguments)
         if arguments.command == "score":
             from scalerl_cli.score import run_score
 

@@ -1,0 +1,80 @@
+"""The command: which directories, which port, and the address to open."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+from collections import Counter
+from typing import Final
+
+from aiohttp import web
+
+from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.output import replace_text, say
+from scalerl_cli.page.runs import NotARun, Run
+from scalerl_cli.page.server import Server, bound
+
+FIRST_PORT: Final = 8660
+
+
+def run_view(arguments: argparse.Namespace) -> int:
+    """Run the command until it is interrupted; returns its exit code."""
+    try:
+        runs = [Run(directory) for directory in arguments.dirs]
+        names = Counter(run.name for run in runs)
+        for run in runs:
+            run.name += f" ({run.directory})" if names[run.name] > 1 else ""
+        if arguments.perfetto is not None:
+            return _export(runs, arguments)
+        listening = bound(arguments.port, FIRST_PORT)
+    except NotARun as problem:
+        say(str(problem), error=True)
+        return BAD_INPUT
+    except OSError as error:
+        where = f"port {arguments.port}" if arguments.port is not None else f"ports from {FIRST_PORT} on"
+        say(f"{where}: {error.strerror}; choose another with --port", error=True)
+        return BAD_INPUT
+    asyncio.run(_serve(runs, listening))
+    return DONE
+
+
+def _export(runs: list[Run], arguments: argparse.Namespace) -> int:
+    if len(runs) > 1:
+        say("--perfetto is for one run: give one directory", error=True)
+        return BAD_INPUT
+    content = runs[0].perfetto()
+    if not any(event["ph"] == "X" for event in content["traceEvents"]):
+        say(f"{runs[0].directory} has no trained steps yet", error=True)
+        return BAD_INPUT
+    try:
+        replace_text(arguments.perfetto, json.dumps(content, separators=(",", ":")))
+    except OSError as error:
+        say(f"{arguments.perfetto}: {error.strerror}", error=True)
+        return BAD_INPUT
+    say(f"{arguments.perfetto}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
+    return DONE
+
+
+async def _serve(runs: list[Run], listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    server = Server(runs, port)
+    # No log of requests: their addresses may have the token.
+    runner = web.AppRunner(server.app(), access_log=None, handle_signals=False, shutdown_timeout=0.5)
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await runner.setup()
+    # Long files are read before the browser asks.
+    reading = asyncio.gather(*(asyncio.to_thread(run.state) for run in runs), return_exceptions=True)
+    try:
+        await web.SockSite(runner, listening).start()
+        say(
+            f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
+        )
+        await ended.wait()
+        await reading
+    finally:
+        await runner.cleanup()

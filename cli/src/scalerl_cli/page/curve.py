@@ -1,0 +1,77 @@
+"""The reward curve of a run with its forecast, as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from scalerl_cli.curves.analysis import Analysis, State, analyse, interval_json
+from scalerl_cli.curves.pace import pace_of
+from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.report import report
+from scalerl_cli.curves.source import read_curve
+from scalerl_curvefit import draws
+
+_GRID: Final = 120
+
+
+def curve(path: Path) -> dict[str, Any]:
+    """Points, bands, forecast and the reasons of its width; ``problem`` says what is missing."""
+    if not path.exists():
+        return {"points": [], "problem": "no evaluation has ended yet"}
+    try:
+        file = read_curve(path)
+    except CurveProblem as problem:
+        return {"points": [], "problem": _local(problem, path)}
+    versions = file.version if file.version is not None else np.zeros(len(file.curve))
+    columns = (file.curve.compute.tolist(), file.curve.reward.tolist(), versions.tolist())
+    found: dict[str, Any] = {"points": list(zip(*columns, strict=True)), "unit": file.unit}
+    try:
+        made = analyse(file)
+        return found | _fitted(made)
+    except CurveProblem as problem:
+        return found | {"problem": _local(problem, path)}
+
+
+def _local(problem: CurveProblem, path: Path) -> str:
+    return str(problem).removeprefix(f"{path}: ")
+
+
+def _fitted(made: Analysis) -> dict[str, Any]:
+    broken = made.state is State.BROKEN
+    trained = made.file.segment.curve.compute > 0
+    first = float(made.file.segment.curve.compute[trained][0]) + made.start
+    grid = np.linspace(first, made.now if broken else made.twice, _GRID)
+    found = {
+        "state": str(made.state),
+        "grid": grid.tolist(),
+        "bands": made.scale.level(made.bands(grid)).tolist(),
+        "now": made.now,
+        "text": "\n".join(report(made, pace_of(made.file), None, None, False)),
+        "why": list(made.guarded.reasons) if broken else list(_why(made)),
+    }
+    if not broken:
+        ahead = made.forecasts[0]
+        found["forecast"] = {"compute": ahead.compute, **interval_json(made.scale.levels(ahead))}
+        found["asymptote"] = interval_json(made.scale.levels(made.fitted.A))
+    return found
+
+
+def _why(made: Analysis) -> Iterator[str]:
+    """Sentences on the width of the forecast at 2×, part by part, and the doubts."""
+    ahead, scale = made.forecasts[0], made.scale
+    at = np.array([made.twice - made.start])
+    parameters = np.asarray(np.quantile(draws(made.fitted).reward(at)[:, 0], (0.05, 0.95)))
+    curve = made.bands(np.array([made.twice]))[[0, 4], 0]
+    widths = [scale.level(float(high)) - scale.level(float(low)) for low, high in (parameters, curve)]
+    whole = scale.level(ahead.high) - scale.level(ahead.low)
+    points = made.fitted.points_used
+    yield (
+        f"the 90 % interval at twice the compute is {whole:.3f} wide. The parameters of the curve, from {points} evaluations, "
+        f"leave {widths[0]:.3f}; with the departures from the curve that are possible beyond now it is {widths[1]:.3f}; the rest "
+        "is the noise of a single evaluation"
+    )
+    yield from (doubt.replace("interval of A ", "interval of the asymptote ") for doubt in made.doubts)

@@ -1,0 +1,279 @@
+"""The directory of a run, read for the page. All methods block; the server calls them in threads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from scalerl_api.paths import RunPaths
+from scalerl_cli import rollouts
+from scalerl_cli.health import health
+from scalerl_cli.page.appended import Appended
+from scalerl_cli.page.curve import curve
+from scalerl_cli.page.series import Series
+from scalerl_cli.page.timeline import Timeline
+
+MAX_ROWS: Final = 200
+"""Rollouts of a response."""
+_MAX_DECISIONS: Final = 400
+_HEAD, _TAIL = 400, 120
+"""Characters of a completion in a list."""
+_PROMPT_COLUMNS: Final = ("step", "split", "task", "sample", "reward", "tokens")
+_MAX_PROMPT_ROWS: Final = 20_000
+
+
+class NotARun(Exception):
+    """The directory cannot be shown; the message has the reason."""
+
+
+class Query(Exception):
+    """A request has a condition that cannot be read; the message names it."""
+
+
+class Run:
+    """A run in a directory, which may go on meanwhile."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises :class:`NotARun`."""
+        self.directory, self.paths = directory, RunPaths(directory)
+        paths = self.paths
+        if not directory.is_dir():
+            raise NotARun(f"{directory}: no such directory")
+        if not any(path.exists() for path in (paths.run_file, paths.metrics, paths.curve, paths.rollouts)):
+            raise NotARun(f"{directory} is not the directory of a run")
+        self.name = _name(paths.run_file) or directory.resolve().name
+        self._lock = threading.Lock()
+        self._series = Series(paths.metrics)
+        self._timeline = Timeline(paths.trace, self._series)
+        self._decision_lines = Appended(paths.decisions)
+        self._decisions: list[dict[str, Any]] = []
+        self._decided = 0
+        self._curve: tuple[Any, dict[str, Any]] = None, {}
+
+    # --- what is polled ---------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Sentences on the run, and a revision of each part: it changes with the part."""
+        with self._lock:
+            self._series.update()
+            self._read_decisions()
+            series = self._series
+            row = series.row(-1) if series.rows else {}
+            steps = int(row["step"]) + 1 if row else 0
+        return {
+            "name": self.name,
+            "directory": str(self.directory),
+            "steps": steps,
+            "reward": row.get("reward"),
+            "tokens": row.get("mean_completion_tokens"),
+            "health": health(series.steps()) if series.rows else None,
+            "ended": self._ended(steps),
+            "changed": self._changed(),
+            "revisions": {
+                "series": series.revision,
+                "curve": _stamp(self.paths.curve),
+                "rollouts": _stamp(self.paths.rollouts),
+                "timeline": f"{series.revision} {_stamp(self.paths.trace)}",
+                "decisions": self._decided,
+            },
+        }
+
+    def _ended(self, steps: int) -> str | None:
+        """Why the run ended; None while it goes on, was killed, or has trained more ``steps`` since."""
+        try:
+            summary = json.loads(self.paths.summary.read_text(encoding="utf-8"))
+            return str(summary["stop_reason"]) if summary["steps"] >= steps else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _changed(self) -> float | None:
+        """Seconds since a file of the run changed."""
+        times = []
+        for path in (self.paths.metrics, self.paths.curve, self.paths.rollouts, self.paths.journal):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(0.0, time.time() - max(times)) if times else None
+
+    # --- parts ------------------------------------------------------------------------------------------
+
+    def metrics(self, names: list[str] | None) -> dict[str, Any]:
+        """Series by name: of ``names``, or of all metrics the names alone."""
+        with self._lock:
+            known = sorted(self._series.columns)
+            if names is None:
+                return {"names": known}
+            return {"series": {name: self._series.points(name) for name in names if name in known}}
+
+    def curve(self) -> dict[str, Any]:
+        stamp = _stamp(self.paths.curve)
+        if self._curve[0] != stamp or not self._curve[1]:
+            self._curve = stamp, curve(self.paths.curve)
+        return self._curve[1]
+
+    def timeline(self, last: int | None, count: int) -> dict[str, Any]:
+        with self._lock:
+            self._timeline.update()
+            evaluated = {int(point[2]) for point in self.curve()["points"]}
+            return self._timeline.window(last, count, evaluated)
+
+    def perfetto(self) -> dict[str, Any]:
+        with self._lock:
+            self._series.update()
+            self._timeline.update()
+            return self._timeline.perfetto()
+
+    def decisions(self) -> dict[str, Any]:
+        with self._lock:
+            return {"decisions": self._decisions[::-1], "of": self._decided}
+
+    def _read_decisions(self) -> None:
+        for anew, lines in self._decision_lines.read():
+            if anew:
+                self._decisions, self._decided = [], 0
+            self._decided += len(lines)
+            made = (_decision(line) for line in lines[-_MAX_DECISIONS:])
+            self._decisions += [one for one in made if one is not None]
+        self._decisions = self._decisions[-_MAX_DECISIONS:]
+
+    # --- rollouts ---------------------------------------------------------------------------------------
+
+    def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollouts.Problem``."""
+        notes: list[str] = []
+        arguments = self._arguments(query)
+        offset = _parsed("offset", rollouts.count, query) or 0
+        rows, matching, total = _select(arguments, offset=offset, report=notes.append)
+        full = query.get("full") == "1"
+        shown = [_shown(row, full) for row in rows]
+        return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
+
+    def prompt(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """The steps with recorded completions of one prompt, each with their number and mean reward."""
+        arguments = self._arguments(query)
+        arguments.limit = _MAX_PROMPT_ROWS
+        rows, _, _ = _select(arguments, columns=_PROMPT_COLUMNS, report=lambda _: None)
+        steps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in rows:
+            steps.setdefault((row["split"], row["task"], row["step"]), []).append(row)
+        found = []
+        for (split, task, step), members in steps.items():
+            rewards = [row["reward"] for row in members if row["reward"] is not None]
+            mean = sum(rewards) / len(rewards) if rewards else None
+            found.append(
+                {"split": split, "task": task, "step": step, "completions": len(members), "reward": mean}
+            )
+        return {"steps": found}
+
+    def _arguments(self, query: Mapping[str, str]) -> argparse.Namespace:
+        def choice(name: str, known: Any, default: str | None = None) -> str | None:
+            value = query.get(name) or default
+            if value is not None and value not in known:
+                raise Query(f"{name}: {value!r} is none of {', '.join(known)}")
+            return value
+
+        def texts(name: str) -> list[str]:
+            value = _parsed(name, rollouts.text_argument, query)
+            return [] if value is None else [value]
+
+        limit = _parsed("limit", rollouts.count, query)
+        return argparse.Namespace(
+            dir=self.directory,
+            step=_parsed("step", rollouts.step_interval, query),
+            split=choice("split", ("train", "held-out")),
+            task=_parsed("task", rollouts.text_argument, query),
+            prompt=_parsed("prompt", rollouts.text_argument, query),
+            sample=_parsed("sample", rollouts.count, query),
+            label=texts("label"),
+            reward=_parsed("reward", rollouts.interval, query),
+            truncated=query.get("truncated") == "1",
+            excluded=_parsed("excluded", rollouts.text_argument, query),
+            contains=texts("contains"),
+            sort=choice("sort", rollouts.SORTS, "step"),
+            descending=query.get("descending") == "1",
+            limit=min(limit or MAX_ROWS, MAX_ROWS),
+        )
+
+
+def _select(arguments: argparse.Namespace, **options: Any) -> tuple[list[dict[str, Any]], int, int]:
+    """As :func:`scalerl_cli.rollouts.select`; gives the memory of the search back."""
+    try:
+        return rollouts.select(arguments, **options)
+    finally:
+        if find_spec("pyarrow") is not None:
+            import pyarrow
+
+            pyarrow.default_memory_pool().release_unused()
+
+
+def _decision(line: bytes) -> dict[str, Any] | None:
+    """What is shown of a decision; None of a line of another release."""
+    try:
+        made = json.loads(line)
+        decision = made["decision"]
+        action = {name: value for name, value in (decision.get("action") or {}).items() if value}
+        return {name: made[name] for name in ("sequence", "time", "policy")} | {
+            "state": decision["state"],
+            "reasons": decision["reasons"],
+            "advice": decision.get("advice", []),
+            "action": action,
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _parsed(name: str, parse: Any, query: Mapping[str, str]) -> Any:
+    """A condition of a request; None if it is not there or empty."""
+    text = query.get(name, "").strip() if name != "contains" else query.get(name, "")
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except ValueError:
+        form = {"step": "N, N:M, N:, :M or last", "reward": "N, N:M, N: or :M"}.get(name, "a number")
+        raise Query(f"{name}: {text[:40]!r} is not understood; write {form}") from None
+
+
+def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
+    """A row as JSON values: no NaN, and texts without characters that control a display."""
+    found = {name: None if value != value else value for name, value in row.items()}
+    for name in ("labels", "parts"):
+        one = found[name] or {}
+        found[name] = {
+            rollouts.shown(key): rollouts.shown(value) if isinstance(value, str) else value
+            for key, value in one.items()
+            if value == value
+        }
+    for name in ("prompt", "completion", "reference", "error"):
+        if (text := found[name]) is not None:
+            cut = not full and len(text) > _HEAD + _TAIL
+            found[name] = rollouts.shown(text[:_HEAD] if cut else text)
+            if cut:
+                found[f"{name}_cut"] = len(text) - _HEAD - _TAIL
+                found[f"{name}_tail"] = rollouts.shown(text[-_TAIL:])
+    return found
+
+
+def _stamp(path: Path) -> str:
+    """Changes with a file, or with the names in a directory."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ""
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def _name(run_file: Path) -> str | None:
+    """The run's name; None of a file that this release cannot read."""
+    import yaml
+
+    try:
+        return str(yaml.safe_load(run_file.read_bytes())["metadata"]["name"])
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        return None

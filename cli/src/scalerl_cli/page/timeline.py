@@ -1,0 +1,307 @@
+"""What trainer and generators did when, from ``metrics.jsonl`` and ``trace.jsonl``; also as a trace for Perfetto.
+
+The trainer's phases are exact in their duration. Their order within a step is that of the trainer: publish of
+the version before and its probe, checkpoint, export, wait, fetch of the batch, forward and backward, optimizer, which ends with the report of the step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from scalerl_api import trace
+from scalerl_cli.page.appended import Appended
+from scalerl_cli.page.series import MAX_POINTS, Series
+
+_AFTER: Final = {
+    "publish": "publish_seconds",
+    "probe": "probe_seconds",
+    "checkpoint": "checkpoint_seconds",
+    "export": "export_seconds",
+}
+"""Phases after the report of the step before, with their metrics."""
+_BEFORE: Final = {
+    "optimizer": "optimizer_seconds",
+    "forward, backward": "forward_backward_seconds",
+    "fetch": "shard_seconds",
+    "wait": "wait_seconds",
+}
+"""Phases before the report, the last one first."""
+BUSY: Final = ("forward, backward", "optimizer", "before", "lost")
+"""Phases that ``trainer_busy_fraction`` counts; ``before`` is supervised training, ``lost`` a step that was trained again."""
+_SAME_SECONDS: Final = 0.5
+"""Difference of the times of a step in the two files, at most."""
+MAX_STEPS: Final = 200
+_WAITS: Final = 10
+_MIN_WAIT: Final = 0.005
+"""Shortest wait that is listed, as a part of the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of the trainer, in seconds of the run."""
+
+    name: str
+    begin: float
+    end: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of the trace, without its lists."""
+
+    leased: float
+    accepted: float
+    generator: str
+    slot: int
+    step: int
+    version: int
+    tokens: int
+    longest: int
+
+
+class Timeline:
+    """Grows with the files of a run."""
+
+    def __init__(self, path: Path, series: Series) -> None:
+        self._series = series
+        self._files = [Appended(path.with_name(f"{path.name}.1")), Appended(path)]
+        self._groups: dict[tuple[int, float], Group] = {}
+        self._publishes: dict[float, int] = {}
+        self._reports: dict[float, trace.StepLine] = {}
+
+    def update(self) -> None:
+        """Read the new lines of the trace; those that cannot be decoded are left out.
+
+        A file that was renamed is read again; lines that are known already change nothing.
+        """
+        for _, lines in chain.from_iterable(file.read() for file in self._files):
+            for line in lines:
+                try:
+                    self._add(trace.decode(line))
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+
+    def _add(self, line: trace.AnyLine) -> None:
+        if isinstance(line, trace.PublishLine):
+            self._publishes[line.t] = line.version
+        if isinstance(line, trace.StepLine):
+            self._reports[line.t] = line
+        if isinstance(line, trace.GroupLine) and line.leased is not None and line.lengths:
+            group = Group(
+                *(line.leased, max(line.t, line.leased), line.generator, line.slot, line.step),
+                *(line.lease_version, sum(line.lengths), max(line.lengths)),
+            )
+            self._groups[line.slot, line.leased] = group
+
+    # --- the trainer ------------------------------------------------------------------------------------
+
+    def phases(self, first: int = 0, end: int | None = None) -> Iterator[Phase]:
+        """Phases of the rows ``first`` to ``end``, and with row 0 what was before."""
+        names = {*_AFTER.values(), *_BEFORE.values()}
+        columns = {name: np.nan_to_num(self._series.column(name)).tolist() for name in names}
+        reported = self._series.column("wall_seconds").tolist()
+        steps = self._series.column("step").tolist()
+        own = dict(zip(steps, reported, strict=True))
+        lost = [
+            Phase("lost", line.t - line.busy_seconds, line.t, line.step)
+            for line in self._reports.values()
+            if abs(own.get(line.step, math.inf) - line.t) > _SAME_SECONDS
+        ]
+        for at in range(first, self._series.rows if end is None else end):
+            begin = reported[at - 1] if at else self._before()
+            end_, step = reported[at], int(steps[at])
+            if not begin <= end_:
+                continue  # the clock is not known
+            if at == 0 and begin > 0:
+                yield Phase("before", 0.0, begin, -1)
+            again = [phase for phase in lost if begin < phase.end < end_]
+            yield from again
+            begin = max((phase.end for phase in again), default=begin)
+            after, before = [], []
+            edge = end_
+            for name, metric in _BEFORE.items():
+                edge, last = max(begin, edge - columns[metric][at]), edge
+                before.append(Phase(name, edge, last, step))
+            limit, edge = edge, begin
+            for name, metric in _AFTER.items():
+                edge, last = min(limit, edge + columns[metric][at]), edge
+                after.append(Phase(name, last, edge, step))
+            yield from (phase for phase in [*after, *reversed(before)] if phase.end > phase.begin)
+
+    def _before(self) -> float:
+        """Seconds of supervised training before the first lease: what the first row's busy time has beyond the step's own."""
+        row = self._series.row(0)
+        if "trainer_busy_fraction" not in row:
+            return 0.0
+        busy = row["trainer_busy_fraction"] * row["wall_seconds"] - row.get("busy_seconds", 0.0)
+        return min(max(0.0, busy), row["wall_seconds"] - row.get("busy_seconds", 0.0))
+
+    def busy_fraction(self) -> float | None:
+        """Of the trainer, over the run."""
+        if not self._series.rows:
+            return None
+        wall = self._series.row(-1).get("wall_seconds", 0.0)
+        return sum(p.end - p.begin for p in self.phases() if p.name in BUSY) / wall if wall > 0 else None
+
+    # --- a window ---------------------------------------------------------------------------------------
+
+    def window(self, last: int | None, count: int, evaluated: Container[int] = ()) -> dict[str, Any]:
+        """``count`` steps up to the step ``last`` (default: the newest), as JSON values.
+
+        evaluated: versions with an evaluation.
+        """
+        series = self._series
+        steps = series.column("step")
+        if not series.rows:
+            return {"problem": "no step was trained yet"}
+        end = series.rows if last is None else max(1, int(np.searchsorted(steps, last, side="right")))
+        first = max(0, end - min(count, MAX_STEPS))
+        phases = list(self.phases(first, end))
+        if not phases:
+            return {"problem": "the metrics of these steps have no times"}
+        begin, until = phases[0].begin, max(phase.end for phase in phases)
+        if first == 0 and phases[0].name == "before" and len(phases) > 1:
+            begin = max(begin, phases[1].begin - 0.1 * (until - phases[1].begin))
+        groups = [one for one in self._groups.values() if one.accepted >= begin and one.leased <= until]
+        names = sorted({one.generator for one in groups})
+        shares: dict[str, float] = {}
+        for phase in phases:
+            shares[phase.name] = shares.get(phase.name, 0.0) + phase.end - max(begin, phase.begin)
+        known = sum(shares.values())
+        return {
+            "first": int(steps[first]),
+            "last": int(steps[end - 1]),
+            "of": int(steps[-1]),
+            "begin": begin,
+            "end": until,
+            "trainer": [[p.name, max(begin, p.begin), p.end, p.step] for p in phases],
+            "shares": shares | {"other": max(0.0, until - begin - known)},
+            "generators": [_in_flight(name, groups, begin, until) for name in names],
+            "publishes": [one for one in self._publishes.items() if begin <= one[0] <= until],
+            "waits": self._waits(phases, evaluated),
+            "busy": self.busy_fraction(),
+            "traced": bool(self._groups),
+        }
+
+    def _waits(self, phases: list[Phase], evaluated: Container[int]) -> list[dict[str, Any]]:
+        """The longest waits of the trainer, each with what ended it."""
+        whole = phases[-1].end - phases[0].begin
+        waits = [
+            phase for phase in phases if phase.name == "wait" and phase.end - phase.begin > _MIN_WAIT * whole
+        ]
+        longest = heapq.nlargest(_WAITS, waits, key=lambda phase: phase.end - phase.begin)
+        by_step: dict[int, list[Group]] = {phase.step: [] for phase in longest}
+        for group in self._groups.values():
+            if group.step in by_step:
+                by_step[group.step].append(group)
+        return [
+            {
+                "step": wait.step,
+                "seconds": wait.end - wait.begin,
+                "why": _why(wait, by_step[wait.step], evaluated),
+            }
+            for wait in longest
+        ]
+
+    # --- Perfetto ---------------------------------------------------------------------------------------
+
+    def perfetto(self) -> dict[str, Any]:
+        """All of it in the JSON format of Chrome's traces, which Perfetto opens: a process for the trainer and for each generator."""
+        events: list[dict[str, Any]] = [*_named(1, "trainer"), _thread(1, 1, "steps")]
+        events += [_slice(p.name, 1, 1, p.begin, p.end, {"step": p.step}) for p in self.phases()]
+        for at, version in self._publishes.items():
+            events.append(
+                {"ph": "i", "s": "g", "name": f"version {version}", "ts": 1e6 * at, "pid": 1, "tid": 1}
+            )
+        names = sorted({one.generator for one in self._groups.values()})
+        for process, name in enumerate(names, 2):
+            events += _named(process, name or "generator not known")
+            free: list[float] = []  # ends of the last slice, by thread
+            for one in sorted(
+                (one for one in self._groups.values() if one.generator == name), key=lambda one: one.leased
+            ):
+                thread = next((at for at, end in enumerate(free) if end <= one.leased), len(free))
+                if thread == len(free):
+                    free.append(0.0)
+                    events.append(_thread(process, thread + 1, f"group {thread + 1}"))
+                free[thread] = one.accepted
+                figures = {
+                    "slot": one.slot,
+                    "step": one.step,
+                    "version": one.version,
+                    "tokens": one.tokens,
+                    "longest": one.longest,
+                }
+                events.append(
+                    _slice(f"slot {one.slot}", process, thread + 1, one.leased, one.accepted, figures)
+                )
+        return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _named(process: int, name: str) -> list[dict[str, Any]]:
+    return [{"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}]
+
+
+def _thread(process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    name: str, process: int, thread: int, begin: float, end: float, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """A complete event; times in microseconds."""
+    times = {"ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3)}
+    return {"ph": "X", "name": name, "pid": process, "tid": thread, **times, "args": arguments}
+
+
+def _in_flight(name: str, groups: list[Group], begin: float, end: float) -> dict[str, Any]:
+    """The number of a generator's leased groups over time, and the part of the time with none."""
+    own = [one for one in groups if one.generator == name]
+    times = np.array([max(begin, one.leased) for one in own] + [min(end, one.accepted) for one in own])
+    order = np.argsort(times, kind="stable")
+    times, counts = times[order], np.cumsum(np.repeat([1, -1], len(own))[order])
+    ends = np.append(times[1:], end)
+    idle = (times[0] - begin) + float(np.sum((ends - times)[counts == 0]))
+    if len(times) > MAX_POINTS:
+        # The largest count of each interval would hide pauses, the smallest peaks: alternate.
+        parts = np.array_split(np.arange(len(times)), MAX_POINTS // 2)
+        kept = [
+            at for part in parts for at in sorted({part[counts[part].argmin()], part[counts[part].argmax()]})
+        ]
+        times, counts = times[kept], counts[kept]
+    return {
+        "name": name,
+        "groups": len(own),
+        "idle": idle / (end - begin) if end > begin else 0.0,
+        "times": times.tolist(),
+        "counts": counts.tolist(),
+    }
+
+
+def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
+    """What ended a wait, as far as the trace shows."""
+    if not groups:
+        return "which group came last is not known: the run has no trace of it (spec.trace)"
+    last = max(groups, key=lambda one: one.accepted)
+    if last.accepted < wait.begin:
+        held = f"the evaluation of version {wait.step - 1}, or " if wait.step - 1 in evaluated else ""
+        return (
+            f"not for rollouts, which were complete {wait.begin - last.accepted:.1f} s before: for {held}the permission to "
+            f"publish version {wait.step}"
+        )
+    age = max(0, wait.step - last.version) if last.version >= 0 else math.nan
+    lag = "" if math.isnan(age) else f", with weights {age} steps old" if age else ", with the newest weights"
+    return (
+        f"the last of its {len(groups)} groups (slot {last.slot}) came from {last.generator}, which took "
+        f"{last.accepted - last.leased:.1f} s from its lease{lag}; its longest completion has {last.longest:,} tokens"
+    )

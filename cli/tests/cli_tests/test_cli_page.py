@@ -1,0 +1,370 @@
+"""``scalerl view``: who is admitted, what is served, and directories that cannot be shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
+
+from cli_tests.recorded_rollouts import record
+from scalerl_cli.main import main
+from scalerl_cli.page.runs import NotARun, Run
+from scalerl_cli.page.series import MAX_POINTS
+from scalerl_cli.page.server import Server, bound
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x1b[2J\u202eevil\u0007"
+
+
+def metrics(run: Path, steps: int, **values: float) -> None:
+    run.mkdir(exist_ok=True)
+    rows = (
+        {"step": step, "reward": step / steps, "wall_seconds": 10.0 * (step + 1)} | values
+        for step in range(steps)
+    )
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    metrics(run, 3, entropy=1.5)
+    record(
+        run, [{"step": 0, "sample": at, "reward": at / 4, "completion": f"answer {at}"} for at in range(4)]
+    )
+    record(run, [{"step": 1, "completion": HOSTILE, "prompt": HOSTILE, "reward": 0.0}])
+    return run
+
+
+class Browser:
+    """Requests to the page, with the cookies of a browser."""
+
+    def __init__(self, session: ClientSession, server: Server, port: int) -> None:
+        self.session, self.server, self.address = session, server, f"http://127.0.0.1:{port}"
+
+    async def enter(self, token: str | None = None) -> int:
+        async with self.session.get(
+            f"{self.address}/", params={"token": token or self.server.token}
+        ) as response:
+            return response.status
+
+    async def get(self, path: str, **parameters: Any) -> Any:
+        async with self.session.get(self.address + path, params=parameters) as response:
+            return await response.json()
+
+
+@asynccontextmanager
+async def browser(*directories: Path) -> AsyncIterator[Browser]:
+    listening = bound(0, 0)
+    port = listening.getsockname()[1]
+    server = Server([Run(one) for one in directories], port)
+    runner = web.AppRunner(server.app(), access_log=None)
+    await runner.setup()
+    await web.SockSite(runner, listening).start()
+    try:
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as session:
+            yield Browser(session, server, port)
+    finally:
+        await runner.cleanup()
+
+
+async def test_token_admits_one_browser(run: Path) -> None:
+    async with browser(run) as first, ClientSession(cookie_jar=DummyCookieJar()) as other:
+        used = first.server.token
+        async with other.get(f"{first.address}/api/state") as response:
+            assert (response.status, "token" in await response.text()) == (403, True)
+        assert await first.enter("x" * 43) == 403
+        assert await first.enter("\udcff") == 403
+        assert await first.enter(used) == 200
+        async with first.session.get(f"{first.address}/") as response:
+            assert response.status == 200
+            assert "<main" in await response.text()
+        assert await first.enter(used) == 200  # the same browser again
+        async with other.get(f"{first.address}/?token={used}") as response:
+            assert response.status == 403
+        cookie = next(iter(first.session.cookie_jar))
+        assert cookie["httponly"]
+        assert cookie["samesite"] == "Strict"
+        assert used not in (cookie.value, first.server.token)
+
+
+async def test_answer_after_token_leads_to_address_without_it(run: Path) -> None:
+    async with (
+        browser(run) as page,
+        page.session.get(f"{page.address}/?token={page.server.token}") as response,
+    ):
+        text = await response.text()
+        assert 'http-equiv="refresh" content="0;url=/"' in text
+        assert "token" not in text.lower()
+        assert response.headers["Referrer-Policy"] == "no-referrer"
+        assert response.headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example:80"}, 403),
+        ({"Host": "localhost:9"}, 200),  # through a tunnel, which may have another port
+        ({"Host": "[::1]:9"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+    ],
+)
+async def test_requests_of_other_origins_are_refused(run: Path, headers: dict[str, str], status: int) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        cookie = {"Cookie": "; ".join(f"{one.key}={one.value}" for one in page.session.cookie_jar)}
+        async with (
+            ClientSession(cookie_jar=DummyCookieJar()) as bare,
+            bare.get(f"{page.address}/api/state", headers=headers | cookie) as response,
+        ):
+            assert response.status == status
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/page.js", "/page.css", "/icon.svg", "/api/state", "/api/curve", "/nothing"]
+)
+async def test_every_answer_has_the_policy(run: Path, path: str) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        async with page.session.get(page.address + path) as response:
+            policy = response.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'self'")
+            assert "unsafe" not in policy
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert response.status == (404 if path == "/nothing" else 200)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/api/rollouts"])
+async def test_page_is_read_only(run: Path, method: str, path: str) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        async with page.session.request(method, page.address + path) as response:
+            assert response.status == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/../run.yaml", "/%2e%2e/run/token", "/page.js/../token", "/run.yaml", "/token", "/..%2ftoken"]
+)
+async def test_no_request_names_a_file(run: Path, path: str) -> None:
+    (run / "token").write_text("secret")
+    async with browser(run) as page:
+        await page.enter()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(page.address.rpartition(":")[2]))
+        cookie = "; ".join(f"{one.key}={one.value}" for one in page.session.cookie_jar)
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n".encode()
+        )
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400"))
+        assert b"secret" not in answer
+
+
+async def test_rollouts_are_filtered_sorted_and_paged(run: Path) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        found = await page.get("/api/rollouts", step="0", sort="reward", descending="1", limit=2, offset=1)
+        assert [row["sample"] for row in found["rows"]] == [2, 1]
+        assert (found["matching"], found["total"]) == (4, 5)
+        assert (await page.get("/api/rollouts", contains="answer 3"))["matching"] == 1
+        assert (await page.get("/api/rollouts", reward="0.5:1", split="train"))["matching"] == 2
+        steps = (await page.get("/api/prompt", prompt="p0"))["steps"]
+        assert [(one["step"], one["completions"], one["reward"]) for one in steps] == [
+            (0, 4, 0.375),
+            (1, 1, 0.0),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "a"),
+        ("reward", "1:0"),
+        ("sort", "x"),
+        ("split", "../"),
+        ("limit", "-1"),
+        ("run", "9"),
+        ("run", "x"),
+        ("prompt", "\udcff"),
+    ],
+)
+async def test_conditions_that_cannot_be_read_are_named(run: Path, name: str, value: str) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        raw = "%FF" if value == "\udcff" else value
+        async with page.session.get(f"{page.address}/api/rollouts?{name}={raw}") as response:
+            found = await response.json()
+            assert name in found.get("problem", "") or (raw == "%FF" and found["matching"] == 0)
+
+
+async def test_hostile_texts_are_data(run: Path) -> None:
+    """The page sets texts as text nodes; the answer is JSON without characters that control a display."""
+    long = "word " * 100_000
+    record(run, [{"step": 2, "completion": long}, {"step": 2, "sample": 1, "completion": "שלום \u2067עולם"}])
+    async with browser(run) as page:
+        await page.enter()
+        async with page.session.get(f"{page.address}/api/rollouts?step=1") as response:
+            assert response.content_type == "application/json"
+            row = (await response.json())["rows"][0]
+        assert row["completion"] == HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace(
+            "\u0007", "\\x07"
+        )
+        cut = (await page.get("/api/rollouts", step="2"))["rows"][0]
+        assert len(cut["completion"]) < 1000
+        assert cut["completion_cut"] > 400_000
+        full = (await page.get("/api/rollouts", step="2", full="1"))["rows"]
+        assert full[0]["completion"] == long
+        assert full[1]["completion"] == "שלום \\u2067עולם"
+
+
+async def test_texts_that_are_no_unicode(run: Path) -> None:
+    """Lone surrogates, in JSON as an escape, and bytes that are no UTF-8 in a file of another writer."""
+    lone = (
+        '{"sequence": 0, "time": "t", "policy": "p", "decision": {"state": "OK", "reasons": ["a\\ud800b"]}}\n'
+    )
+    (run / "decisions.jsonl").write_text("[]\n" + lone + '{"decision": 1}\n')
+    text = b"the quick brown fox jumps"  # not compressed
+    broken = record(run, [{"step": 2, "completion": text.decode()}])
+    assert text in broken.read_bytes()
+    broken.write_bytes(broken.read_bytes().replace(text, b"\xff" * len(text)))
+    async with browser(run) as page:
+        await page.enter()
+        await page.get("/api/state")
+        assert [one["reasons"] for one in (await page.get("/api/decisions"))["decisions"]] == [["a\ud800b"]]
+        assert "is damaged" in (await page.get("/api/rollouts", step="2"))["problem"]
+        assert (await page.get("/api/rollouts", step="1"))["matching"] == 1
+
+
+async def test_browser_that_leaves_harms_no_other(run: Path) -> None:
+    async with browser(run) as page:
+        await page.enter()
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                async with page.session.get(
+                    f"{page.address}/api/rollouts", timeout=ClientTimeout(total=0.0005)
+                ) as response:
+                    await response.read()
+        assert (await page.get("/api/rollouts"))["total"] == 5
+
+
+def test_command_prints_an_address_and_ends_with_a_signal(run: Path) -> None:
+    command = [sys.executable, "-m", "scalerl_cli.main", "view", str(run), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", process.stdout.readline())
+    assert found is not None
+    with urllib.request.urlopen(found[0]) as response:
+        assert b"refresh" in response.read()
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out, errors) == (0, "", "")
+
+
+async def test_torn_files_are_named_and_the_rest_is_shown(run: Path) -> None:
+    torn = record(run, [{"step": 3}])
+    torn.write_bytes(torn.read_bytes()[:200])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    async with browser(run) as page:
+        await page.enter()
+        found = await page.get("/api/rollouts")
+        assert (len(found["rows"]), len(found["notes"])) == (5, 1)
+        assert torn.name in found["notes"][0]
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 3
+
+
+async def test_state_grows_with_the_run(run: Path) -> None:
+    """Lines that are complete meanwhile, a step that is trained again, and rollouts that are written."""
+    async with browser(run) as page:
+        await page.enter()
+        before = (await page.get("/api/state"))["runs"][0]
+        assert (await page.get("/api/state"))["runs"][0]["revisions"] == before["revisions"]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(
+                '{"step": 3, "reward": 0.5}\nno row\n[]\n{"step": 2, "reward": 0.25, "grad_norm": NaN}\n{"step": 2, "reward": 0.125}\n'
+            )
+        record(run, [{"step": 2}])
+        after = (await page.get("/api/state"))["runs"][0]
+        assert (after["steps"], after["reward"]) == (3, 0.125)
+        changed = {name for name, value in after["revisions"].items() if before["revisions"][name] != value}
+        assert changed == {"series", "timeline", "rollouts"}
+        series = (await page.get("/api/metrics", names="reward,entropy"))["series"]
+        assert series["reward"] == [[0, 1, 2], [0, 1 / 3, 0.125]]
+        assert series["entropy"] == [[0, 1], [1.5, 1.5]]
+
+
+async def test_long_series_keep_their_extremes(tmp_path: Path) -> None:
+    metrics(tmp_path, 10_000, entropy=1.0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines[4321] = json.dumps({"step": 4321, "entropy": 9.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    async with browser(tmp_path) as page:
+        await page.enter()
+        await page.get("/api/state")
+        x, y = (await page.get("/api/metrics", names="entropy"))["series"]["entropy"]
+        assert len(x) <= MAX_POINTS
+        assert x == sorted(x)
+        assert y[x.index(4321)] == 9.0
+
+
+@pytest.mark.parametrize("evaluations", [0, 3, 400])
+async def test_curve_of_any_number_of_evaluations(run: Path, evaluations: int) -> None:
+    rows = "".join(f"{100 * at},{0.6 * at / (at + 30):.4f},256\n" for at in range(evaluations))
+    (run / "curve.csv").write_text("compute,reward,samples\n" + rows)
+    async with browser(run) as page:
+        await page.enter()
+        found = await page.get("/api/curve")
+        assert len(found["points"]) == evaluations
+        if evaluations < 400:
+            assert found["problem"]
+        else:
+            assert found["forecast"]["low"] < found["forecast"]["high"]
+            assert "wide" in found["why"][0]
+
+
+async def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    metrics(other, 7)
+    async with browser(run, other) as page:
+        await page.enter()
+        assert [one["steps"] for one in (await page.get("/api/state"))["runs"]] == [3, 7]
+        assert "no rollouts" in (await page.get("/api/rollouts", run=1))["problem"]
+
+
+def test_directories_that_are_no_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NotARun, match="not the directory of a run"):
+        Run(tmp_path)
+    assert main(["view", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'none'}: no such directory\n"
+
+
+def test_port_in_use_is_passed_over_or_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bound(0, 0) as used:
+        port = used.getsockname()[1]
+        with bound(None, port) as free:
+            assert free.getsockname()[0] == "127.0.0.1"
+            assert port < free.getsockname()[1] < port + 50
+        assert main(["view", str(run), "--port", str(port)]) == 2
+    assert f"port {port}: Address already in use" in capsys.readouterr().err
+
+
+def test_run_file_of_another_release_names_the_run(run: Path) -> None:
+    (run / "run.yaml").write_text("metadata: {name: old}\nspec: {gone: 1}\n")
+    assert Run(run).name == "old"
+    (run / "run.yaml").write_text(": [")
+    assert Run(run).name == "run"

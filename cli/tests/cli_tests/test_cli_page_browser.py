@@ -1,0 +1,199 @@
+"""The page in a real browser: what a reader does, and completions that attack it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import chromium
+import pytest
+
+from cli_tests.recorded_rollouts import record
+from cli_tests.test_cli_page import Browser, browser
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(chromium.BINARY is None, reason="needs Chromium"),
+    pytest.mark.timeout(900),
+]
+
+HOSTILE = (
+    "</script><script>window.owned=1</script><img src=x onerror='window.owned=1'><svg onload='window.owned=1'>"
+    "<base href='//evil.example/'><style>*{display:none}</style>${owned}{{owned}}\x1b[2J\u202eevil"
+)
+VIEWS = ("curve", "metrics", "rollouts", "prompt", "timeline", "decisions")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with 40 steps, 12 evaluations, decisions, and texts that attack a page in every place that shows text."""
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [
+        {
+            "step": at,
+            "reward": 0.2 + at / 100,
+            "entropy": 1.0,
+            "wall_seconds": 10.0 * (at + 1),
+            "wait_seconds": 4 + at / 100,
+        }
+        | {
+            "forward_backward_seconds": 4.0,
+            "optimizer_seconds": 1.0,
+            "busy_seconds": 5.0,
+            "mean_completion_tokens": 9.0,
+        }
+        for at in range(40)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    points = "".join(f"{100 * at},{0.6 * at / (at + 4):.4f},256\n" for at in range(12))
+    (run / "curve.csv").write_text("compute,reward,samples\n" + points)
+    (run / "run.yaml").write_text(json.dumps({"metadata": {"name": HOSTILE[:60]}}))
+    decision = {"state": HOSTILE, "reasons": [HOSTILE], "advice": [], "action": {"kind": HOSTILE}}
+    line = {"sequence": 0, "time": "2026-01-01T00:00:00", "policy": "autoscale", "decision": decision}
+    (run / "decisions.jsonl").write_text(json.dumps(line) + "\n")
+    group = {
+        "kind": "group",
+        "t": 395.0,
+        "slot": 0,
+        "step": 39,
+        "prompt": 0,
+        "generator": HOSTILE,
+        "leased": 380.0,
+        "lengths": [3],
+    }
+    (run / "trace.jsonl").write_text(json.dumps(group | {"prompt_tokens": 1}) + "\n")
+    attacks = {
+        "prompt": HOSTILE,
+        "completion": HOSTILE,
+        "reference": HOSTILE,
+        "error": HOSTILE,
+        "task": HOSTILE,
+    }
+    attacks |= {
+        "labels": [(HOSTILE, HOSTILE)],
+        "parts": [(HOSTILE, 1.0)],
+        "excluded": HOSTILE,
+        "prompt_id": HOSTILE,
+    }
+    record(run, [{"step": 39, "reward": 1.0} | attacks])
+    for step in (0, 10):
+        record(
+            run,
+            [
+                {
+                    "step": step,
+                    "split": "held_out",
+                    "sample": at,
+                    "reward": at / 8,
+                    "completion": f"answer {at} of version {step}",
+                }
+                for at in range(8)
+            ],
+        )
+    return run
+
+
+async def entered(page: Browser, tab: chromium.Tab) -> None:
+    await tab.open(f"{page.address}/?token={page.server.token}")
+    await tab.until("location.search === '' && document.querySelector('figure svg path')")
+
+
+async def shown(tab: chromium.Tab, view: str, wanted: str) -> None:
+    """Open a view, and wait for ``wanted``, a JavaScript expression."""
+    await tab.run(f"location.hash = {'#' + view!r}")
+    await tab.until(
+        f"document.querySelector('nav [aria-current]').hash === {'#' + view.split('?')[0]!r} && ({wanted})"
+    )
+
+
+async def test_hostile_texts_are_shown_as_text(run: Path) -> None:
+    visible = HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await shown(tab, "rollouts?split=train", "document.querySelector('article')")
+        assert visible in await tab.text("article .text:not(.prompt)")
+        await tab.run("document.querySelector('article button').click()")
+        await tab.until("document.querySelectorAll('article .box').length === 4")
+        assert (await tab.text("article")).count(visible) >= 4
+        await tab.run("document.querySelector('article a').click()")
+        await tab.until("document.querySelector('.two article')")
+        await shown(tab, "decisions", "document.querySelector('td li')")
+        assert "<script>" in await tab.text("td li")
+        await shown(tab, "timeline", "document.querySelector('table')")
+        assert "<script>" in await tab.text("tbody")
+        assert await tab.run("window.owned") is None
+        assert (
+            await tab.run(
+                "document.querySelectorAll('main script, main img, main style, base, header img').length"
+            )
+            == 0
+        )
+        assert tab.problems == []
+
+
+async def test_address_and_history_have_no_token(run: Path) -> None:
+    async with browser(run) as page, chromium.tab() as tab:
+        token = page.server.token
+        await entered(page, tab)
+        history = await tab.call("Page.getNavigationHistory")
+        assert token not in json.dumps([entry["url"] for entry in history["entries"][-1:]])
+        assert await tab.run("document.referrer + document.cookie + location.href") == f"{page.address}/"
+        await tab.call("Page.reload")
+        await tab.until("document.querySelector('figure svg path')")
+        assert await tab.run("fetch('http://localhost:1/').then(() => 'read', () => 'refused')") == "refused"
+
+
+async def test_reader_finds_the_worst_and_compares_versions(run: Path) -> None:
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        assert "wide" in await tab.text("details li")
+        await tab.run(
+            "[...document.querySelectorAll('a')].find((one) => one.textContent.includes('worst')).click()"
+        )
+        await tab.until("document.querySelectorAll('article').length === 8")
+        assert "answer 0 of version 10" in await tab.text("article")
+        await tab.run("document.querySelector('article a').click()")
+        await tab.until("document.querySelectorAll('.two article').length === 16")
+        assert "answer 0 of version 0" in await tab.text(".two > :first-child")
+        assert "answer 0 of version 10" in await tab.text(".two > :last-child")
+        assert tab.problems == []
+
+
+async def test_page_is_live_and_says_when_its_server_is_gone(run: Path) -> None:
+    async with chromium.tab() as tab:
+        async with browser(run) as page:
+            await entered(page, tab)
+            await shown(tab, "metrics", "document.querySelectorAll('figure').length > 3")
+            await tab.run("document.querySelector('main').dataset.kept = 'yes'")
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 40, "reward": 0.75}) + "\n")
+            await tab.until("document.querySelector('#runs').textContent.includes('reward 0.750')")
+            assert await tab.run("document.querySelector('main').dataset.kept") == "yes"
+        await tab.until("!document.querySelector('#lost').hidden")
+
+
+async def test_views_fit_narrow_screens_and_keys_work(run: Path) -> None:
+    async with browser(run, run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await tab.size(390, 844)
+        for view in VIEWS:
+            await shown(tab, view, "!document.querySelector('main').textContent.includes('Reading …')")
+            assert await tab.run("document.documentElement.scrollWidth") <= 390, view
+        await shown(tab, "curve", "document.querySelector('figure svg path')")
+        await tab.run("document.querySelector('figure svg').focus()")
+        await tab.key("ArrowLeft")
+        assert "compute" in await tab.text(".legend em")
+        await tab.run("document.querySelector('nav a').focus()")
+        await tab.key("Tab")
+        assert await tab.run("document.activeElement.textContent") == "Metrics"
+
+
+async def test_completion_of_100_000_tokens_opens(run: Path) -> None:
+    record(run, [{"step": 50, "completion": "long word " * 100_000, "tokens": 100_000}])
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await shown(tab, "rollouts?step=50", "document.querySelector('article')")
+        assert await tab.run("document.querySelector('article').textContent.length") < 3000
+        await tab.run("document.querySelector('article button').click()")
+        await tab.until("document.querySelector('article').textContent.length > 1000000")
