@@ -124,6 +124,15 @@ def test_import_at_the_limit_of_memory_says_what_to_raise(tmp_path):
         PythonVerifier(PythonFunction("f", path=str(tmp_path / "r.py"))).score(Prompt("row-7", "q", "a"), "a")
 
 
+def test_arguments_are_copies(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def seen(metadata):\n    count = len(metadata['a']['b'][0])\n    metadata['a']['b'][0]['more'] = 1\n"
+        "    metadata['a']['b'].insert(0, {1: 1, 2: 2, 3: 3})\n    return count\n"
+    )
+    row = Prompt("row-7", "q", "4", metadata={"a": {"b": [{}]}, "c": (1,), "d": None})
+    assert scores(PythonFunction("seen", path=str(tmp_path / "r.py")), row, "4", "4") == [0, 0]
+
+
 async def test_coroutine_function_of_a_batch():
     assert [g.score for g in await graded(function("judge", signature="trl"), ROW, ["abc", "a"])] == [
         0.3,

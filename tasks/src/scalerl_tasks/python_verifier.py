@@ -46,6 +46,7 @@ _ARGUMENTS: Mapping[str, frozenset[str]] = {
 """Arguments by signature; TRL's depend on the columns."""
 _TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
 """Arguments of TRL that functions do not get here."""
+_NOT_COPIED = frozenset({str, int, float, bool, tuple, type(None)})
 _MAX_SHOWN = 80
 _NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
 """Of the errors of libraries at the limit of memory."""
@@ -112,7 +113,7 @@ class PythonVerifier:
         """Whether completions are scored a group at a time, by :meth:`score_group`."""
         self._parameters = self._checked_parameters()
         own = _ARGUMENTS.get(self._form, frozenset())
-        self._own_names = [name for name in own if self._takes_all or name in self._takes]
+        self._left_out = [] if self._takes_all else [name for name in own if name not in self._takes]
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
@@ -129,6 +130,8 @@ class PythonVerifier:
         arguments = self._chosen(prompt, self._of_one(prompt, completion))
         try:
             found = self._function(**arguments)
+            if type(found) is float:
+                return found
             if inspect.isawaitable(found):
                 found = self._run(_waited(found))
         except MemoryError:
@@ -193,7 +196,7 @@ class PythonVerifier:
             "prompt": prompt.text,
             "completion": completion,
             "answer": prompt.answer,
-            "metadata": _copied(prompt.metadata),
+            "metadata": None if "metadata" in self._left_out else _copied(prompt.metadata),
         }
 
     def _of_many(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Any]:
@@ -233,9 +236,11 @@ class PythonVerifier:
         Raises:
             VerifierError: TRL: the row lacks a column that it needs.
         """
-        if self._form != "trl":  # checked when it was opened
-            return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
+        if self._form != "trl":  # checked when it was opened
+            for name in self._left_out:
+                del given[name]
+            return given
         if missing := self._required - given.keys():
             name = min(missing)
             raise VerifierError(
@@ -421,10 +426,14 @@ def _verl_row(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
 
 def _copied(value: Any) -> Any:
     """A copy of JSON data, so that a function that changes it changes nothing else."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
+    # Types are compared first, and before the recursive calls: isinstance with Mapping takes longer than the rest.
+    kind = type(value)
+    if kind in _NOT_COPIED:
+        return value
+    if kind is list or isinstance(value, list):
+        return [item if type(item) in _NOT_COPIED else _copied(item) for item in value]
+    if kind is dict or isinstance(value, Mapping):
+        return {key: item if type(item) in _NOT_COPIED else _copied(item) for key, item in value.items()}
     return value
 
 

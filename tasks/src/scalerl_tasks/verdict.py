@@ -70,18 +70,18 @@ def as_verdict(
     >>> as_verdict(0.0, ["reward"], (-1.0, 1.0))
     Verdict(score=0.5, parts={'reward': 0.0})
     """
-    verdict = found if isinstance(found, Verdict) else Verdict(found)
-    score, (low, high) = float(verdict.score), bounds
+    given, parts = (found.score, found.parts) if isinstance(found, Verdict) else (found, {})
+    score, (low, high) = float(given), bounds
     if not low <= score <= high:  # NaN is not
         raise ValueError(f"the verifier gave {score:g}, which is not in [{low:g}, {high:g}]")
     if bounds != SCORE_RANGE:
-        verdict = Verdict(score, {**verdict.parts, REWARD: score})
+        parts = {**parts, REWARD: score}
         score = min(1.0, (score - low) / (high - low))
-    if verdict.parts.keys() != set(part_names):
-        raise ValueError(
-            f"the verifier gave the parts {sorted(verdict.parts)}, and declares {sorted(part_names)}"
-        )
-    parts = {name: float(verdict.parts[name]) for name in part_names}
+    if not (parts or part_names):
+        return Verdict(score)
+    if parts.keys() != set(part_names):
+        raise ValueError(f"the verifier gave the parts {sorted(parts)}, and declares {sorted(part_names)}")
+    parts = {name: float(parts[name]) for name in part_names}
     for name, value in parts.items():
         if not math.isfinite(value):
             raise ValueError(f"the verifier gave {value} as its part {name!r}, which is not finite")
