@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -323,6 +324,36 @@ def test_digest_follows_the_neighbours_that_are_imported(tmp_path):
     assert len(set(digests)) == 5
     (tmp_path / "unrelated.py").write_text("x = 2\n")
     assert code_digest(reward) == digests[-1]
+
+
+async def test_graders_keep_the_code_of_their_digest(tmp_path):
+    reward, near = tmp_path / "reward.py", tmp_path / "near.py"
+    reward.write_text("def score(completion):\n    import near\n    return near.VALUE\n")
+    near.write_text("VALUE = 0.25\n")
+    given = PythonFunction("score", path=str(reward), digest=code_digest(reward))
+    async with GradingPool(VerifierConfig("python", python=given)) as pool:
+        near.write_text("VALUE = 0.5\n")  # before its first import
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+        server = pool._server._process.pid
+        for pid in _children(server):
+            os.kill(pid, signal.SIGKILL)
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(VerifierError, match=r"reward.py: the code of the reward has changed since"):
+            await _graded_until_refused(pool, 0.25)
+        near.write_text("VALUE = 0.25\n")
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+async def _graded_until_refused(pool: GradingPool, score: float) -> None:
+    for _ in range(3000):  # the death of a process is not noticed at once
+        assert (await pool.score_group(ROW, ["4"]))[0].score == score
+        await asyncio.sleep(0.01)
 
 
 def test_digest_does_not_depend_on_the_folder(tmp_path):

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scalerl_tasks.code_digest import keep_code
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt, render_prompt
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, as_verdict, declared_parts
@@ -69,6 +70,8 @@ class PythonFunction:
     system: str | None = None
     range: tuple[float, float] = SCORE_RANGE
     """Lowest and highest reward."""
+    digest: str = ""
+    """Of its code, as :func:`~.code_digest.code_digest` gives it; other code is refused. Empty: any."""
 
     @property
     def label(self) -> str:
@@ -362,6 +365,8 @@ def _imported(given: PythonFunction) -> Any:
     """
     try:
         if given.module is not None:
+            if given.digest:
+                keep_code(given.digest, module=given.module)
             return importlib.import_module(given.module)
         path = Path(given.path or "")
         if not path.is_file():
@@ -372,7 +377,8 @@ def _imported(given: PythonFunction) -> Any:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # its neighbours, behind installed packages
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "scalerl_reward"
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = keep_code(given.digest, path).loader(name, path) if given.digest else None
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         if spec is None or spec.loader is None:
             raise VerifierError(f"{path} is not a Python file; its name must end in .py")
         module = importlib.util.module_from_spec(spec)
