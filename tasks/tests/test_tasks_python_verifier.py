@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig, VerifierError
-from scalerl_tasks.code_digest import code_digest
+from scalerl_tasks.code_digest import code_digest, keep_code
 from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
 
 FILE = Path(__file__).parent / "rewards" / "project_rewards.py"
@@ -105,7 +107,7 @@ def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
     given = {"path": str(tmp_path / "r.py"), "signature": "trl"}
     with pytest.raises(VerifierError, match="needs completions_ids, but functions get texts, not token ids"):
         PythonVerifier(PythonFunction("ids", **given)).score(Prompt("row-7", "q", "a"), "a")
-    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, prompts and completions are texts"):
+    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, .* are texts, with Chat messages$"):
         PythonVerifier(PythonFunction("of_messages", **given)).score(Prompt("row-7", "q", "a"), "a")
     assert (
         PythonVerifier(PythonFunction("of_messages", **given, chat=True)).score(
@@ -324,6 +326,28 @@ def test_digest_follows_the_neighbours_that_are_imported(tmp_path):
     assert len(set(digests)) == 5
     (tmp_path / "unrelated.py").write_text("x = 2\n")
     assert code_digest(reward) == digests[-1]
+
+
+def test_module_of_an_editable_install(tmp_path, monkeypatch):
+    """Which is found by a finder of its own, not by a path."""
+    file = tmp_path / "edited_here.py"
+    file.write_text("def score(completion): return 0.5\n")
+
+    class Editable:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.util.spec_from_file_location(name, file) if name == "edited_here" else None
+
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    digest = code_digest(module="edited_here")
+    given = PythonFunction("score", module="edited_here", digest=digest)
+    keep_code(digest, module="edited_here")
+    file.write_text("def score(completion): return 1.0\n")
+    assert importlib.import_module("edited_here").score("") == 0.5
+    assert code_digest(module="edited_here") != digest
+    with pytest.raises(VerifierError, match="edited_here: the code of the reward has changed"):
+        PythonVerifier(given)
 
 
 async def test_graders_keep_the_code_of_their_digest(tmp_path):

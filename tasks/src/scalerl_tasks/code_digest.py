@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,21 @@ def keep_code(wanted: str, path: Path | None = None, module: str | None = None) 
             "which goes on from its checkpoint with the new code and a new segment of its curve"
         )
     kept = KeptCode({file.resolve(): content for file, content in files.items()})
-    finders: list[Any] = sys.meta_path
-    finders.insert(finders.index(PathFinder), kept)
+    sys.meta_path.insert(0, kept)
     return kept
 
 
 class KeptCode:
-    """Finds modules as ``PathFinder`` does, with the content of the files that were read."""
+    """Finds modules as the other finders do, with the content of the files that were read."""
 
     def __init__(self, files: Mapping[Path, bytes]) -> None:
         self._files = files
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.origin is None or (loader := self.loader(name, Path(spec.origin))) is None:
-            return None
-        spec.loader = loader
+        others = (one for one in sys.meta_path if hasattr(one, "find_spec") and not isinstance(one, KeptCode))
+        spec = next(filter(None, (one.find_spec(name, path, target) for one in others)), None)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            spec.loader = self.loader(name, Path(spec.origin)) or spec.loader
         return spec
 
     def loader(self, name: str, path: Path) -> SourceFileLoader | None:
@@ -108,7 +108,7 @@ def _read(path: Path | None, module: str | None) -> tuple[str, dict[Path, bytes]
 def _root_of(module: str) -> Path:
     """The folder that has the top-level package of a module."""
     top = module.partition(".")[0]
-    spec = PathFinder.find_spec(top, sys.path)
+    spec = importlib.util.find_spec(top)
     if spec is None:
         raise VerifierError(
             f"verifier.python.module: there is no package {top!r}; install it where completions are graded: in this environment, "
