@@ -329,8 +329,11 @@ class PythonVerifier:
     def _failed(self, prompt: Prompt, error: BaseException) -> VerifierError:
         text = f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
         if self._form == "trl" and isinstance(error, TypeError | AttributeError):
-            kind, chat = ("messages", "Chat") if self._given.chat else ("texts", "Raw")
-            text += f"; with prompt.format: {chat}, prompts and completions are {kind}"
+            kinds = ("Chat", "messages", "Raw", "texts")
+            given, kind, other, else_kind = kinds if self._given.chat else kinds[2:] + kinds[:2]
+            text += (
+                f"; with prompt.format: {given}, prompts and completions are {kind}, with {other} {else_kind}"
+            )
         return VerifierError(text)
 
     @property
