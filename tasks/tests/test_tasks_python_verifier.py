@@ -94,7 +94,8 @@ def test_trl_function_gets_columns_and_may_not_apply():
     assert scores(given, row, "4", "5") == [1.0, 0.0]
     assert scores(given, other, "4") == [None]
     with pytest.raises(
-        VerifierError, match=r"needs the column 'ground_truth', which the prompt row-7 does not have"
+        VerifierError,
+        match=r"needs the column 'ground_truth', which the prompt row-7 does not have \(it has answer, row\)",
     ):
         scores(given, ROW, "4")
 

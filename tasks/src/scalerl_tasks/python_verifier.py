@@ -246,11 +246,14 @@ class PythonVerifier:
             return given
         if missing := self._required - given.keys():
             name = min(missing)
+            known = sorted(
+                {"answer", *prompt.labels, *prompt.metadata} | ({"solution"} if prompt.solution else set())
+            )
             raise VerifierError(
                 f"{self._given.label} needs {name}, but functions get texts, not token ids: use recipe.length, or the length of the text"
                 if name in _TOKEN_IDS
                 else f"{self._given.label} needs the column {name!r}, which the prompt {prompt.id} does not have (it has "
-                f"{', '.join(sorted(given))[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
+                f"{', '.join(known)[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
             )
         if self._takes_all:
             return given

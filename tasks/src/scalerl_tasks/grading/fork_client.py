@@ -62,8 +62,7 @@ class Grader(asyncio.Protocol):
         assert self._transport is not None
         self.results = []
         body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        self._transport.write(LENGTH.pack(len(body)))
-        self._transport.write(body)
+        self._transport.write(LENGTH.pack(len(body)) + body)  # at once: two would wake the grader twice
 
     async def changed(self, timeout_seconds: float) -> bool:
         """Wait for a record since the last call; False on timeout."""
