@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import doctest
 import gzip
 import io
@@ -14,15 +15,16 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
-from actor_stand_ins import CHARACTERS, END, TOKEN, CoordinatorStandIn, until, write_tokenizer
+from actor_stand_ins import CHARACTERS, END, TOKEN, CoordinatorStandIn, until, write_run, write_tokenizer
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Group, PromptRef, Sample, Split, Verdicts
 from scalerl_generator import leasing, rollouts, server_state
-from scalerl_generator.actor import raise_open_files_limit
+from scalerl_generator.actor import _graders, raise_open_files_limit
 from scalerl_generator.actor_api import actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
@@ -33,8 +35,9 @@ from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts import group_verdicts, sample_of, version_spans
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
-from scalerl_tasks import Graded, Verdict
+from scalerl_tasks import Graded, GradingError, Verdict
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.sources import open_tasks
 
 
 def test_docstrings() -> None:
@@ -277,3 +280,21 @@ async def test_runner_does_not_decompress_bodies() -> None:
                 assert await answer.read() == packed
     finally:
         await runner.cleanup()
+
+
+async def test_actor_refuses_a_reward_that_is_edited_while_it_starts(tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(completion): return 1.0\n")
+    write_run(
+        tmp_path,
+        ["a", "b", "c", "d", "e"],
+        task__verifier={"python": {"path": str(reward), "function": "score"}},
+    )
+    spec = load_run(tmp_path / "run.yaml").spec
+    tasks = open_tasks(spec)
+    async with contextlib.AsyncExitStack() as stack:
+        (pool,) = await _graders(stack, spec, tasks)
+        assert (await pool.score_group(tasks.tasks[0].train[0], ["a"]))[0].score == 1.0
+        reward.write_text("def score(completion): return 0.0\n")
+        with pytest.raises(GradingError, match="was edited while the actor started"):
+            await _graders(stack, spec, tasks)

@@ -652,7 +652,7 @@ def test_dataset_rewards_out_of_range_are_one_reason(tmp_path):
         "d.jsonl, line 2, answer: reward.py:f gave -1, which is not in [0, 1]; set verifier.range to what it gives"
     )
     assert "29 of 30 rows (96.67%)" in summary
-    assert "29 reward.py:f gave …, which is not in [0, 1];" in summary
+    assert "by reward.py:f: 29 gave …, which is not in [0, 1];" in summary
 
 
 def section(file, verifier, columns):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -25,6 +26,8 @@ from scalerl_tasks import (
     VerifierError,
     open_reasoning_gym,
 )
+from scalerl_tasks.grading.fork_client import Grader
+from scalerl_tasks.python_verifier import PythonFunction
 
 HALF = Prompt("half", "?", r"\frac{1}{2}")
 FOUR = Prompt("four", "2 + 2 =", "4")
@@ -256,6 +259,33 @@ async def test_score_group_reports_each_grade():
         )
     assert len(told) == len(verdicts) == 3
     assert told[1] - told[0] > 0.3
+
+
+async def test_pool_is_notified_once_for_a_group(monkeypatch, tmp_path):
+    """Waking it takes longer than grading most completions."""
+    notices = []
+    receive = Grader.data_received
+    monkeypatch.setattr(Grader, "data_received", lambda *given: (notices.append(1), receive(*given)))
+    (tmp_path / "r.py").write_text("import time\ndef own(completion): time.sleep(0.01); return 1.0\n")
+    own = PythonFunction("own", path=str(tmp_path / "r.py"))
+    async with GradingPool(VerifierConfig("python", python=own)) as pool:
+        for _ in range(2):
+            assert await pool.score_group(FOUR, ["4"] * 16) == [RIGHT] * 16
+    assert len(notices) == 2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_records_of_more_bytes_than_a_pipe_holds(tmp_path, whole):
+    (tmp_path / "r.py").write_text(
+        "def each(completion): raise ValueError(completion * 200)\ndef all_of(completions): return ['x' * 200] * len(completions)\n"
+    )
+    own = PythonFunction("all_of", signature="group") if whole else PythonFunction("each")
+    own = dataclasses.replace(own, path=str(tmp_path / "r.py"))
+    async with GradingPool(VerifierConfig("python", python=own)) as pool:
+        graded = await pool.score_group(FOUR, ["4"] * 1000)
+    assert len(graded) == 1000
+    assert len({one.error for one in graded if one.error}) == 1
+    assert pool.counts.errors == 1000
 
 
 async def test_late_event_loop_is_not_a_timeout():

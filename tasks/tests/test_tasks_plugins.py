@@ -17,7 +17,7 @@ from scalerl_api.source import EvaluationTaskSpec
 from scalerl_tasks import Graded, Prompt, SourceError, Verdict, VerifierError, open_grading_pool, open_source
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.plugins import Plugin, PluginVerifier, open_plugin_source
-from scalerl_tasks.sources import grading_digest
+from scalerl_tasks.sources import grading_digest, verifier_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"
@@ -81,6 +81,15 @@ def test_digest_of_a_plugin_is_that_of_its_code(countdown):
     code = countdown / "countdown_task.py"
     code.write_text(code.read_text().replace("0.1 * right", "0.2 * right"))
     assert grading_digest(spec()) != before
+
+
+def test_plugin_of_other_code_is_refused(countdown):
+    config = verifier_config(spec())
+    assert config.plugin is not None
+    code = countdown / "countdown_task.py"
+    code.write_text(code.read_text() + "\n")
+    with pytest.raises(VerifierError, match="countdown_task: the code of the reward has changed"):
+        PluginVerifier(config.plugin)
 
 
 def test_plugin_that_is_not_installed(countdown):

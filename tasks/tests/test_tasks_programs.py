@@ -309,6 +309,18 @@ def test_modules_of_the_solution_are_not_the_programs(verifier: CodeVerifier) ->
     )
     assert verifier.score(prompt, forged % "5").score == 0
     assert verifier.score(prompt, forged % "[1, 2]").score == 1
+    without = Prompt("p", "", json.dumps(["assert np.allclose(f(1), [1, 2])"]))
+    assert verifier.score(without, forged % "5").score == 0
+    assert verifier.score(without, forged % "[1, 2]").score == 1
+
+
+@needs_kernel
+def test_input_may_be_larger_than_the_files_of_a_program(verifier: CodeVerifier) -> None:
+    suite = {"inputs": ["x" * (17 << 20)], "outputs": [str(17 << 20)]}
+    program = "import sys\ntext = sys.stdin.read()\n{}\nprint(len(text))"
+    prompt = Prompt("p", "", json.dumps(suite))
+    assert verifier.score(prompt, program.format("")).score == 1
+    assert verifier.score(prompt, program.format("open('own', 'w').write(text)")).score == 0
 
 
 @needs_kernel

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 
 from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig, VerifierError
-from scalerl_tasks.code_digest import code_digest
+from scalerl_tasks.code_digest import code_digest, keep_code
 from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
 
 FILE = Path(__file__).parent / "rewards" / "project_rewards.py"
@@ -91,7 +94,8 @@ def test_trl_function_gets_columns_and_may_not_apply():
     assert scores(given, row, "4", "5") == [1.0, 0.0]
     assert scores(given, other, "4") == [None]
     with pytest.raises(
-        VerifierError, match=r"needs the column 'ground_truth', which the prompt row-7 does not have"
+        VerifierError,
+        match=r"needs the column 'ground_truth', which the prompt row-7 does not have \(it has answer, row\)",
     ):
         scores(given, ROW, "4")
 
@@ -104,7 +108,7 @@ def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
     given = {"path": str(tmp_path / "r.py"), "signature": "trl"}
     with pytest.raises(VerifierError, match="needs completions_ids, but functions get texts, not token ids"):
         PythonVerifier(PythonFunction("ids", **given)).score(Prompt("row-7", "q", "a"), "a")
-    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, prompts and completions are texts"):
+    with pytest.raises(VerifierError, match=r"with prompt.format: Raw, .* are texts, with Chat messages$"):
         PythonVerifier(PythonFunction("of_messages", **given)).score(Prompt("row-7", "q", "a"), "a")
     assert (
         PythonVerifier(PythonFunction("of_messages", **given, chat=True)).score(
@@ -122,6 +126,15 @@ def test_import_at_the_limit_of_memory_says_what_to_raise(tmp_path):
         VerifierError, match=r"failed to map segment .*; raise verifier.memory, or import at the head"
     ):
         PythonVerifier(PythonFunction("f", path=str(tmp_path / "r.py"))).score(Prompt("row-7", "q", "a"), "a")
+
+
+def test_arguments_are_copies(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def seen(metadata):\n    count = len(metadata['a']['b'][0])\n    metadata['a']['b'][0]['more'] = 1\n"
+        "    metadata['a']['b'].insert(0, {1: 1, 2: 2, 3: 3})\n    return count\n"
+    )
+    row = Prompt("row-7", "q", "4", metadata={"a": {"b": [{}]}, "c": (1,), "d": None})
+    assert scores(PythonFunction("seen", path=str(tmp_path / "r.py")), row, "4", "4") == [0, 0]
 
 
 async def test_coroutine_function_of_a_batch():
@@ -314,6 +327,58 @@ def test_digest_follows_the_neighbours_that_are_imported(tmp_path):
     assert len(set(digests)) == 5
     (tmp_path / "unrelated.py").write_text("x = 2\n")
     assert code_digest(reward) == digests[-1]
+
+
+def test_module_of_an_editable_install(tmp_path, monkeypatch):
+    """Which is found by a finder of its own, not by a path."""
+    file = tmp_path / "edited_here.py"
+    file.write_text("def score(completion): return 0.5\n")
+
+    class Editable:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return importlib.util.spec_from_file_location(name, file) if name == "edited_here" else None
+
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    digest = code_digest(module="edited_here")
+    given = PythonFunction("score", module="edited_here", digest=digest)
+    keep_code(digest, module="edited_here")
+    file.write_text("def score(completion): return 1.0\n")
+    assert importlib.import_module("edited_here").score("") == 0.5
+    assert code_digest(module="edited_here") != digest
+    with pytest.raises(VerifierError, match="edited_here: the code of the reward has changed"):
+        PythonVerifier(given)
+
+
+async def test_graders_keep_the_code_of_their_digest(tmp_path):
+    reward, near = tmp_path / "reward.py", tmp_path / "near.py"
+    reward.write_text("def score(completion):\n    import near\n    return near.VALUE\n")
+    near.write_text("VALUE = 0.25\n")
+    given = PythonFunction("score", path=str(reward), digest=code_digest(reward))
+    async with GradingPool(VerifierConfig("python", python=given)) as pool:
+        near.write_text("VALUE = 0.5\n")  # before its first import
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+        server = pool._server._process.pid
+        for pid in _children(server):
+            os.kill(pid, signal.SIGKILL)
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(VerifierError, match=r"reward.py: the code of the reward has changed since"):
+            await _graded_until_refused(pool, 0.25)
+        near.write_text("VALUE = 0.25\n")
+        assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+async def _graded_until_refused(pool: GradingPool, score: float) -> None:
+    for _ in range(3000):  # the death of a process is not noticed at once
+        assert (await pool.score_group(ROW, ["4"]))[0].score == score
+        await asyncio.sleep(0.01)
 
 
 def test_digest_does_not_depend_on_the_folder(tmp_path):

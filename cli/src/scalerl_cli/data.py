@@ -117,8 +117,9 @@ def _show(
             source = tasks.open_source(section)
             say(f"  {len(source):,} prompts")
         tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt")
-        for rank in range(min(_SHOWN, len(source))):
-            _show_prompt(source, rank * len(source) // _SHOWN, prompt, tokenizer)
+        shown = min(_SHOWN, len(source))
+        for rank in range(shown):
+            _show_prompt(source, rank * len(source) // shown, prompt, tokenizer)
         _show_lengths(source, prompt, tokenizer)
         return _check(source, section, arguments)
     except tasks.JsonlRowsError as error:

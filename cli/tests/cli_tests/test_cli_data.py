@@ -72,6 +72,12 @@ def test_data_shows_what_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert text in out, text
 
 
+def test_data_of_fewer_rows_than_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(write(tmp_path / "two.parquet", GSM8K[:2]))]) == 0
+    out = capsys.readouterr().out
+    assert out.count("What is 0 + 1?") == out.count("What is 1 + 1?") == 1
+
+
 def test_data_of_a_run_shows_prompts_as_the_model_sees_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ from scalerl_generator.vllm_replies import VllmError
 from scalerl_generator.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.grading.combined import GroupGrader
-from scalerl_tasks.sources import RunTasks, open_grading_pool, open_tasks, verifier_config
+from scalerl_tasks.sources import RunTasks, grading_digest, open_grading_pool, open_tasks, verifier_config
 from scalerl_tasks.text import check_interruption
 
 logger = logging.getLogger("scalerl.actor")
@@ -346,6 +346,8 @@ async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTa
             if first < i
             else await stack.enter_async_context(open_grading_pool(problem, prompt=prompt))
         )
+    if tasks.grading != tuple(grading_digest(problem) for problem, _ in problems):
+        raise GradingError("the code of a reward was edited while the actor started; start it again")
     return pools
 
 

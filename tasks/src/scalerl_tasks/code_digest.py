@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.machinery
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 from scalerl_tasks.errors import VerifierError
 
@@ -19,6 +21,60 @@ def code_digest(path: Path | None = None, module: str | None = None) -> str:
     Raises:
         VerifierError: there is no such file or module.
     """
+    return _read(path, module)[0]
+
+
+def keep_code(wanted: str, path: Path | None = None, module: str | None = None) -> KeptCode:
+    """Read the files of a digest, and let this process and those that it forks import them as they were read, also if they are edited
+    later.
+
+    Raises:
+        VerifierError: there is no such file or module, or the digest is not ``wanted``.
+    """
+    digest, files = _read(path, module)
+    if digest != wanted:
+        raise VerifierError(
+            f"{path or module}: the code of the reward has changed since it was opened for the run; restore it, or restart the run, "
+            "which goes on from its checkpoint with the new code and a new segment of its curve"
+        )
+    kept = KeptCode({file.resolve(): content for file, content in files.items()})
+    sys.meta_path.insert(0, kept)
+    return kept
+
+
+class KeptCode:
+    """Finds modules as the other finders do, with the content of the files that were read."""
+
+    def __init__(self, files: Mapping[Path, bytes]) -> None:
+        self._files = files
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        others = (one for one in sys.meta_path if hasattr(one, "find_spec") and not isinstance(one, KeptCode))
+        spec = next(filter(None, (one.find_spec(name, path, target) for one in others)), None)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            spec.loader = self.loader(name, Path(spec.origin)) or spec.loader
+        return spec
+
+    def loader(self, name: str, path: Path) -> SourceFileLoader | None:
+        """The loader of a file, if it is one of those that were read."""
+        content = self._files.get(path.resolve())
+        return None if content is None else _Loader(name, str(path), content)
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
+
+    def get_data(self, path: str) -> bytes:
+        return self._content
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError("no bytecode is read or written, since it belongs to the file as it is now")
+
+
+def _read(path: Path | None, module: str | None) -> tuple[str, dict[Path, bytes]]:
+    """The digest, and the content of its files."""
     if path is not None:
         first, root, package = path, path.parent, None
     else:
@@ -46,13 +102,13 @@ def code_digest(path: Path | None = None, module: str | None = None) -> str:
     digest = hashlib.sha256(f"{first.relative_to(root)}\n".encode())
     for file in sorted(seen):
         digest.update(f"{file.relative_to(root)}\0{hashlib.sha256(seen[file]).hexdigest()}\n".encode())
-    return digest.hexdigest()
+    return digest.hexdigest(), seen
 
 
 def _root_of(module: str) -> Path:
     """The folder that has the top-level package of a module."""
     top = module.partition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(top, sys.path)
+    spec = importlib.util.find_spec(top)
     if spec is None:
         raise VerifierError(
             f"verifier.python.module: there is no package {top!r}; install it where completions are graded: in this environment, "

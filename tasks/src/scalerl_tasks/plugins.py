@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from scalerl_tasks.code_digest import keep_code
 from scalerl_tasks.errors import SourceError, TaskError, VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, as_verdict, declared_parts
@@ -32,6 +33,8 @@ class Plugin:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     range: tuple[float, float] = SCORE_RANGE
     """Lowest and highest reward of a verifier."""
+    digest: str = ""
+    """Of its code; other code is refused. Empty: any."""
 
 
 def entry_point(group: str, name: str) -> EntryPoint:
@@ -56,6 +59,8 @@ def entry_point(group: str, name: str) -> EntryPoint:
 
 def _made(group: str, plugin: Plugin) -> Any:
     entry = entry_point(group, plugin.name)
+    if plugin.digest:
+        keep_code(plugin.digest, module=entry.module)
     try:
         return entry.load()(**plugin.parameters)
     except TaskError:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scalerl_tasks.code_digest import keep_code
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt, render_prompt
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, as_verdict, declared_parts
@@ -46,6 +47,7 @@ _ARGUMENTS: Mapping[str, frozenset[str]] = {
 """Arguments by signature; TRL's depend on the columns."""
 _TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
 """Arguments of TRL that functions do not get here."""
+_NOT_COPIED = frozenset({str, int, float, bool, tuple, type(None)})
 _MAX_SHOWN = 80
 _NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
 """Of the errors of libraries at the limit of memory."""
@@ -68,6 +70,8 @@ class PythonFunction:
     system: str | None = None
     range: tuple[float, float] = SCORE_RANGE
     """Lowest and highest reward."""
+    digest: str = ""
+    """Of its code, as :func:`~.code_digest.code_digest` gives it; other code is refused. Empty: any."""
 
     @property
     def label(self) -> str:
@@ -112,7 +116,7 @@ class PythonVerifier:
         """Whether completions are scored a group at a time, by :meth:`score_group`."""
         self._parameters = self._checked_parameters()
         own = _ARGUMENTS.get(self._form, frozenset())
-        self._own_names = [name for name in own if self._takes_all or name in self._takes]
+        self._left_out = [] if self._takes_all else [name for name in own if name not in self._takes]
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
@@ -129,6 +133,8 @@ class PythonVerifier:
         arguments = self._chosen(prompt, self._of_one(prompt, completion))
         try:
             found = self._function(**arguments)
+            if type(found) is float:
+                return found
             if inspect.isawaitable(found):
                 found = self._run(_waited(found))
         except MemoryError:
@@ -193,7 +199,7 @@ class PythonVerifier:
             "prompt": prompt.text,
             "completion": completion,
             "answer": prompt.answer,
-            "metadata": _copied(prompt.metadata),
+            "metadata": None if "metadata" in self._left_out else _copied(prompt.metadata),
         }
 
     def _of_many(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Any]:
@@ -233,16 +239,21 @@ class PythonVerifier:
         Raises:
             VerifierError: TRL: the row lacks a column that it needs.
         """
-        if self._form != "trl":  # checked when it was opened
-            return {name: given[name] for name in self._own_names} | self._parameters
         given |= self._parameters
+        if self._form != "trl":  # checked when it was opened
+            for name in self._left_out:
+                del given[name]
+            return given
         if missing := self._required - given.keys():
             name = min(missing)
+            known = sorted(
+                {"answer", *prompt.labels, *prompt.metadata} | ({"solution"} if prompt.solution else set())
+            )
             raise VerifierError(
                 f"{self._given.label} needs {name}, but functions get texts, not token ids: use recipe.length, or the length of the text"
                 if name in _TOKEN_IDS
                 else f"{self._given.label} needs the column {name!r}, which the prompt {prompt.id} does not have (it has "
-                f"{', '.join(sorted(given))[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
+                f"{', '.join(known)[:200]}); keep it by dataset.metadata, or give it in verifier.python.parameters"
             )
         if self._takes_all:
             return given
@@ -321,8 +332,11 @@ class PythonVerifier:
     def _failed(self, prompt: Prompt, error: BaseException) -> VerifierError:
         text = f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
         if self._form == "trl" and isinstance(error, TypeError | AttributeError):
-            kind, chat = ("messages", "Chat") if self._given.chat else ("texts", "Raw")
-            text += f"; with prompt.format: {chat}, prompts and completions are {kind}"
+            kinds = ("Chat", "messages", "Raw", "texts")
+            given, kind, other, else_kind = kinds if self._given.chat else kinds[2:] + kinds[:2]
+            text += (
+                f"; with prompt.format: {given}, prompts and completions are {kind}, with {other} {else_kind}"
+            )
         return VerifierError(text)
 
     @property
@@ -357,6 +371,8 @@ def _imported(given: PythonFunction) -> Any:
     """
     try:
         if given.module is not None:
+            if given.digest:
+                keep_code(given.digest, module=given.module)
             return importlib.import_module(given.module)
         path = Path(given.path or "")
         if not path.is_file():
@@ -367,7 +383,8 @@ def _imported(given: PythonFunction) -> Any:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # its neighbours, behind installed packages
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "scalerl_reward"
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = keep_code(given.digest, path).loader(name, path) if given.digest else None
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         if spec is None or spec.loader is None:
             raise VerifierError(f"{path} is not a Python file; its name must end in .py")
         module = importlib.util.module_from_spec(spec)
@@ -421,10 +438,14 @@ def _verl_row(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
 
 def _copied(value: Any) -> Any:
     """A copy of JSON data, so that a function that changes it changes nothing else."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
+    # Types are compared first, and before the recursive calls: isinstance with Mapping takes longer than the rest.
+    kind = type(value)
+    if kind in _NOT_COPIED:
+        return value
+    if kind is list or isinstance(value, list):
+        return [item if type(item) in _NOT_COPIED else _copied(item) for item in value]
+    if kind is dict or isinstance(value, Mapping):
+        return {key: item if type(item) in _NOT_COPIED else _copied(item) for key, item in value.items()}
     return value
 
 

@@ -134,11 +134,12 @@ def verifier_config(
     given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
     if (own := given.python) is not None:
+        path = None if own.path is None else (directory or Path()) / own.path
         return VerifierConfig(
             "python",
             python=PythonFunction(
                 function=own.function,
-                path=None if own.path is None else str((directory or Path()) / own.path),
+                path=None if path is None else str(path),
                 module=own.module,
                 signature=own.signature,
                 parameters=own.parameters,
@@ -146,6 +147,7 @@ def verifier_config(
                 template=None if prompt is None else prompt.template,
                 system=None if prompt is None else prompt.system,
                 range=(low, high),
+                digest=_digest_or_empty(path, own.module),
             ),
         )
     if given.code is not None:
@@ -162,8 +164,9 @@ def verifier_config(
             None if prompt is None else prompt.system,
         )
     if given.plugin is not None:
+        digest = _digest_or_empty(module=_plugin_module(given.plugin.name))
         return VerifierConfig(
-            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high))
+            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high), digest)
         )
     assert given.name is not None
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
@@ -199,13 +202,24 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         if given.http is not None:
             kept["http"] = {"url": given.http.url}
         if given.plugin is not None:
-            try:
-                entry = entry_point(PLUGIN_VERIFIERS, given.plugin.name)
-            except TaskError as error:
-                raise VerifierError(str(error)) from error
-            kept["code"] = code_digest(module=entry.module)
+            kept["code"] = code_digest(module=_plugin_module(given.plugin.name))
         parts.append(sorted(kept.items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _plugin_module(name: str) -> str:
+    try:
+        return entry_point(PLUGIN_VERIFIERS, name).module
+    except TaskError as error:
+        raise VerifierError(str(error)) from error
+
+
+def _digest_or_empty(path: Path | None = None, module: str | None = None) -> str:
+    """The digest of code; empty if it cannot be read, which the process that opens it explains."""
+    try:
+        return code_digest(path, module)
+    except VerifierError:
+        return ""
 
 
 def open_grading_pool(

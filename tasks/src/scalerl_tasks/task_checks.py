@@ -70,6 +70,7 @@ _CHUNK = 64
 """Prompts that one grader checks at a time."""
 _MAX_REASONS = 8
 """Reasons that are counted; further ones count together."""
+_MAX_REASON = 160
 _EXAMPLES = 3
 """Rows that are listed for each reason."""
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|(?<= gave )[^ ,]+")
@@ -423,10 +424,11 @@ class Rejected:
         if not self.rows and not self.note:
             return []
         listed = [text for first in self._first.values() for _, text in first]
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self._counts.most_common())
         of = f"{checked:,} rows" if checked == total else f"{checked:,} sampled rows of {total:,}"
         share, limit = len(self.rows) / max(checked, 1), spec.dataset.filter.max_rejected
         own, titles = _own_code(spec), _titles(spec)
+        counts = self._counts.most_common()
+        reasons = "; ".join(f"{count:,} {reason.removeprefix(f'{titles} ')}" for reason, count in counts)
         what = (
             f"answers that get no reward by {titles}" if own else f"answers that do not score 1 by {titles}"
         )
@@ -465,7 +467,7 @@ def _reason(error: str) -> str:
     >>> _reason("its answer 'Ada' has no number; write only the number")
     'its answer … has no number'
     """
-    return _QUOTED.sub("…", error).partition(";")[0][:100]
+    return _QUOTED.sub("…", error).partition(";")[0][:_MAX_REASON]
 
 
 async def _check_answers(

@@ -80,23 +80,23 @@ def as_verdict(
     >>> as_verdict(0.0, ["reward"], (-1.0, 1.0)), as_verdict(NO_ANSWER, ()).answered
     (Verdict(score=0.5, parts={'reward': 0.0}, answered=None), False)
     """
-    verdict = (
-        found
+    given, parts, answered = (
+        (found.score, found.parts, found.answered)
         if isinstance(found, Verdict)
-        else Verdict(found, answered=False if found is NO_ANSWER else None)
+        else (found, {}, False if found is NO_ANSWER else None)
     )
-    score, (low, high) = float(verdict.score), bounds
+    score, (low, high) = float(given), bounds
     if not low <= score <= high:  # NaN is not
         raise ValueError(f"the verifier gave {score:g}, which is not in [{low:g}, {high:g}]")
     if bounds != SCORE_RANGE:
-        verdict = Verdict(score, {**verdict.parts, REWARD: score}, verdict.answered)
+        parts = {**parts, REWARD: score}
         score = min(1.0, (score - low) / (high - low))
-    if verdict.parts.keys() != set(part_names):
-        raise ValueError(
-            f"the verifier gave the parts {sorted(verdict.parts)}, and declares {sorted(part_names)}"
-        )
-    parts = {name: float(verdict.parts[name]) for name in part_names}
+    if not (parts or part_names):
+        return Verdict(score, answered=answered)
+    if parts.keys() != set(part_names):
+        raise ValueError(f"the verifier gave the parts {sorted(parts)}, and declares {sorted(part_names)}")
+    parts = {name: float(parts[name]) for name in part_names}
     for name, value in parts.items():
         if not math.isfinite(value):
             raise ValueError(f"the verifier gave {value} as its part {name!r}, which is not finite")
-    return Verdict(score, parts, verdict.answered)
+    return Verdict(score, parts, answered)

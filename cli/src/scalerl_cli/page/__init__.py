@@ -4,5 +4,5 @@
     index.html, page.js, page.css: all that the browser loads (``docs/adr/0021-the-page-is-served-by-aiohttp.md``)
 
 This package reads files and draws; it writes nothing, and no request names a file. Statistics of curves come from
-``scalerl_cli.curves``, sentences about a run's health from ``scalerl_cli.health``.
+``scalerl_cli.curves``, sentences about a run's health from ``scalerl_api.health``.
 """

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_cli import rollouts
-from scalerl_cli.health import health
 from scalerl_cli.page.appended import Appended
 from scalerl_cli.page.curve import curve
 from scalerl_cli.page.series import Series

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from scalerl_cli.health import LAST, Steps
+from scalerl_api.health import LAST, Steps
 from scalerl_cli.page.appended import Appended
 
 MAX_POINTS: Final = 2000

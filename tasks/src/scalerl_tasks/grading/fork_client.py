@@ -19,6 +19,7 @@ from scalerl_tasks.grading.protocol import (
     CONTROL,
     LENGTH,
     MAX_PACKET_BYTES,
+    POLL_SECONDS,
     RECORD,
     CheckRequest,
     Request,
@@ -26,6 +27,7 @@ from scalerl_tasks.grading.protocol import (
 )
 
 _ANSWERED = {protocol.ANSWERED: True, protocol.UNANSWERED: False}
+_READ_BYTES = 64 << 10  # what a pipe holds
 _REPLY_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
 _EXIT_POLL_SECONDS = 0.01
@@ -38,10 +40,16 @@ _SINGLE_THREADED = dict.fromkeys(
 
 
 class Grader(asyncio.Protocol):
-    """A connection to one grader: sends requests, receives records in order."""
+    """A connection to one grader: sends requests, receives records in order.
 
-    def __init__(self, pid: int) -> None:
+    Args:
+        pid: of the grader.
+        records: the end of its pipe, not blocking; closed by :meth:`close`.
+    """
+
+    def __init__(self, pid: int, records: int) -> None:
         self.pid = pid
+        self._records = records
         self.results: list[tuple[float, tuple[float, ...], bool | None, str | None]] = []
         """Score, parts, whether it has an answer, and error of each completion."""
         self.ended = False
@@ -55,33 +63,43 @@ class Grader(asyncio.Protocol):
         assert self._transport is not None
         self.results = []
         body = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        self._transport.write(LENGTH.pack(len(body)))
-        self._transport.write(body)
+        self._transport.write(LENGTH.pack(len(body)) + body)  # at once: two would wake the grader twice
 
     async def changed(self, timeout_seconds: float) -> bool:
         """Wait for a record since the last call; False on timeout."""
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            # The event loop itself may have been late: a record that has arrived was in time.
-            if not self._changed.is_set():
+        loop = asyncio.get_running_loop()
+        left, deadline = timeout_seconds, loop.time() + timeout_seconds
+        while not self._changed.is_set():
+            if left <= 0:
                 return False
+            try:
+                async with asyncio.timeout(min(left, POLL_SECONDS)):
+                    await self._changed.wait()
+            except TimeoutError:
+                left = deadline - loop.time()
+                self._read_records()  # the event loop itself may have been late: what has arrived was in time
         self._changed.clear()
         return True
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+        if self._records >= 0:
+            os.close(self._records)
+            self._records = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        at = 0
+        self._read_records()
+
+    def _read_records(self) -> None:
+        buffer, at = self._buffer, 0
+        with contextlib.suppress(BlockingIOError):
+            while self._records >= 0 and (data := os.read(self._records, _READ_BYTES)):
+                buffer += data
         while at + RECORD.size <= len(buffer):
             kind, score, count, length = RECORD.unpack_from(buffer, at)
             start = at + RECORD.size + 8 * count
@@ -101,6 +119,7 @@ class Grader(asyncio.Protocol):
             self._changed.set()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._read_records()
         self.ended = True
         self._changed.set()
 
@@ -163,17 +182,21 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         token = next(self._tokens)
         ours, theirs = socket.socketpair()
+        records, written = os.pipe()
+        os.set_blocking(records, False)
         reply: asyncio.Future[int] = loop.create_future()
         self._replies[token] = reply
         try:
             with theirs:
-                socket.send_fds(self._control, [CONTROL.pack(protocol.FORK, token)], [theirs.fileno()])
+                packet, descriptors = CONTROL.pack(protocol.FORK, token), [theirs.fileno(), written]
+                socket.send_fds(self._control, [packet], descriptors)
             async with asyncio.timeout(_REPLY_SECONDS):
                 pid = await reply
             ours.setblocking(False)
-            _, grader = await loop.create_unix_connection(lambda: Grader(pid), sock=ours)
+            _, grader = await loop.create_unix_connection(lambda: Grader(pid, records), sock=ours)
         except BaseException as error:
             ours.close()
+            os.close(records)
             if isinstance(error, TimeoutError | OSError):
                 self.dead = True  # or unresponsive: replace it
                 raise GradingError(
@@ -181,6 +204,7 @@ class ForkServer:
                 ) from error
             raise
         finally:
+            os.close(written)
             del self._replies[token]
         return grader
 

@@ -117,7 +117,7 @@ class _ForkServer:
                 self._kill(pid)
 
     def _serve_one(self) -> bool:
-        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
+        packet, descriptors, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 2)
         if not packet:
             return False
         kind, number = CONTROL.unpack_from(packet)
@@ -125,10 +125,12 @@ class _ForkServer:
             if number in self._graders:  # not reaped yet, so the pid is still that process
                 self._kill(number)
         elif kind == protocol.FORK:
-            self._control.send(self._fork(number, socket.socket(fileno=descriptors[0])))
+            connection, records = descriptors
+            self._control.send(self._fork(number, socket.socket(fileno=connection), records))
+            os.close(records)
         return True
 
-    def _fork(self, token: int, connection: socket.socket) -> bytes:
+    def _fork(self, token: int, connection: socket.socket, records: int) -> bytes:
         with connection:
             server = os.getpid()
             try:
@@ -136,7 +138,7 @@ class _ForkServer:
             except OSError as error:
                 return CONTROL.pack(protocol.FORK_FAILED, token) + (error.strerror or str(error)).encode()
             if pid == 0:
-                self._run_grader(connection, server)
+                self._run_grader(connection, records, server)
             if self._trusted:
                 with contextlib.suppress(OSError):  # it has ended
                     os.setpgid(pid, pid)
@@ -150,7 +152,7 @@ class _ForkServer:
                 os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
 
-    def _run_grader(self, connection: socket.socket, server: int) -> None:
+    def _run_grader(self, connection: socket.socket, records: int, server: int) -> None:
         """Runs in the child; never returns."""
         status = 1
         try:
@@ -160,7 +162,7 @@ class _ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for held in (self._control, self._wake_reader, self._wake_writer):
                 held.close()
-            grader.run(connection, self._verifier, self._setup, server)
+            grader.run(connection, records, self._verifier, self._setup, server)
             status = 0
         except (ConnectionError, SystemExit):
             status = 0  # the pool no longer uses this grader, or the fork server is dead

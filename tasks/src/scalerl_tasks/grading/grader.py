@@ -37,8 +37,10 @@ _PAGE_BYTES = resource.getpagesize()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run(connection: socket.socket, verifier: Verifier, setup: Setup, parent: int) -> None:
-    """Serve one pool over ``connection``; returns when the grader should exit."""
+def run(connection: socket.socket, records: int, verifier: Verifier, setup: Setup, parent: int) -> None:
+    """Serve one pool, whose requests come over ``connection``, with records into the pipe ``records``; returns when the grader should
+    exit.
+    """
     part_names, limits = declared_parts(verifier), setup.limits
     # Kept open: it is read after each item, and opening it takes longer than most items.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -52,16 +54,17 @@ def run(connection: socket.socket, verifier: Verifier, setup: Setup, parent: int
             request = _receive(connection)
         except MemoryError:
             # Only a completion that is alone in its request can be this large.
-            connection.sendall(_out_of_memory(limits) + protocol.record(RETIRED))
+            os.write(records, _out_of_memory(limits) + protocol.record(RETIRED))
             return
         if request is None:
             return
         for answer, reusable in _answers(request, verifier, part_names, limits):
-            connection.sendall(answer)
+            os.write(records, answer)
             # Caches grow; they must not make the next item exceed the memory limit.
             if not reusable or _address_space_bytes(statm) > retire_above:
-                connection.sendall(protocol.record(RETIRED))
+                os.write(records, protocol.record(RETIRED))
                 return
+        connection.sendall(b"\0")
 
 
 def _answers(

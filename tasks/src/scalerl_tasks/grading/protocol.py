@@ -3,10 +3,12 @@
 Only the pool pickles, and only its own objects (a prompt may contain any Python object of its task). A grader has
 processed hostile text, so its answers are records of a fixed layout.
 
-Pool → grader, a stream: ``<Q`` length, then a pickled :class:`Request` or :class:`CheckRequest`.
-Grader → pool, a stream: one record per completion or checked prompt, in order, sent immediately: :data:`RECORD`, then the verdict's parts
-as ``<d`` in the order declared, then the error text (empty for a verdict). After a record of kind :data:`RETIRED` the grader
-exits, and the pool replaces it.
+Pool → grader, a socket: ``<Q`` length, then a pickled :class:`Request` or :class:`CheckRequest`.
+Grader → pool, a pipe: one record per completion or checked prompt, in order, written immediately, so that none is lost when the grader
+dies: :data:`RECORD`, then the verdict's parts as ``<d`` in the order declared, then the error text (empty for a verdict). After a record of
+kind :data:`RETIRED` the grader exits, and the pool replaces it.
+Waking the pool takes longer than grading most completions, so a record does not wake it. It reads the pipe when a byte arrives on the socket,
+which the grader sends at the end of a request, when the socket closes, and every :data:`POLL_SECONDS` in between.
 
 Pool ↔ fork server, packets (SOCK_SEQPACKET): a one-byte kind, ``<Q`` token or pid, then text.
 """
@@ -24,6 +26,8 @@ LENGTH = struct.Struct("<Q")
 RECORD = struct.Struct("<BdHH")
 """Kind, score, number of parts that follow, length of the error text that follows, in bytes."""
 
+POLL_SECONDS = 0.05
+
 SCORED = 0
 FAILED = 1
 RETIRED = 2
@@ -34,7 +38,7 @@ UNANSWERED = 4
 
 CONTROL = struct.Struct("<cQ")
 FORK = b"F"
-"""Pool: fork a grader for the attached socket; the reply repeats the number, a token."""
+"""Pool: fork a grader for the attached socket and pipe; the reply repeats the number, a token."""
 KILL = b"K"
 """Pool: kill the grader with this pid, if it still exists."""
 READY = b"R"
@@ -87,5 +91,7 @@ class CheckRequest:
 
 def record(kind: int, score: float = 0.0, parts: Sequence[float] = (), error: str = "") -> bytes:
     """A record as bytes; the error is truncated to :data:`MAX_ERROR_BYTES`."""
+    if not parts and not error:
+        return RECORD.pack(kind, score, 0, 0)
     text = error.encode("utf-8", "backslashreplace")[:MAX_ERROR_BYTES]
     return RECORD.pack(kind, score, len(parts), len(text)) + struct.pack(f"<{len(parts)}d", *parts) + text

@@ -130,7 +130,6 @@ class Confinement:
         for kind, limit in (
             (resource.RLIMIT_AS, _address_space_bytes() + self._limits.memory_bytes),
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_FSIZE, MAX_FILES_BYTES),
             (resource.RLIMIT_NOFILE, MAX_DESCRIPTORS),
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_MEMLOCK, 0),
@@ -174,7 +173,8 @@ class Confinement:
         return socket.socket(fileno=moved)
 
     def enter_filter(self) -> None:
-        """The last layer: only the allowed system calls from here on."""
+        """The last layer: only the allowed system calls from here on, and small files; its standard input may be larger."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILES_BYTES, MAX_FILES_BYTES))
         self._filter.enter(os.getpid())
 
 

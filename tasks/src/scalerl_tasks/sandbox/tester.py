@@ -30,6 +30,10 @@ CALL = b"C"
 RESULT = b"R"
 """Kind of a message about the tests: their number, then the result of each."""
 _BUILTINS = frozenset(dir(builtins))  # before the launcher adds names for programs
+_PACKAGES = {"np": "numpy", "pd": "pandas"} | {
+    name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch")
+}
+"""By names that tests use without an import."""
 _MAX_ANSWER_BYTES = 256 << 20
 _MAX_ERROR_CHARACTERS = 300
 
@@ -281,9 +285,9 @@ def _prepare(
     names = module.__dict__
     codes = [compile(text, "tests", "exec") for text in texts]
     used = set().union(*map(_names, codes)) - _BUILTINS
-    for name in used & sys.stdlib_module_names:
+    for name in used & (sys.stdlib_module_names | _PACKAGES.keys()):
         if any(re.search(rf"\b{name}\.", text) for text in texts):
-            names[name] = importlib.import_module(name)
+            names[name] = importlib.import_module(_PACKAGES.get(name, name))
     for text in setup:
         exec(compile(text, "setup", "exec"), names)  # noqa: S102
     names.update(program.get(sorted(used - names.keys())))
