@@ -353,11 +353,18 @@ def test_module_of_an_editable_install(tmp_path, monkeypatch):
 
 async def test_graders_keep_the_code_of_their_digest(tmp_path):
     reward, near = tmp_path / "reward.py", tmp_path / "near.py"
-    reward.write_text("def score(completion):\n    import near\n    return near.VALUE\n")
-    near.write_text("VALUE = 0.25\n")
+    for version, value in (("old", 0.25), ("new", 0.5)):  # as a ConfigMap is mounted
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "reward.py").write_text(
+            "def score(completion):\n    import near\n    return near.VALUE\n"
+        )
+        (tmp_path / version / "near.py").write_text(f"VALUE = {value}\n")
+    for link, target in ((reward, "data/reward.py"), (near, "data/near.py"), (tmp_path / "data", "old")):
+        link.symlink_to(target)
     given = PythonFunction("score", path=str(reward), digest=code_digest(reward))
     async with GradingPool(VerifierConfig("python", python=given)) as pool:
-        near.write_text("VALUE = 0.5\n")  # before its first import
+        (tmp_path / "data").unlink()
+        (tmp_path / "data").symlink_to("new")  # before the first import of near
         assert (await pool.score_group(ROW, ["4"]))[0].score == 0.25
         server = pool._server._process.pid
         for pid in _children(server):

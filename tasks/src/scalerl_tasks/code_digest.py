@@ -37,7 +37,7 @@ def keep_code(wanted: str, path: Path | None = None, module: str | None = None) 
             f"{path or module}: the code of the reward has changed since it was opened for the run; restore it, or restart the run, "
             "which goes on from its checkpoint with the new code and a new segment of its curve"
         )
-    kept = KeptCode({file.resolve(): content for file, content in files.items()})
+    kept = KeptCode({file.absolute(): content for file, content in files.items()})
     sys.meta_path.insert(0, kept)
     return kept
 
@@ -57,7 +57,9 @@ class KeptCode:
 
     def loader(self, name: str, path: Path) -> SourceFileLoader | None:
         """The loader of a file, if it is one of those that were read."""
-        content = self._files.get(path.resolve())
+        content = self._files.get(
+            path.absolute()
+        )  # not resolved: an updated ConfigMap is another target of a link
         return None if content is None else _Loader(name, str(path), content)
 
 
