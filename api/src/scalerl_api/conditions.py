@@ -417,8 +417,8 @@ class Reason(_Explained):
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
-        "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "
-        "caused the failures.",
+        "The role that the message names failed too often: check its log. If the cluster caused the failures, "
+        "suspend the run and resume it, or raise trainer.maxRestarts.",
     )
     STARTS_FAILED = (
         "StartsFailed",

@@ -51,8 +51,6 @@ def hashes(**spec: Any) -> dict[Role, str]:
         ({"ttlSecondsAfterFinished": 5}, set()),
         ({"storage": {"onDelete": "Delete"}}, set()),
         ({"generator": {"replicas": 5}}, set()),
-        ({"generator": {"maxRestarts": 5}}, set()),
-        ({"coordinator": {"maxRestarts": 5}}, set()),
         ({"trainer": {"maxRestarts": 5}}, set()),
         ({"budget": {"maxSteps": 99}}, {Role.COORDINATOR}),
         ({"trainer": {"podTemplate": {"labels": {"a": "b"}}}}, set(Role) - {Role.PREPARE, Role.FORECASTER}),

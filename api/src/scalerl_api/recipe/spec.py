@@ -450,9 +450,6 @@ class EdgeOfCompetenceSpec(Model):
 
     pass_rate: PositiveUnitDecimal = "0.8"
     """Recent pass rate from which a prompt counts as solved. Prompts at the edge of competence are below it and above 0."""
-    remeasure_share: PositiveUnitDecimal = "0.1"
-    """Minimum share of the groups that measure prompts that are not at the edge: not used yet, solved, without a
-    success, or not used in the last 64 steps."""
 
 
 class SecSpec(Model):
