@@ -48,7 +48,8 @@ def flops_per_token(causal_lm: Any) -> float | None:
     head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-    return 6.0 * (parameters if tied else parameters - embedding.weight.numel())
+    counted: int = parameters if tied else parameters - embedding.weight.numel()
+    return 6.0 * counted
 
 
 def utilization(
