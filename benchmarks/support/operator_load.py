@@ -38,6 +38,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,7 +257,7 @@ async def measure(
         figures["cpu_seconds_per_run_of_the_cluster"] = round(sum(others.values()) / count, 4)
         calls = await operator.calls()
         figures["calls_per_run"] = round(calls.total() / count, 1)
-        print("calls:", ", ".join(f"{verb} {number}" for verb, number in calls.most_common()), flush=True)
+        _print_calls("to begin", calls)
         if "idle" in parts:
             figures |= await load.idle("preparing", idle, quiet)
         figures |= {"changed": CHANGED} if "edits" in parts else {}
@@ -267,7 +268,9 @@ async def measure(
             figures[f"first_write_p99_seconds_{how}"] = round(firsts[len(firsts) * 99 // 100], 3)
             figures[f"of_that_the_request_p50_seconds_{how}"] = round(requests[len(requests) // 2], 3)
         if "suspend" in parts:
+            calls = await operator.calls()
             figures["suspended_seconds"] = round(await load.suspend(), 1)
+            _print_calls("to suspend", await operator.calls() - calls)
             figures |= await load.idle("suspended", idle, quiet)
         figures["rss_fresh_mb"] = round(fresh, 1)
         figures["rss_mb"] = round(operator.memory_mb("VmRSS"), 1)
@@ -276,6 +279,10 @@ async def measure(
         figures |= await operator.scrape()
         figures |= _all_series(count)
     return figures
+
+
+def _print_calls(what: str, calls: Counter[str]) -> None:
+    print(f"calls {what}:", ", ".join(f"{verb} {count}" for verb, count in calls.most_common()), flush=True)
 
 
 def _lag(found: dict[tuple[str, tuple[tuple[str, str], ...]], float]) -> dict[str, float]:
