@@ -112,7 +112,8 @@ class Reconciler:
             return 0.0
         await adopt_spec_hashes(self._api, self._cache, context)
         context.gang = await gang.find(self._api, context, served=self._gangs())
-        observed = observe(context.objects, context.uid, context.spec_hashes(), context.unix_seconds)
+        leaving = context.state.leaving_seconds(context.objects.values(), context.unix_seconds)
+        observed = observe(context.objects, context.uid, context.spec_hashes(), leaving)
         observed = gang.observed_in_queue(context, observed)
         context.observed, placed = patient(observed, context.unix_seconds)
         if not await ask_coordinator(self._api, self.coordinators, context):
