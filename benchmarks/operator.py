@@ -2,7 +2,7 @@
 
 See :mod:`support.operator_load` for what is measured and how.
 
-    python benchmarks/operator.py [--quick] [--runs N] [--idle SECONDS]
+    python benchmarks/operator.py [--quick] [--runs N] [--idle SECONDS] [--parts [idle] [edits] [suspend]]
 
 This file has the name of a module of the standard library, and the folder of a script comes first where Python looks
 for modules: so ``import operator`` in any script of this folder may find this file. Then it steps aside.

@@ -13,7 +13,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_operator.build import render
-from scalerl_operator.controller import apply
+from scalerl_operator.controller import apply, observe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -182,6 +182,14 @@ async def test_suspended_run_does_not_wait_for_the_lost_pod(there: Stage) -> Non
         await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
         await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
         there.now += 1801.0
+        leaving = False
+        while not leaving:
+            await there.reconcile()
+            pod = await there.get("Pod", lost["metadata"]["name"])
+            assert pod is not None
+            leaving = "deletionTimestamp" in pod["metadata"]
+        await there.reconcile()
+        there.now += pod["metadata"]["deletionGracePeriodSeconds"] + observe.LOST_SECONDS + 1.0
         await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
         await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
         await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")

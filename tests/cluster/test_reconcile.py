@@ -23,6 +23,15 @@ pytestmark = pytest.mark.cluster
 WORKLOADS = ("Job", "StatefulSet", "Deployment")
 
 
+DEPLOYMENT = {
+    "selector": {"matchLabels": {"app": "theirs"}},
+    "template": {
+        "metadata": {"labels": {"app": "theirs"}},
+        "spec": {"containers": [{"name": "a", "image": "a:1"}]},
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[Cluster]:
     """Its own: controllers that are busy with what other tests have left make pods late."""
@@ -131,19 +140,31 @@ async def test_drift_is_restored_and_foreign_fields_stay(there: Stage) -> None:
     assert there.calls.counts["apply"] - writes <= 2
 
 
-@pytest.mark.parametrize("kind", ["ConfigMap", "Service", "Secret", "PersistentVolumeClaim"])
-async def test_taken_name_creates_nothing(there: Stage, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tried"),
+    [
+        *((kind, True) for kind in ("ConfigMap", "Service", "Secret", "PersistentVolumeClaim", "Deployment")),
+        ("Deployment", False),
+    ],
+)
+async def test_taken_name_creates_nothing(there: Stage, kind: str, tried: bool) -> None:
+    """tried: the run has a podTemplate, and its workloads are created as a dry run."""
     name, body = {
         "ConfigMap": ("tiny-addition-spec", {"data": {"mine": "yes"}}),
         "Service": ("tiny-addition-coordinator", {"spec": {"ports": [{"port": 1}]}}),
         "Secret": ("tiny-addition-token", {"stringData": {"token": "theirs"}}),
+        "Deployment": ("tiny-addition-generator", {"spec": DEPLOYMENT}),
         "PersistentVolumeClaim": (
             "tiny-addition-data",
             {"spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}},
         ),
     }[kind]
-    await there.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, **body})
-    await there.create(tiny())
+    version = "apps/v1" if kind == "Deployment" else "v1"
+    await there.create({"apiVersion": version, "kind": kind, "metadata": {"name": name}, **body})
+    run = tiny()
+    if not tried:
+        del run["spec"]["podTemplate"]
+    await there.create(run)
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
     made = await names(there, *WORKLOADS, "PersistentVolumeClaim")
     assert (condition(run, "Accepted"), made) == ("NameTaken", set())
@@ -152,8 +173,16 @@ async def test_taken_name_creates_nothing(there: Stage, kind: str) -> None:
     assert "scalerl.dev/run" not in live["metadata"].get("labels", {})
     await there.delete(kind, name)
     await there.reconcile_until(
-        lambda r: condition(r, "Accepted") == "Accepted" and condition(r, "Degraded") == "Healthy"
+        lambda r: condition(r, "Accepted").startswith("Accepted") and condition(r, "Degraded") == "Healthy"
     )
+
+
+async def test_name_of_another_runs_object_is_taken(there: Stage) -> None:
+    """It is in the cache, and in no list of objects without a run's label."""
+    metadata = {"name": "tiny-addition-spec", "labels": {"scalerl.dev/run": "other"}}
+    await there.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}, tiny())
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
+    assert condition(run, "Accepted") == "NameTaken"
 
 
 async def test_missing_references_are_conditions(there: Stage) -> None:

@@ -30,9 +30,21 @@ async def test_only_pods_with_user_fields_are_dry_run(there: Stage) -> None:
     events = len(await there.events())
     # Claim, spec, token, NetworkPolicy and preparation are made; the four workloads are tried before.
     assert there.calls.counts["create"] == 5 + 4 + events
-    assert there.calls.counts["get"] == 11, "each name is asked for once"
+    # Claim, ConfigMap, NetworkPolicy, Services and PodDisruptionBudget; the trial finds the names of the workloads taken.
+    assert (there.calls.counts["list"], there.calls.counts["get"]) == (5, 1), "a Secret is not listed"
     assert there.calls.counts["apply"] == 0, "of what is not there"
     assert there.calls.counts["patch"] == 2, "the finalizer, the status"
+
+
+async def test_run_beside_another_reads_one_name(there: Stage) -> None:
+    await there.create(tiny("a"), tiny("b"))
+    await there.reconcile("a")
+    before = there.calls.counts["list"], there.calls.counts["get"]
+    await there.reconcile("b")
+    assert (there.calls.counts["list"] - before[0], there.calls.counts["get"] - before[1]) == (0, 1)
+    run = await there.get("ScaleRLRun", "b")
+    assert run is not None
+    assert run["status"]["phase"] == "Preparing"
 
 
 async def test_repaired_run_settles_again(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

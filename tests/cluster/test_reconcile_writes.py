@@ -301,15 +301,21 @@ async def test_foreign_object_with_the_name_is_not_overwritten(
 
 async def test_freed_name_is_not_reported_as_taken(there: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The API server's memory may still hold what is gone."""
-    get = there.api.get
+    get, asked = there.api.get, list[str]()
 
     async def behind(kind: str, *of: Any, recent: bool = False) -> dict[str, Any] | None:
+        asked.append(of[1])
         return {"kind": kind, "metadata": {"name": of[1], "uid": "gone"}} if recent else await get(kind, *of)
 
+    async def names(kind: str, *_: Any) -> frozenset[str]:
+        return frozenset({"tiny-addition-spec"} if kind == "ConfigMap" else ())
+
     monkeypatch.setattr(there.api, "get", behind)
+    monkeypatch.setattr(there.api, "names", names)
     await there.create(tiny())
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")), times=1)
     assert condition(run, "Accepted") == "Accepted"
+    assert asked == [*["tiny-addition-spec"] * 2, *["tiny-addition-token"] * 2]
 
 
 async def test_delayed_repair_is_made_when_due(there: Stage) -> None:

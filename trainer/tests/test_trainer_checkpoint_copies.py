@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -222,6 +223,39 @@ def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str
     again.save(10)
     again.upload()
     assert complete(s3, to)[-1] == 10
+
+
+def niceness() -> dict[str, int]:
+    """Of the upload's thread and of those of the client library, by name."""
+    ids = {t.name: str(t.native_id) for t in threading.enumerate() if t.name == "upload"}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            ids[(task / "comm").read_text().strip()] = task.name
+    ids.pop("python", None)
+    found: dict[str, int] = {}
+    for name, thread in ids.items():
+        with contextlib.suppress(OSError):
+            found[name] = os.getpriority(os.PRIO_PROCESS, int(thread))
+    return found
+
+
+def test_upload_goes_after_the_compute(tmp_path: Path, s3: S3Server, slow: Relay, to: str) -> None:
+    """In a process of its own, whose first request to the store starts the client library's threads."""
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from test_trainer_checkpoint_copies import Trainer, niceness
+trainer = Trainer(Path({str(tmp_path)!r}), {to!r})
+trainer.save(1, 1 << 20)
+found = {{}}
+while trainer.uploader.busy:
+    found |= niceness()
+    trainer.sync()
+print(found["upload"], found["tokio-rt-worker"], trainer.uploader.uploaded)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "19 19 1\n", done.stdout + done.stderr
 
 
 def test_earlier_attempt_that_thaws_does_not_keep_the_prefix(tmp_path: Path, s3: S3Server, to: str) -> None:

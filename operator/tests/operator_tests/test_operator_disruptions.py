@@ -13,6 +13,7 @@ from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.controller.observe import LOST_SECONDS, RunObservation, observe, pod_view, rfc3339
+from scalerl_operator.controller.run_context import RunState
 from scalerl_operator.controller.status import remembered, report
 from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
@@ -321,14 +322,14 @@ def ready(pod: str, containers: str) -> list[dict[str, str]]:
     ("pod", "after", "lost"),
     [
         # What Kubernetes writes: Ready alone, then the eviction.
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")]), -300, True),
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")]), 0, True),
         (a_pod("a", "Running", leaving=False, conditions=[TAINTED, *ready("False", "True")]), 999, False),
         # A kubelet that answers: it ends the pod, and writes both.
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("True", "True")]), -300, False),
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "False")]), -300, False),
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("True", "True")]), 0, False),
+        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "False")]), 0, False),
         # Evicted by somebody else, while the node only just stopped answering.
-        (a_pod("a", "Running", leaving=True, conditions=[TAKEN, *ready("False", "True")]), -300, False),
-        # Any pod that outlives its grace period; deletionTimestamp is the end of that.
+        (a_pod("a", "Running", leaving=True, conditions=[TAKEN, *ready("False", "True")]), 0, False),
+        # Any pod that outlives its grace period.
         (a_pod("a", "Running", leaving=True), LOST_SECONDS, False),
         (a_pod("a", "Running", leaving=True), LOST_SECONDS + 1, True),
         (a_pod("a", "Pending", leaving=True), LOST_SECONDS + 1, True),
@@ -339,7 +340,31 @@ def ready(pod: str, containers: str) -> list[dict[str, str]]:
 def test_lost_pod_is_one_whose_node_cannot_confirm_its_end(
     pod: dict[str, Any], after: float, lost: bool
 ) -> None:
-    assert pod_view(pod, NOW + after).lost is lost
+    assert pod_view(pod, after).lost is lost
+
+
+@pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6], ids=["behind", "alike", "ahead"])
+def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
+    """skew: of the operator's clock, against that of deletionTimestamp."""
+    pod = {"kind": "Pod", **a_pod("a", "Running", leaving=True)}
+    pod["metadata"]["deletionGracePeriodSeconds"] = 300
+    state, objects = RunState(), {("Pod", "a"): pod}
+
+    def lost(now: float) -> bool:
+        leaving = state.leaving_seconds(objects.values(), NOW + skew + now)
+        (seen,) = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, leaving).pods
+        return seen.lost
+
+    limit = 300 + LOST_SECONDS
+    assert [lost(0), lost(limit), lost(limit + 1)] == [False, False, True]
+    # Another deletion, with a shorter grace period.
+    pod["metadata"] |= {"deletionTimestamp": rfc3339(NOW + 7), "deletionGracePeriodSeconds": 5}
+    assert [lost(limit + 2), lost(limit + 2 + 65), lost(limit + 2 + 66)] == [False, False, True]
+    assert not lost(-3600), "a clock that was set back begins anew"
+    assert lost(-3600 + 66)
+    objects.clear()
+    assert state.leaving_seconds((), NOW) == {}
+    assert state.leaving == {}, "pods that are gone are forgotten"
 
 
 def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False) -> RunObservation:
@@ -352,7 +377,7 @@ def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False)
         jobs["j"]["metadata"]["deletionTimestamp"] = rfc3339(NOW)
     objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods}
     objects |= {("Job", name): job for name, job in jobs.items()}
-    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, NOW)
+    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 LOST = a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")])

@@ -121,7 +121,7 @@ def seen(workload: Object | None, *pods: Object, run: Any = None, memory: Memory
         objects["Workload", workload["metadata"]["name"]] = workload
     made = context(run or queued(), objects=objects, memory=memory)
     made.obj["metadata"]["labels"] = LABELS
-    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, made.unix_seconds)
+    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
     return made
 
 
@@ -414,7 +414,16 @@ async def test_quota_is_given_back_when_the_pods_have_ended() -> None:
 
 def lost(name: str, role: Role) -> Object:
     """A pod that its node does not end."""
-    return pod(name, role, container({"running": {}}), deleted="2001-01-01T00:00:00Z")
+    evicted = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "DeletionByTaintManager",
+        "message": "m",
+    }
+    ready = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    return pod(
+        name, role, container({"running": {}}), deleted="2001-01-01T00:00:00Z", conditions=[evicted, *ready]
+    )
 
 
 async def test_quota_is_given_back_though_a_node_is_lost() -> None:

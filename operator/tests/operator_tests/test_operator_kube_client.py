@@ -153,6 +153,22 @@ async def test_list_whose_pages_expired_starts_over_once(api: KubeApi, server: F
         await api.list("Pod", "team")
 
 
+async def test_names_are_read_from_the_servers_cache_up_to_a_length(api: KubeApi, server: Faulty) -> None:
+    items = [{"metadata": {"name": f"object-{number:05d}"}} for number in range(20_000)]
+    server.say(200, {"items": items})
+    server.say(200, {"items": items[:2]})
+    server.say(200, {})
+    server.say(200, "<html>a proxy</html>")
+    ask = ("Service", "team", "!x", 100_000)
+    assert await api.names(*ask) is None
+    assert await api.names(*ask) == {"object-00000", "object-00001"}
+    assert await api.names(*ask) == frozenset()
+    with pytest.raises(errors.Unreachable):
+        await api.names(*ask)
+    assert dict(server.requests[0].query) == {"labelSelector": "!x", "resourceVersion": "0"}
+    assert "PartialObjectMetadataList" in server.requests[0].headers["Accept"]
+
+
 async def test_failed_watch_raises_with_the_cause(api: KubeApi, server: Faulty) -> None:
     async def fails(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -44,7 +44,8 @@ READ_PAUSES = (2.0, 10.0, 30.0)
 """Seconds before each retry while the trainer starts, and cannot continue without the store."""
 READERS = 4
 """Files that a rank reads at a time."""
-_NICENESS = 10
+_NICENESS = 19
+"""Beside a thread that computes without a pause, on the same core: 15 of 1,039 parts of the time."""
 _FILE = re.compile(r"^step-(\d{8,})/")
 _MANIFEST = re.compile(rf"^step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 
@@ -77,7 +78,7 @@ def folder_of(step: int) -> str:
 
 
 def lower_priority() -> None:
-    """Let the compute go before the calling thread and the client library's threads, which it starts."""
+    """Let the compute go before the calling thread and the client library's threads, which the first request of a process starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 

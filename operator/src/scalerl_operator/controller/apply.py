@@ -30,6 +30,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import applied, content_hash, first_difference, is_untouched, rendered_hash
 from scalerl_operator.kube.types import Object
+from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
 from scalerl_operator.policy.lifecycle_types import Suspension
@@ -67,6 +68,7 @@ class Applier:
         self._images = images
         self._operator_namespace = operator_namespace
         self._namespaced = namespaced
+        self._unlabelled = UnlabelledNames(api)
 
     async def preflight(self, context: RunContext) -> Problem | None:
         """Why a new run cannot be started; see :func:`.preflight`."""
@@ -75,7 +77,8 @@ class Applier:
             True, True, max(1, context.run.spec.generator.replicas), 1, source_claim=context.source_claim
         )
         render_all = functools.partial(self._render, context, desired, images)
-        return await preflight(self._api, context, render_all, namespaced=self._namespaced)
+        found = (self._cache, self._unlabelled, context, render_all)
+        return await preflight(self._api, *found, namespaced=self._namespaced)
 
     async def apply(self, context: RunContext) -> None:
         """Applies the run's decision. Sets in the run's state why an object could not be created.

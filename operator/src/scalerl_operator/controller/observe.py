@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
@@ -59,7 +60,7 @@ _EVICTED: Final = frozenset({"Evicted", "Preempting", "Terminated", "NodeLost"})
 _DISRUPTION: Final = "DisruptionTarget"
 """The condition of a pod that is evicted, preempted, drained, or on a lost node."""
 LOST_SECONDS: Final = 60.0
-"""A pod that still exists so long after the end of its grace period is on a node that does not answer."""
+"""A pod that still exists so long after its grace period, by the operator's clock alone, is on a node that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -155,16 +156,24 @@ class RunObservation:
 
 
 def observe(
-    objects: Mapping[tuple[str, str], Object], uid: str, hashes: Mapping[Role, str], now: float = 0.0
+    objects: Mapping[tuple[str, str], Object],
+    uid: str,
+    hashes: Mapping[Role, str],
+    leaving_seconds: Mapping[str, float] = MappingProxyType({}),
 ) -> RunObservation:
-    """The observation of a run at ``now``, in unix seconds.
+    """The observation of a run.
 
     objects: by (kind, name).
     uid: the run's; objects of an earlier run of the same name are left out.
     hashes: those of the accepted spec, by role.
+    leaving_seconds: by a pod's uid, see :func:`pod_view`.
     """
     own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
-    views = (pod_view(o, now) for (kind, _), o in own.items() if kind == "Pod")
+    views = (
+        pod_view(o, leaving_seconds.get(o["metadata"].get("uid", ""), 0.0))
+        for (kind, _), o in own.items()
+        if kind == "Pod"
+    )
     pods = tuple(sorted(views, key=lambda p: p.name))
 
     def job(role: Role) -> Job:
@@ -227,8 +236,8 @@ def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float
 # --- pods ---------------------------------------------------------------------------------------
 
 
-def pod_view(pod: Object, now: float = 0.0) -> PodView:
-    """The view of a pod at ``now``."""
+def pod_view(pod: Object, leaving_seconds: float = 0.0) -> PodView:
+    """The view of a pod. leaving_seconds: for how long it has been seen to be deleted."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
     containers = [*first, *own]
@@ -270,7 +279,7 @@ def pod_view(pod: Object, now: float = 0.0) -> PodView:
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        lost=_is_lost(pod, conditions, now),
+        lost=_is_lost(pod, conditions, leaving_seconds),
         started=bool(own) and all(c.get("started") is True for c in own),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
@@ -294,19 +303,23 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
     return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
 
 
-def _is_lost(pod: Object, conditions: Mapping[str, Object], now: float) -> bool:
+def _is_lost(pod: Object, conditions: Mapping[str, Object], leaving_seconds: float) -> bool:
     """Whether the node of a pod that is being deleted does not answer.
 
     The operator may not read nodes. When a node stops answering, Kubernetes sets the condition Ready of its pods to False, and no
     other; a kubelet writes Ready and ContainersReady alike. After the tolerated time it evicts them for the node's taint.
     """
-    deadline = (pod["metadata"]).get("deletionTimestamp")
-    if deadline is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+    metadata = pod["metadata"]
+    if "deletionTimestamp" not in metadata or (pod.get("status") or {}).get("phase") in (
+        "Succeeded",
+        "Failed",
+    ):
         return False
     disruption = conditions.get(_DISRUPTION, {})
     evicted = disruption.get("status") == "True" and disruption.get("reason") == "DeletionByTaintManager"
     ready, containers = (conditions.get(name, {}).get("status") for name in ("Ready", "ContainersReady"))
-    return (evicted and ready == "False" and containers == "True") or now > seconds(deadline) + LOST_SECONDS
+    longest = LOST_SECONDS + (metadata.get("deletionGracePeriodSeconds") or 0)
+    return (evicted and ready == "False" and containers == "True") or leaving_seconds > longest
 
 
 def _memory_bound(pod: Object, name: str) -> str:

@@ -108,7 +108,8 @@ class Reconciler:
         if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
             await self._run.hold(context)
         context.gang = await gang.find(self._api, context, served=self._gangs())
-        observed = observe(context.objects, context.uid, context.spec_hashes(), context.unix_seconds)
+        leaving = context.state.leaving_seconds(context.objects.values(), context.unix_seconds)
+        observed = observe(context.objects, context.uid, context.spec_hashes(), leaving)
         observed = gang.observed_in_queue(context, observed)
         context.observed, placed = patient(observed, context.unix_seconds)
         if not await ask_coordinator(self._api, self.coordinators, context):

@@ -15,8 +15,10 @@ from scalerl_operator.build.scope import SECTION
 from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
+from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.problems import Problem, creation_problem
 
@@ -35,13 +37,19 @@ _KEYS: Final = {
 
 
 async def preflight(
-    api: KubeApi, context: RunContext, render_all: Callable[[], Sequence[Object]], *, namespaced: bool
+    api: KubeApi,
+    cache: Cache,
+    unlabelled: UnlabelledNames,
+    context: RunContext,
+    render_all: Callable[[], Sequence[Object]],
+    *,
+    namespaced: bool,
 ) -> Problem | None:
     """The first problem that keeps a run from being started; None for a run that has been started.
 
     namespaced: the operator's role does not permit reads of cluster-scoped objects.
-    render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run:
-    a refusal of the generators would otherwise show only after the preparation.
+    render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run,
+    which also finds that their names are taken: a refusal of the generators would otherwise show only after the preparation.
     """
     started = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
     if context.before.start_time is not None or started:
@@ -51,12 +59,12 @@ async def preflight(
         return Problem(Reason.SPEC_INVALID, str(late))
     problem = await _check_storage(api, context, namespaced=namespaced)
     objects = render_all()
-    names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
+    tried = [obj for obj in objects if obj["kind"] in WORKLOADS] if _has_raw_parts(run) else []
+    names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects if obj not in tried]
     for kind, name in (*names, ("Secret", Names(context.name).token)):
-        problem = problem or await _check_name(api, kind, name, context)
-    if problem is not None or not _has_raw_parts(run):
-        return problem
-    return await _dry_run(api, context, objects)
+        if problem is None and await _may_be_taken(cache, unlabelled, kind, name, context):
+            problem = await _check_name(api, kind, name, context)
+    return problem or await _dry_run(api, context, tried)
 
 
 async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool) -> Problem | None:
@@ -74,10 +82,17 @@ async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool)
     return None
 
 
+async def _may_be_taken(
+    cache: Cache, unlabelled: UnlabelledNames, kind: str, name: str, context: RunContext
+) -> bool:
+    """Whether an object may have the name. One that was created in the last seconds is found by the create."""
+    there = (kind, name) in context.objects or cache.version(kind, context.namespace, name) >= 0
+    return there or await unlabelled.may_have(kind, context.namespace, name)
+
+
 async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -> Problem | None:
     live = context.objects.get((kind, name))
     if live is None:
-        # An object that was created since is found by the create.
         live = await api.get(kind, context.namespace, name, recent=True)
         if live is not None and not context.owns(live):
             live = await api.get(kind, context.namespace, name)  # it may have been deleted since
@@ -85,14 +100,14 @@ async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -
 
 
 async def _dry_run(api: KubeApi, context: RunContext, objects: Sequence[Object]) -> Problem | None:
-    """Whether the API server accepts the run's pods."""
+    """Whether the API server accepts the run's workloads, and their names are free."""
     for obj in objects:
-        if obj["kind"] not in WORKLOADS:
-            continue
         try:
             await api.create(obj, dry_run=True)
         except errors.AlreadyExists:
-            pass  # the name has been checked
+            live = await api.get(obj["kind"], context.namespace, obj["metadata"]["name"])
+            if live is not None and (problem := name_taken(live, context)) is not None:
+                return problem
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, context)
     return None

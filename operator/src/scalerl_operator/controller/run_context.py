@@ -3,7 +3,7 @@ calls to the API server and may be lost."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -73,6 +73,8 @@ class RunState:
     """A pod did not find the Secret, which cannot be watched."""
     pod_searched: float = 0.0
     """When the coordinator's pod was last searched by name."""
+    leaving: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By uid of each pod that is being deleted: its deletionTimestamp, and when it was first seen with that."""
 
     settled: dict[ObjectName, tuple[str, int]] = field(default_factory=dict)
     """Hashes of each object as rendered, and of its content after it was applied."""
@@ -103,6 +105,17 @@ class RunState:
     """When the record of a deleted run was first tried to be written."""
 
     autoscaler: Autoscaler | None = None
+
+    def leaving_seconds(self, objects: Iterable[Object], now: float) -> dict[str, float]:
+        """For how long each pod has been seen to be deleted, by uid. An object's own times are those of another clock."""
+        before, self.leaving = self.leaving, {}
+        for obj in objects:
+            metadata = obj["metadata"]
+            if obj["kind"] == "Pod" and (deleted := metadata.get("deletionTimestamp")) is not None:
+                known, since = before.get(metadata["uid"], (deleted, now))
+                # A deletion with a shorter grace period begins anew; so does a clock that was set back.
+                self.leaving[metadata["uid"]] = (deleted, since if known == deleted and since <= now else now)
+        return {uid: now - since for uid, (_, since) in self.leaving.items()}
 
     def may_repair(self, key: ObjectName, now: float) -> bool:
         """Whether an object that another writer has changed may be repaired now; if so, counts the repair."""

@@ -45,6 +45,17 @@ class WatchEvent(msgspec.Struct):
     object: msgspec.Raw
 
 
+class _Named(msgspec.Struct):
+    class Metadata(msgspec.Struct):
+        name: str
+
+    metadata: Metadata
+
+
+class _NameList(msgspec.Struct):
+    items: list[_Named] | None = None
+
+
 class _PageHead(msgspec.Struct):
     resource_version: str = msgspec.field(name="resourceVersion", default="")
     more: str = msgspec.field(name="continue", default="")
@@ -56,6 +67,7 @@ class _Page(msgspec.Struct):
 
 
 _PAGE: Final = msgspec.json.Decoder(_Page)
+_NAMES: Final = msgspec.json.Decoder(_NameList)
 _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
 
@@ -174,6 +186,21 @@ class KubeApi:
             if not page.metadata.more:
                 return
             query["continue"] = page.metadata.more
+
+    async def names(
+        self, kind: str, namespace: str, label_selector: str, most_bytes: int
+    ) -> frozenset[str] | None:
+        """Names of objects, from the API server's cache as :meth:`get` with ``recent``; None: their list has more than ``most_bytes``."""
+        query = {"labelSelector": label_selector, "resourceVersion": "0"}
+        call = Call(
+            "list", kind_of(kind), namespace, query=query, accept=_METADATA_LIST, most_bytes=most_bytes
+        )
+        try:
+            data = await self._transport.request(call)
+        except errors.TooLong:
+            return None
+        with translated(call, ""):
+            return frozenset(item.metadata.name for item in _NAMES.decode(data).items or ())
 
     async def watch(
         self,

@@ -10,6 +10,7 @@
     ├── Forbidden            403: RBAC, admission
     │   └── QuotaExceeded    a ResourceQuota of the namespace has no room
     ├── Expired              410: a list's continue token or a watch's version is too old
+    ├── TooLong              the response has more bytes than the caller reads
     ├── Unreachable          timeout, connection refused, 408, 429, 5xx: retry, after ``retry_after``
     └── Fenced               not sent: this process may not write now (it is not the leader)
 """
@@ -96,6 +97,10 @@ class QuotaExceeded(Forbidden):
 
 class Expired(ApiError):
     """410."""
+
+
+class TooLong(ApiError):
+    """The response was not read to its end."""
 
 
 class Unreachable(ApiError):

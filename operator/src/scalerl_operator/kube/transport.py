@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ OnCall = Callable[[str, str, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. verb: get, list, watch, create, apply, patch, replace or delete."""
+    """One call. verb: get, list, watch, create, apply, patch, replace or delete. most_bytes: of the response."""
 
     verb: str
     kind: Kind
@@ -56,6 +57,7 @@ class Call:
     body: Object | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     accept: str = JSON
+    most_bytes: float = math.inf
 
     @property
     def what(self) -> str:
@@ -96,14 +98,18 @@ class Transport:
         await self._client.close()  # type: ignore[no-untyped-call]
 
     async def request(self, call: Call) -> bytes:
-        """The body of the response, within ``timeout`` seconds; retries after a 429 within that time."""
+        """The body of the response, within ``timeout`` seconds; retries after a 429 within that time.
+
+        Raises:
+            TooLong: it has more than ``call.most_bytes``.
+        """
         deadline = time.monotonic() + self.timeout
         for attempt in range(1, TRIES + 1):
             seconds = deadline - time.monotonic()
             try:
                 response = await self.send(call, aiohttp.ClientTimeout(total=seconds))
                 with translated(call, f"no complete response within {seconds:.0f} s"):
-                    return await response.read()
+                    return await _body(response, call)
             except errors.Unreachable as error:
                 # After a 429, nothing was done. Other errors are retried by the caller's back-off.
                 pause = error.retry_after or 1.0
@@ -142,6 +148,18 @@ class Transport:
             retry_after = float(after) if after.isdecimal() else None
             raise errors.from_status(code, decode(body), what=call.what, retry_after=retry_after)
         return response
+
+
+async def _body(response: aiohttp.ClientResponse, call: Call) -> bytes:
+    if call.most_bytes == math.inf:
+        return await response.read()
+    body = bytearray()
+    async with response:
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > call.most_bytes:
+                raise errors.TooLong(f"it has more than {call.most_bytes:.0f} bytes", what=call.what)
+    return bytes(body)
 
 
 @contextlib.contextmanager
