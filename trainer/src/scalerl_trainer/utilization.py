@@ -47,9 +47,9 @@ def flops_per_token(causal_lm: Any) -> float | None:
         return None
     head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-    counted: int = parameters if tied else parameters - embedding.weight.numel()
-    return 6.0 * counted
+    parameters = sum(int(parameter.numel()) for parameter in causal_lm.parameters())
+    looked_up = 0 if tied else int(embedding.weight.numel())
+    return 6.0 * (parameters - looked_up)
 
 
 def utilization(
