@@ -455,6 +455,7 @@ function header() {
     if (run.tokens !== null) facts.push(`${number(run.tokens)} tokens a completion`);
     facts.push(run.ended ? `ended: ${run.ended}` : run.changed === null ? "" : `last change ${ago(run.changed)}`);
     return make("div", { class: `run t${runs.length > 1 ? at % 6 : 0}` }, make("h1", {}, run.name), make("p", { class: "quiet" }, facts.filter(Boolean).join(" · "), make("span", {}, ` · ${run.directory}`)),
+      run.note ? make("p", { class: "bad" }, run.note) : "",
       run.steps ? make("p", { class: run.health ? "bad" : "" }, run.health ? sentence(run.health) : "Nothing is wrong in the last steps, as far as the metrics show.") : "");
   });
   const place = document.getElementById("runs");

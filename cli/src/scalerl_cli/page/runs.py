@@ -49,6 +49,8 @@ class Run:
         if not any(path.exists() for path in (paths.run_file, paths.metrics, paths.curve, paths.rollouts)):
             raise NotARun(f"{directory} is not the directory of a run")
         self.name = _name(paths.run_file) or directory.resolve().name
+        self.note = ""
+        """What a reader should know about the files."""
         self._lock = threading.Lock()
         self._series = Series(paths.metrics)
         self._timeline = Timeline(paths.trace, self._series)
@@ -70,6 +72,7 @@ class Run:
         return {
             "name": self.name,
             "directory": str(self.directory),
+            "note": self.note,
             "steps": steps,
             "reward": row.get("reward"),
             "tokens": row.get("mean_completion_tokens"),
