@@ -24,6 +24,7 @@ from scalerl_cli.page.mirror import update
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.series import MAX_POINTS
 from scalerl_cli.page.server import Server, bound
+from scalerl_cli.run import view_command
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x1b[2J\u202eevil\u0007"
 
@@ -310,6 +311,18 @@ async def test_state_grows_with_the_run(run: Path) -> None:
         assert series["entropy"] == [[0, 1], [1.5, 1.5]]
 
 
+async def test_metrics_that_were_written_again_are_read_again(run: Path) -> None:
+    """When a run returns to a checkpoint, the file is shortened."""
+    async with browser(run) as page:
+        await page.enter()
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 3
+        with (run / "metrics.jsonl").open("r+") as file:
+            file.truncate(len(file.readline()))
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 1
+        (run / "metrics.jsonl").unlink()
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 0
+
+
 async def test_long_series_keep_their_extremes(tmp_path: Path) -> None:
     metrics(tmp_path, 10_000, entropy=1.0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -423,3 +436,19 @@ def test_name_without_a_directory_is_a_run_on_a_cluster(
     error = capsys.readouterr().err
     assert error.startswith("runs/none-1: no such directory; as a run on a cluster: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "shown"),
+    [
+        (".venv/bin/scalerl", False, ".venv/bin/scalerl view runs/a"),
+        ("/usr/bin/scalerl", True, "scalerl view runs/a"),
+    ],
+)
+def test_run_names_the_command_of_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str, on_path: bool, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [called, "run", "run.yaml"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if on_path else None)
+    assert view_command(tmp_path / "runs/a") == shown
