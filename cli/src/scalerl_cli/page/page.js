@@ -339,7 +339,7 @@ function rolloutForm(options) {
     event.preventDefault();
     go("rollouts", { run: options.run, ...Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== "")) });
   } },
-    choice("split", "from", [["", "training and evaluations"], ["train", "training"], ["held-out", "evaluations"]]),
+    choice("split", "of", [["", "all"], ["train", "training"], ["held-out", "evaluations"]]),
     field("step", "steps", "5, 0:20 or last"), field("reward", "reward", "0 or 0.5:1"), field("contains", "text in the completion", "case matters"),
     field("label", "label", "name=value"), field("task", "task", ""), field("prompt", "prompt id", ""), field("excluded", "not trained on", "zero-variance"),
     choice("sort", "sorted by", [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"], ["age", "age"], ["difference", "log-probability difference"]]),
