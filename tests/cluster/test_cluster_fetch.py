@@ -11,7 +11,8 @@ import pytest
 from stage import serve_runs, tiny
 from testcluster import Cluster
 
-from scalerl_cli.main import main
+from scalerl_cli.main import main, parser
+from scalerl_cli.page.mirror import mirrored
 from scalerl_operator.names import RUN_DIR, labels
 
 NAMESPACE = "fetch-test"
@@ -22,6 +23,7 @@ mkdir -p {RUN_DIR}/checkpoints/hf/step-00000003/deep {RUN_DIR}/coordinator && cd
 head -c {BYTES} /dev/urandom > checkpoints/hf/step-00000003/model.safetensors
 echo '{{}}' > 'checkpoints/hf/step-00000003/deep/a file.json'
 echo journal > coordinator/0001
+echo '{{"step": 0, "reward": 0.5}}' > metrics.jsonl
 sha256sum checkpoints/hf/step-00000003/model.safetensors; sleep 1000 & wait
 """
 
@@ -99,6 +101,9 @@ def test_files_of_a_run_come_from_its_coordinator_or_from_a_pod_of_its_own(
         assert main([*fetch, "model", *where, "-o", str(tmp_path / "live")]) == 0
         assert main([*fetch, "rollouts", *where, "-o", str(tmp_path / "live")]) == 0
         assert (tmp_path / "live/tiny-addition-rollouts/coordinator/0001").read_text() == "journal\n"
+        arguments = parser().parse_args(["view", f"{NAMESPACE}/tiny-addition", *where[2:]])
+        with mirrored(str(arguments.dirs[0]), arguments) as shown:
+            assert (shown.state()["steps"], shown.name) == (1, f"{NAMESPACE}/tiny-addition")
         cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", NAMESPACE)
         assert main([*fetch, "model", *where, "-o", str(tmp_path / "later")]) == 2
         assert "--image" in capsys.readouterr().err

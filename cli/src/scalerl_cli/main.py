@@ -154,7 +154,13 @@ def parser() -> argparse.ArgumentParser:
         help="show runs as a local web page: curves, metrics, rollouts, decisions, a timeline",
         description="Serve a page of the runs in DIRs on this machine, also while they go on. Nothing is written into DIRs.",
     )
-    view.add_argument("dirs", type=Path, nargs="+", metavar="DIR")
+    view.add_argument(
+        "dirs",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="directory of a run, or NAMESPACE/NAME of a run on a cluster",
+    )
     view.add_argument(
         "--port",
         type=port,
@@ -167,6 +173,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="instead write the timeline of the run for Perfetto (JSON of Chrome's traces)",
     )
+    view.add_argument("--context", metavar="NAME", help="of a run on a cluster: context of the kubeconfig")
+    view.add_argument("--kubeconfig", metavar="FILE", help="of a run on a cluster: kubeconfig, as in kubectl")
+    view.add_argument("--image", metavar="IMAGE", help="of a run without pods: as of scalerl fetch")
 
     score = commands.add_parser("score", help="score given completions by the verifier of a run")
     score.add_argument("file", type=Path, metavar="FILE", help="run file (YAML)")

@@ -83,7 +83,7 @@ def run_spec(
             say(line, error=True)
         return BAD_INPUT
     say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
-    say(f"its page: {_view_command(claimed.paths.root)}")
+    say(f"its page: {view_command(claimed.paths.root)}")
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
@@ -235,7 +235,7 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         say(f"curve: {_shown(paths.curve_picture)}")
     except CurveProblem as problem:
         say(f"no picture: {problem}")
-    say(f"page: {_view_command(paths.root)}")
+    say(f"page: {view_command(paths.root)}")
     if _is_held(outcome):
         reasons = (
             "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
@@ -250,7 +250,7 @@ def _is_held(outcome: RunResult) -> bool:
     return outcome.status is not None and outcome.status.stop_reason == BROKEN
 
 
-def _view_command(directory: Path) -> str:
+def view_command(directory: Path) -> str:
     """What opens the page of a run: the name of this command as it was called, unless it is on the search path."""
     called = Path(sys.argv[0])
     name = called.name if shutil.which(called.name) else str(_shown(called.absolute()))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
 
 from cli_tests.recorded_rollouts import record
+from scalerl_cli.clusters.volume import Entry
 from scalerl_cli.main import main
+from scalerl_cli.page.mirror import update
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.series import MAX_POINTS
 from scalerl_cli.page.server import Server, bound
+from scalerl_cli.run import view_command
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x1b[2J\u202eevil\u0007"
 
@@ -308,6 +311,18 @@ async def test_state_grows_with_the_run(run: Path) -> None:
         assert series["entropy"] == [[0, 1], [1.5, 1.5]]
 
 
+async def test_metrics_that_were_written_again_are_read_again(run: Path) -> None:
+    """When a run returns to a checkpoint, the file is shortened."""
+    async with browser(run) as page:
+        await page.enter()
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 3
+        with (run / "metrics.jsonl").open("r+") as file:
+            file.truncate(len(file.readline()))
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 1
+        (run / "metrics.jsonl").unlink()
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 0
+
+
 async def test_long_series_keep_their_extremes(tmp_path: Path) -> None:
     metrics(tmp_path, 10_000, entropy=1.0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -368,3 +383,72 @@ def test_run_file_of_another_release_names_the_run(run: Path) -> None:
     assert Run(run).name == "old"
     (run / "run.yaml").write_text(": [")
     assert Run(run).name == "run"
+
+
+class Volume:
+    """Files of a run on a cluster; ``cut``: bytes after which a connection ends."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.cut = root, 2**30
+
+    def list(self, paths: Sequence[str]) -> list[Entry]:
+        files = [path for path in self.root.rglob("*") if path.is_file()]
+        named = {str(path.relative_to(self.root)): path.stat().st_size for path in files}
+        return [Entry(name, size) for name, size in named.items() if name.split("/")[0] in paths]
+
+    def read(self, entry: Entry, offset: int) -> Iterator[bytes]:
+        yield (self.root / entry.path).read_bytes()[offset : min(entry.size, offset + self.cut)]
+
+
+def test_copy_of_a_run_on_a_cluster_follows_it(run: Path, tmp_path: Path) -> None:
+    volume, copy = Volume(run), tmp_path / "copy"
+    (run / "curve.csv").write_text("compute,reward\n")
+    (run / "token").write_text("secret")
+
+    def copied() -> dict[str, bytes]:
+        update(volume, copy)
+        found = [path for path in copy.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        return {str(path.relative_to(copy)): path.read_bytes() for path in found}
+
+    def wanted() -> dict[str, bytes]:
+        found = [path for path in run.rglob("*") if path.is_file() and path.name != "token"]
+        return {str(path.relative_to(run)): path.read_bytes() for path in found}
+
+    assert copied() == wanted()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3}\n')
+    (run / "curve.csv").write_text("compute,reward\n0,0.5\n")
+    next((run / "rollouts").iterdir()).unlink()
+    record(run, [{"step": 7}])
+    assert copied() == wanted()
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    volume.cut = 5
+    torn = record(run, [{"step": 8}])
+    assert f"rollouts/{torn.name}" not in copied()
+    volume.cut = 2**30
+    assert copied() == wanted()
+
+
+def test_name_without_a_directory_is_a_run_on_a_cluster(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["view", "runs/none-1", "--kubeconfig", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("runs/none-1: no such directory; as a run on a cluster: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "shown"),
+    [
+        (".venv/bin/scalerl", False, ".venv/bin/scalerl view runs/a"),
+        ("/usr/bin/scalerl", True, "scalerl view runs/a"),
+    ],
+)
+def test_run_names_the_command_of_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str, on_path: bool, shown: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [called, "run", "run.yaml"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if on_path else None)
+    assert view_command(tmp_path / "runs/a") == shown

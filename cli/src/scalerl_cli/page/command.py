@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
 from aiohttp import web
 
+from scalerl_cli.clusters.session import Trouble, explained
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.output import replace_text, say
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.server import Server, bound
+from scalerl_operator.kube import errors
 
 FIRST_PORT: Final = 8660
 
@@ -23,16 +27,35 @@ FIRST_PORT: Final = 8660
 def run_view(arguments: argparse.Namespace) -> int:
     """Run the command until it is interrupted; returns its exit code."""
     try:
-        runs = [Run(directory) for directory in arguments.dirs]
-        names = Counter(run.name for run in runs)
-        for run in runs:
-            run.name += f" ({run.directory})" if names[run.name] > 1 else ""
-        if arguments.perfetto is not None:
-            return _export(runs, arguments)
-        listening = bound(arguments.port, FIRST_PORT)
+        with contextlib.ExitStack() as stack:
+            runs = [_opened(where, arguments, stack) for where in arguments.dirs]
+            names = Counter(run.name for run in runs)
+            for run in runs:
+                run.name += f" ({run.directory})" if names[run.name] > 1 else ""
+            if arguments.perfetto is not None:
+                return _export(runs, arguments)
+            return _listen(runs, arguments)
     except NotARun as problem:
         say(str(problem), error=True)
         return BAD_INPUT
+
+
+def _opened(where: Path, arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Run:
+    """The run in a directory, else that of a cluster. Raises :class:`NotARun`."""
+    from scalerl_cli.page.mirror import NAME, mirrored
+
+    if where.exists() or not NAME.fullmatch(str(where)):
+        return Run(where)
+    try:
+        return stack.enter_context(mirrored(str(where), arguments))
+    except (Trouble, errors.ApiError) as error:
+        trouble = explained(error) if isinstance(error, errors.ApiError) else error
+        raise NotARun(f"{where}: no such directory; as a run on a cluster: {trouble}") from error
+
+
+def _listen(runs: list[Run], arguments: argparse.Namespace) -> int:
+    try:
+        listening = bound(arguments.port, FIRST_PORT)
     except OSError as error:
         where = f"port {arguments.port}" if arguments.port is not None else f"ports from {FIRST_PORT} on"
         say(f"{where}: {error.strerror}; choose another with --port", error=True)

@@ -339,7 +339,7 @@ function rolloutForm(options) {
     event.preventDefault();
     go("rollouts", { run: options.run, ...Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== "")) });
   } },
-    choice("split", "from", [["", "training and evaluations"], ["train", "training"], ["held-out", "evaluations"]]),
+    choice("split", "of", [["", "all"], ["train", "training"], ["held-out", "evaluations"]]),
     field("step", "steps", "5, 0:20 or last"), field("reward", "reward", "0 or 0.5:1"), field("contains", "text in the completion", "case matters"),
     field("label", "label", "name=value"), field("task", "task", ""), field("prompt", "prompt id", ""), field("excluded", "not trained on", "zero-variance"),
     choice("sort", "sorted by", [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"], ["age", "age"], ["difference", "log-probability difference"]]),
@@ -455,6 +455,7 @@ function header() {
     if (run.tokens !== null) facts.push(`${number(run.tokens)} tokens a completion`);
     facts.push(run.ended ? `ended: ${run.ended}` : run.changed === null ? "" : `last change ${ago(run.changed)}`);
     return make("div", { class: `run t${runs.length > 1 ? at % 6 : 0}` }, make("h1", {}, run.name), make("p", { class: "quiet" }, facts.filter(Boolean).join(" · "), make("span", {}, ` · ${run.directory}`)),
+      run.note ? make("p", { class: "bad" }, run.note) : "",
       run.steps ? make("p", { class: run.health ? "bad" : "" }, run.health ? sentence(run.health) : "Nothing is wrong in the last steps, as far as the metrics show.") : "");
   });
   const place = document.getElementById("runs");

@@ -22,6 +22,7 @@ from scalerl_cli.page.timeline import Timeline
 
 MAX_ROWS: Final = 200
 """Rollouts of a response."""
+_MAX_FULL_ROWS: Final = 8
 _MAX_DECISIONS: Final = 400
 _HEAD, _TAIL = 400, 120
 """Characters of a completion in a list."""
@@ -49,6 +50,8 @@ class Run:
         if not any(path.exists() for path in (paths.run_file, paths.metrics, paths.curve, paths.rollouts)):
             raise NotARun(f"{directory} is not the directory of a run")
         self.name = _name(paths.run_file) or directory.resolve().name
+        self.note = ""
+        """What a reader should know about the files."""
         self._lock = threading.Lock()
         self._series = Series(paths.metrics)
         self._timeline = Timeline(paths.trace, self._series)
@@ -70,6 +73,7 @@ class Run:
         return {
             "name": self.name,
             "directory": str(self.directory),
+            "note": self.note,
             "steps": steps,
             "reward": row.get("reward"),
             "tokens": row.get("mean_completion_tokens"),
@@ -147,10 +151,10 @@ class Run:
     def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollouts.Problem``."""
         notes: list[str] = []
-        arguments = self._arguments(query)
+        arguments, full = self._arguments(query), query.get("full") == "1"
+        arguments.limit = min(arguments.limit, _MAX_FULL_ROWS if full else MAX_ROWS)
         offset = _parsed("offset", rollouts.count, query) or 0
         rows, matching, total = _select(arguments, offset=offset, report=notes.append)
-        full = query.get("full") == "1"
         shown = [_shown(row, full) for row in rows]
         return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
 
@@ -197,7 +201,7 @@ class Run:
             contains=texts("contains"),
             sort=choice("sort", rollouts.SORTS, "step"),
             descending=query.get("descending") == "1",
-            limit=min(limit or MAX_ROWS, MAX_ROWS),
+            limit=limit or MAX_ROWS,
         )
 
 
