@@ -83,7 +83,9 @@ def main() -> None:
     _, curve, count = np.unique([t.origin.name for t in made], return_inverse=True, return_counts=True)
     weight = 1.0 / count[curve]
     fits = [cf.fit(target.head) for target in made]
-    drawn = {pool: [_pool(f, pool, i) for i, f in enumerate(fits)] for pool in POOLS}
+    drawn: dict[tuple[float, ...], list[ForecastPool]] = {
+        pool: [_pool(f, pool, i) for i, f in enumerate(fits)] for pool in POOLS
+    }
     seen_gnd, density_gn = _scored_grid(made, drawn)
     crps_gn = np.array([crps(seen_nd, actual) for seen_nd in seen_gnd])
     figures: dict[str, float] = {}
