@@ -7,7 +7,8 @@ so that what the policy would have said afterwards is seen too.
 Simulated runs: the 28 families of ``run_families.py``, 40 evaluations each over the planned compute, with noise of sd
 .004 to .012 and autocorrelation 0 to .6. The samples of an evaluation explain its noise, or are too many (16,000:
 noise beyond the binomial), or too few (evaluations on the same prompts are paired: noise .43 to .65 of the binomial).
-Real curves: those of ``curvefit/data``, each ending where its record ends; their truth is the mean of three evaluations.
+Real curves: those of ``curvefit/data``, each ending where its record ends, those of games with the late rises of games; their
+truth is the mean of three evaluations. --families real drives only them.
 
 Terms
 - gain to come: the highest noiseless reward up to twice the compute or the end of the plan, whichever is later, above
@@ -84,6 +85,7 @@ DEVICES = 80
 PLAN_DEVICE_HOURS = 4000.0
 TOKENS_PER_DEVICE_HOUR = 1_000_000
 SPEC = AutoscalingSpec(mode="Advisory")
+GAMES = AutoscalingSpec(mode="Advisory", late_rises="Games")
 MIN_GAIN = float(SPEC.min_gain)
 FALLEN = 0.25 * MIN_GAIN
 EACH, QUICK_EACH = 20, 3
@@ -251,10 +253,26 @@ def real_runs() -> list[Result]:
     for name, kind, compute, reward, samples in real_curves():
         means = [float(np.mean(reward[max(0, n - 3) : n])) for n in range(1, len(reward) + 1)]
         gains = [max(means[n:]) - means[n] for n in range(len(means))]
+        spec = GAMES if kind == "Procgen" else SPEC
         results.append(
-            _result(name, kind, np.array(reward), samples, gains, fallen(reward), None, None, compute)
+            _result(
+                name, kind, np.array(reward), samples, gains, fallen(reward), None, None, compute, spec=spec
+            )
         )
     return results
+
+
+def real() -> None:
+    """Print a line for each kind of real curves."""
+    print("\nreal curves, each as far as its record goes")
+    runs = real_runs()
+    families(runs, lambda r: r.kind)
+    for run in runs:
+        if run.false_stop:
+            print(f"    {run.name}: stopped after {run.stopped} of {len(run.seen)}, {run.lost:.3f} lost")
+    print(
+        json.dumps({"benchmark": "decisions", "figures": {"lost_real": round(mean(r.lost for r in runs), 4)}})
+    )
 
 
 def real_curves() -> Iterable[tuple[str, str, list[float], list[float], int]]:
@@ -275,9 +293,10 @@ def _result(
     truncated: np.ndarray | None,
     compute: Sequence[float] | None = None,
     earlier: Sequence[EarlierRun] = (),
+    spec: AutoscalingSpec = SPEC,
 ) -> Result:
     share = np.arange(1, len(seen) + 1) / len(seen) if compute is None else np.array(compute) / compute[-1]
-    states, held, looks = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated, earlier)
+    states, held, looks = driven(share * PLAN_DEVICE_HOURS, seen, samples, truncated, earlier, spec)
     outlooks = [None if look.forecast is None else look.forecast.outlook for look in looks]
     return Result(
         name,
@@ -289,17 +308,17 @@ def _result(
         tuple(states),
         tuple(None if outlook is None else outlook.p_gain_above_min for outlook in outlooks),
         tuple(held),
-        tuple(stopped_with(patience, looks) for patience in PATIENCES),
+        tuple(stopped_with(patience, looks, spec) for patience in PATIENCES),
     )
 
 
-def stopped_with(patience: float, looks: Sequence[Observation]) -> int | None:
+def stopped_with(patience: float, looks: Sequence[Observation], spec: AutoscalingSpec) -> int | None:
     """Evaluations used until the first stop, had a run that shows nothing been given so much of its plan."""
     history, kept = History(), vote.PATIENCE
     vote.PATIENCE = patience
     try:
         for used, look in enumerate(looks, 1):
-            decision = decide(SPEC, look, history)
+            decision = decide(spec, look, history)
             if decision.state is State.STOP:
                 return used
             history = decision.history
@@ -314,6 +333,7 @@ def driven(
     samples: int,
     truncated: np.ndarray | None,
     earlier: Sequence[EarlierRun] = (),
+    spec: AutoscalingSpec = SPEC,
 ) -> tuple[list[State], list[int], list[Observation]]:
     """The states that the operator's policy goes through, after which evaluations it would have held the run, what it saw."""
     points: list[Point] = []
@@ -336,8 +356,8 @@ def driven(
                 device_seconds=3600.0 * hours,
             )
         )
-        look = observed(points, history, compute_device_hours[-1], earlier)
-        decision = decide(SPEC, look, history)
+        look = observed(points, history, compute_device_hours[-1], earlier, spec)
+        decision = decide(spec, look, history)
         if decision.action.kind == "hold":
             held.append(version)
         history = decision.history
@@ -347,7 +367,11 @@ def driven(
 
 
 def observed(
-    points: list[Point], history: History, budget_device_hours: float, earlier: Sequence[EarlierRun] = ()
+    points: list[Point],
+    history: History,
+    budget_device_hours: float,
+    earlier: Sequence[EarlierRun],
+    spec: AutoscalingSpec,
 ) -> Observation:
     """What the policy sees after the last of these points, the forecast included."""
     last = points[-1]
@@ -365,7 +389,7 @@ def observed(
         staleness=Staleness(allowed=8, most=4),
         recipe=Recipe(batch_completions=768, context_tokens=16_384, fp32_head=True, loss="cispo"),
     )
-    asked = build_request(SPEC, points, seen, history)
+    asked = build_request(spec, points, seen, history)
     assert isinstance(asked, ForecastRequest)
     answer, trouble = answered(replace(asked, earlier=list(earlier)))
     return replace(seen, forecast=answer, trouble=trouble)
@@ -391,12 +415,15 @@ def main() -> None:
     parser.add_argument(
         "--families",
         default="",
-        choices=["", *SETS],
+        choices=["", "real", *SETS],
         help="those of other_families.py; or, of more_families.py, those that thresholds may be chosen with, or those kept apart",
     )
     parser.add_argument("--earlier", type=int, default=0, help="finished runs of its family for each run")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()
+    if arguments.families == "real":
+        real()
+        return
     started = time.perf_counter()
     each = QUICK_EACH if arguments.quick else arguments.each
     runs = each * (1 if arguments.only else len(SETS[arguments.families] if arguments.families else FAMILIES))
@@ -408,8 +435,7 @@ def main() -> None:
     if arguments.frontier:
         frontier(results)
     if not (arguments.only or arguments.quick or arguments.earlier or arguments.families):
-        print("\nreal curves, each as far as its record goes")
-        families(real_runs(), lambda r: r.kind)
+        real()
     print(f"{runs} runs in {time.perf_counter() - started:.0f} s")
     print(json.dumps({"benchmark": "decisions", "figures": figures}))
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import ndtr, stdtr
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import compute_share, gain_share
+from scalerl_curvefit.pooling import p_departure_below
 from scalerl_curvefit.simulate import SCALERL, Truth, simulated
 from scalerl_curvefit.trend import trend
 
@@ -63,6 +65,21 @@ def test_p_gain_above_is_independent_of_drawn_departures(fitted: cf.Fit, far: fl
         none = np.zeros(len(fitted.pool))
         unlucky = replace(fitted, pool=replace(fitted.pool, departure=none, rise=none))
         assert cf.p_gain_above(unlucky, at, least) == cf.p_gain_above(fitted, at, least)
+
+
+def test_departures_are_students_t(fitted: cf.Fit) -> None:
+    x = np.concatenate([np.linspace(-60.0, 60.0, 401), [-1e9, 0.0, 1e9]])
+    assert p_departure_below(4.0, x) == pytest.approx(stdtr(4.0, x), abs=1e-14)
+    assert p_departure_below(3.0, x) == pytest.approx(stdtr(3.0, x))
+    assert p_departure_below(np.inf, x) == pytest.approx(ndtr(x))
+    normal = cf.fit(fitted.curve, cf.FitSettings(departure_dof=np.inf))
+    for pool, ratio in ((fitted.pool, 2.132 / 0.741), (normal.pool, 1.645 / 0.674)):
+        quarter, outer = np.quantile(pool.departure, (0.75, 0.95))
+        assert outer / quarter == pytest.approx(ratio, rel=0.01)
+        assert np.quantile(pool.departure, 0.5) == pytest.approx(0.0, abs=1e-9)
+    assert fitted.departure == pytest.approx(np.sqrt(2.0) * fitted.pool.departure_rate)
+    assert normal.departure == normal.pool.departure_rate
+    assert normal.pool.departure_rate == pytest.approx(fitted.pool.departure_rate, rel=0.02)
 
 
 def test_p_reward_above_respects_reward_bounds(fitted: cf.Fit) -> None:

@@ -142,6 +142,8 @@ def test_fit_ignores_point_at_compute_zero() -> None:
         ({"rho": ()}, "rho"),
         ({"a_highest": 1.5}, "a_highest"),
         ({"departure": -0.1}, "departure"),
+        ({"departure_dof": 2.0}, "departure_dof"),
+        ({"departure_dof": float("nan")}, "departure_dof"),
         ({"pool": (1.0,)}, "pool"),
         ({"pool": (0.0, 0.5, 0.5)}, "pool"),
         ({"late_rise": 1.5}, "late_rise"),

@@ -98,7 +98,8 @@ def test_page_states_the_constants_of_the_code() -> None:
         assert f"| {name} | {weight:.2f} |".replace("0.", ".") in PAGE
     for value in (
         f"e^(−h/{chosen.trend_window:g})",
-        f"an sd of {chosen.departure:g} and {chosen.departure_headroom:g} of the distance",
+        f"a scale of {chosen.departure:g} and {chosen.departure_headroom:g} of the distance",
+        f"Student's t with {chosen.departure_dof:g} degrees of freedom",
         f"probability {chosen.late_rise:g} in a doubling",
         f"near {chosen.noise_share:g} of the binomial",
     ):

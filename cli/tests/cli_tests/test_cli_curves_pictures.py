@@ -14,6 +14,7 @@ from scalerl_cli.curves import axis, plotting
 from scalerl_cli.curves.analysis import analyse
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
+from scalerl_curvefit import forecast_pool
 
 from .curve_files import write_plain, write_run
 
@@ -67,6 +68,52 @@ def test_labels_of_near_computes_are_stacked(axes: Any) -> None:
     boxes = [text.get_window_extent() for text in axes.texts]
     assert rows == len(boxes) == 7
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_names_of_near_points_are_below_them_and_apart(axes: Any) -> None:
+    axis.compute_axis(axes, "tokens", 0.0, 100.0)
+    axes.set_ylim(0.0, 1.0)
+    near = [(50.0 + i, 0.9, f"+{i} h: .70\ncost {i}00") for i in range(4)]
+    axis.name_points(axes, [*near, (99.0, 0.9, "4×: .90\ncost 300")], plotting.INK)
+    axes.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    top = axes.transData.transform((0.0, 0.9))[1]
+    assert all(box.y1 < top and box.x1 < axes.get_window_extent().x1 for box in boxes)
+
+
+def test_late_rises_are_no_step_of_the_bands(tmp_path: Path) -> None:
+    path = write_plain(tmp_path / "c.csv", n=40)
+    made = analyse(read_curve(path), late_rises="games")
+    grid = np.linspace(made.now, 4.0 * made.now, 200)
+    upper = made.bands(grid)[4]
+    step = np.diff(upper)
+    assert step.max() < 4.0 * np.median(step) + 1e-3
+    with_rises = np.quantile(forecast_pool(made.fitted).reward(grid), 0.95, axis=0)
+    assert with_rises[-1] > upper[-1] + 0.05
+    low, high = made.after_late_rise(grid[1:])
+    assert (low > made.bands(grid[1:])[0]).all()
+    assert (high > with_rises[1:] - 0.02).all()
+    assert high.max() <= 1.0
+
+
+def test_recipes_differ_by_colour_or_marker_and_have_intervals_of_a(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    figures: list[Figure] = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
+    names = [str(write_plain(tmp_path / f"c{i}.csv", n=12 + i)) for i in range(8)]
+    assert main(["compare", *names]) == 0
+    linear, log = figures[0].axes
+    pens = [(h.get_color(), h.get_marker()) for h in linear.get_legend_handles_labels()[0]]
+    assert len(set(pens)) == len(pens) == 8
+    assert len({marker for _, marker in pens[:5]}) == 5
+    assert len(linear.collections) == 8
+    bars = [line for line in log.lines if line.get_transform() == log.get_yaxis_transform()]
+    assert len([bar for bar in bars if len(bar.get_xdata()) == 2]) == 8
+    bottom, top = log.get_ylim()
+    assert all(bottom <= y <= top for bar in bars for y in bar.get_ydata())
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Figure:

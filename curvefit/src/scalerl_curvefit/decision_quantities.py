@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
-from scipy.special import ndtr, stdtr
+from scipy.special import stdtr
 
 from .curve import FloatArray
 from .errors import RequestError
 from .families import compute_share
 from .fitting import Estimate, Fit, draws, forecast_pool
-from .pooling import ForecastPool
+from .pooling import ForecastPool, p_departure_below
 
 BLOCKS: Final = 32
 """Number of sizes that `best_block` tries, from 1 % of now to the horizon."""
@@ -164,7 +165,10 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
     own, earlier = (max(float(scale_c[0]), TINY) for scale_c in ahead.departure_scale(at))
     over = ahead.expected(at)[:, 0] - level
     above = _rises_above(
-        ndtr, over / own, ahead.trend.headroom / own, 1.0 - (1.0 - ahead.late_rise) ** doublings
+        partial(p_departure_below, ahead.settings.departure_dof),
+        over / own,
+        ahead.trend.headroom / own,
+        1.0 - (1.0 - ahead.late_rise) ** doublings,
     )
     if ahead.gains is not None and doublings > 0:
         # All draws of this expert have the same expected reward, so the first one is enough.

@@ -115,7 +115,7 @@ class RunSummary:
 
     doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
     end: log2 compute of its last point.
-    departure: sd of its forecast per doubling beyond its end.
+    departure: scale of its forecast's departure per doubling beyond its end.
     shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
     sigma: noise sd of an evaluation.
     scatter: the same from the differences of neighbours, without a curve.
@@ -240,7 +240,7 @@ def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> Ru
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=math.hypot(pool.departure_sd, pool.expert_sd),
+        departure=math.hypot(pool.departure_rate, pool.expert_sd),
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),

@@ -147,7 +147,7 @@ class Fit:
 
     @property
     def departure(self) -> float:
-        """Increase of the forecasts' sd per doubling of compute beyond now."""
+        """sd of the forecasts' departure per doubling of compute beyond now."""
         return self.pool.departure_sd
 
 

@@ -5,8 +5,8 @@ sigmoid, that of the power law, and the damped local trend. The weights and spre
 language models best when each source is left out in turn (docs/forecast.md). A mixture of forecasts that disagree is
 wider than its errors, so each is moved towards the common mean, by `pool_spread`.
 
-Two terms are added beyond the last point (*now*). The departure (model discrepancy) is normal, with an sd that grows with
-each doubling of compute, shrinks as rewards approach 1, and grows with the misfit of the curve to its own points. Its floor
+Two terms are added beyond the last point (*now*). The departure (model discrepancy) is Student's t, with a scale that grows
+with each doubling of compute, shrinks as rewards approach 1, and grows with the misfit of the curve to its own points. Its floor
 is one of the whole forecast: experts that disagree need less of it, and those of many points, whose posteriors are narrow, more.
 A late rise is a second rise without a sign in the earlier points, at a constant rate per doubling.
 
@@ -16,13 +16,14 @@ precision relative to that of the others, at one doubling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from .curve import FloatArray
 from .posterior import Nodes
@@ -36,6 +37,8 @@ OWN_PRECISION_WEIGHT: Final = 0.5
 """Weight of the precision of the run's own forecasts; that of the earlier runs' gains has weight 1."""
 MAX_EARLIER_WEIGHT: Final = 0.95
 """Largest weight of the earlier runs' gains in the pool."""
+CLOSED_DOF: Final = 4.0
+"""Degrees of freedom at which the distribution function of Student's t is taken in closed form, 20 times as fast."""
 NORMAL_QUANTILES: Final = np.linspace(-5.0, 5.0, 101)
 """Student's t is computed at these normal quantiles, and interpolated linearly."""
 
@@ -103,12 +106,17 @@ class ForecastPool:
         return np.asarray(self.expert == len(self.curves.families) + 1)
 
     @property
-    def departure_sd(self) -> float:
-        """sd of the departure per doubling: what the experts lack to a floor, a share of the headroom, the curve's misfit so far."""
+    def departure_rate(self) -> float:
+        """Scale of the departure per doubling: what the experts lack to a floor, a share of the headroom, the curve's misfit so far."""
         settings = self.settings
         lacking = max(settings.departure**2 - self.expert_sd**2, 0.0)
         headroom = settings.departure_headroom * self.trend.headroom
         return float(np.sqrt(lacking + headroom**2 + (settings.misfit * self.misfit) ** 2))
+
+    @property
+    def departure_sd(self) -> float:
+        """sd of the departure per doubling."""
+        return self.departure_rate / math.sqrt(1.0 - 2.0 / self.settings.departure_dof)
 
     @property
     def mean_late_rise(self) -> float:
@@ -146,9 +154,9 @@ class ForecastPool:
         return reward_dc
 
     def departure_scale(self, compute: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(c,) scales of the departure at compute (c,): of the normal distribution, and of Student's t for the earlier runs."""
+        """(c,) scales of the departure at compute (c,): of the run's own forecasts, and of the earlier runs' gains."""
         doublings_c = self.doublings(compute)
-        own = self.departure_sd * doublings_c
+        own = self.departure_rate * doublings_c
         return own, own if self.gains is None else self.gains.at(doublings_c)[1]
 
     def reward(self, compute: FloatArray) -> FloatArray:
@@ -205,7 +213,7 @@ def sample_forecast_pool(
         misfit=misfit,
         expert_sd=0.0,
         gains=None,
-        departure=ndtri((random.permutation(n) + 0.5) / n),
+        departure=stdtrit(settings.departure_dof, (random.permutation(n) + 0.5) / n),
         late_rise=late_rise,
         rise_after=rise_after,
         rise=trend.headroom * np.modf((order + 0.5) * GOLDEN)[0],
@@ -213,6 +221,15 @@ def sample_forecast_pool(
     )
     drawn = replace(drawn, expert_sd=float(np.std(drawn.expected(np.array([2.0 * now])))))
     return drawn if gains is None else _with_gains(drawn, gains, random)
+
+
+def p_departure_below(dof: float, x: FloatArray) -> FloatArray:
+    """Cumulative distribution function of Student's t, at x of any shape."""
+    if dof != CLOSED_DOF:
+        return np.asarray(ndtr(x) if np.isinf(dof) else stdtr(dof, x))
+    share = 0.25 * x * x
+    share /= 1.0 + share
+    return np.asarray(0.5 + 0.25 * np.sign(x) * np.sqrt(share) * (3.0 - share))
 
 
 def _with_gains(own: ForecastPool, gains: GainPrior, random: np.random.Generator) -> ForecastPool:

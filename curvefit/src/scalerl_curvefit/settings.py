@@ -43,10 +43,12 @@ class FitSettings:
     trend_window: doublings of compute over which the weight of a point for the present level falls by e.
     trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
     pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
-    departure, departure_headroom: sd of the departure (model discrepancy) per doubling of compute beyond now: what the
+    departure, departure_headroom: scale of the departure (model discrepancy) per doubling of compute beyond now: what the
         experts' sd lacks to a floor, and a share of the distance from the present level to 1, in quadrature.
         Language models creep by .01 to .03 a doubling after a flat one, which is the floor.
-    misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's sd.
+    departure_dof: degrees of freedom of the departure, Student's t, above 2; infinite for a normal one. How far runs depart
+        differs by source, and that of a new source is not known: a normal one whose variance is not known is a Student's t.
+    misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's scale.
     late_rise: probability of a far late rise per doubling of compute, counted in `plateau`: of language models. Its size is
         uniform between 0 and the distance from the present level to 1.
     rises: where it was counted.
@@ -74,8 +76,9 @@ class FitSettings:
     trend_window: float = 0.2
     trend_damping: float = 0.25
     pool_spread: float = 0.5
-    departure: float = 0.016
+    departure: float = 0.014
     departure_headroom: float = 0.02
+    departure_dof: float = 4.0
     misfit: float = 1.5
     late_rise: float = 0.016
     rises: LateRises = LateRises.LANGUAGE_MODELS
@@ -83,7 +86,7 @@ class FitSettings:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value) and item.name != "departure_dof":
                 raise SettingsError(f"{item.name} is {value}; it must be finite")
         for name in (
             "r0_sd",
@@ -105,6 +108,8 @@ class FitSettings:
         for name in ("departure", "departure_headroom", "misfit", "trend_damping"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it must not be negative")
+        if not self.departure_dof > 2:
+            raise SettingsError(f"departure_dof is {self.departure_dof:g}; it must be above 2")
         for name in ("cmid_below", "cmid_above"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name):g}; it is a factor of at least 1")

@@ -165,9 +165,17 @@ class Analysis:
         return [replace(point, compute=point.compute + self.start) for point in made]
 
     def bands(self, compute: FloatArray) -> FloatArray:
-        """(5, c) quantiles .05, .25, .5, .75, .95 of the reward, without evaluation noise, at compute (c,) on the file's axis."""
-        drawn = forecast_pool(self.fitted).reward(compute - self.start)
-        return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
+        """(5, c) quantiles .05, .25, .5, .75, .95 of the reward at compute (c,) on the file's axis.
+
+        They are without evaluation noise and late rises: few runs rise late, and far, so that a quantile jumps where they reach it.
+        """
+        return bands(self.fitted, compute - self.start)
+
+    def after_late_rise(self, compute: FloatArray) -> FloatArray:
+        """(2, c) quantiles .05 and .95 of the reward of runs that have risen late, as `bands`."""
+        pool = forecast_pool(self.fitted)
+        risen = replace(pool, rise_after=np.zeros(len(pool)))
+        return np.asarray(np.quantile(risen.reward(compute - self.start), (0.05, 0.95), axis=0))
 
     def left_to_asymptote(self) -> Estimate:
         """A − R(now)."""
@@ -325,6 +333,13 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
         f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
         f"healthy is below {100 * HEALTHY_TRUNCATED:.0f} %",
     )
+
+
+def bands(fitted: Fit, compute: FloatArray) -> FloatArray:
+    """`Analysis.bands` at compute (c,) on the axis of the fit."""
+    pool = forecast_pool(fitted)
+    drawn = replace(pool, rise=np.zeros(len(pool))).reward(compute)
+    return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
 
 def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:

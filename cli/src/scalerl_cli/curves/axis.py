@@ -102,6 +102,31 @@ def mark_computes(axes: Any, marks: Sequence[tuple[float, str, str]]) -> int:
     return 1 + max((level for level, _ in placed), default=-1)
 
 
+def name_points(axes: Any, points: Sequence[tuple[float, float, str]], colour: str) -> None:
+    """Write names of one or two lines below points: (compute, reward, name). One that would cover another goes further down."""
+    low, high = axes.get_xlim()
+    ends: list[float] = []
+    for compute, reward, name in sorted(points):
+        place = (compute - low) / (high - low)
+        wide = 0.016 * max(map(len, name.splitlines()))
+        right = place + wide > 1.0
+        start = place - wide if right else place
+        level = next(k for k, end in enumerate([*ends, -1.0]) if start > end)
+        ends[level : level + 1] = [start + wide]
+        axes.axvline(compute, color=colour, lw=0.9, ls=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            name,
+            (compute, reward),
+            xytext=(-4 if right else 4, -5 - 26 * level),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="top",
+            fontsize=9,
+            color=colour,
+            zorder=5,
+        )
+
+
 def mark_asymptote(axes: Any, median: float, low: float, high: float, text: str, colour: str) -> None:
     """Draw the level A across the axes, its 90 % interval as a bar on the right edge, and its value beside the bar."""
     axes.axhline(median, color=colour, lw=0.9, ls=(0, (1, 2)), zorder=1)

@@ -8,9 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from scalerl_cli.curves import axis, formatting, plotting
-from scalerl_cli.curves.analysis import Analysis, State
+from scalerl_cli.curves.analysis import Analysis, State, bands
 from scalerl_cli.curves.comparison import Pair, verdict
-from scalerl_curvefit import forecast_pool
 from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.curve import FloatArray
 
@@ -60,9 +59,8 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
     levels = []
     for made, fitted, name, (colour, marker) in zip(studies, fits, both.names, PENS, strict=True):
         grid = _grid(made, low, high, log=log)
-        drawn = scale.level(forecast_pool(fitted).reward(grid))
-        bands = np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0)
-        plotting.draw_bands(axes, grid, bands, colour)
+        shades = scale.level(bands(fitted, grid))
+        plotting.draw_bands(axes, grid, shades, colour)
         curve = made.file.segment.curve
         plotting.draw_points(
             axes,
@@ -77,7 +75,7 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
         marks.append((fitted.Cmid.median, f"Cmid {formatting.amounts(fitted.Cmid)}", colour))
         marks.append((fitted.now, "now", colour))
         asymptote = scale.levels(fitted.A)
-        shown += [*plotting.extent(curve, scale), *bands.ravel(), asymptote.low, asymptote.high]
+        shown += [*plotting.extent(curve, scale), *shades.ravel(), asymptote.low, asymptote.high]
         name_a = "A" if both.ruled.shared_a is None else "common A"
         value = (
             scale.rewards(fitted.A) if both.ruled.shared_a is None else scale.reward(both.ruled.shared_a, 3)
@@ -87,7 +85,15 @@ def _panel(axes: Any, both: Pair, *, log: bool) -> None:
         if any(fitted.burn_in_points for fitted in fits):
             axes.plot([], [], "o", ms=3.6, mfc="white", color=plotting.FAINT, label="hollow: burn-in")
         axes.plot([], [], color=plotting.FAINT, lw=1.6, label="median, up to 2× the compute so far")
-        axes.fill_between([], [], [], color=plotting.FAINT, alpha=0.4, lw=0, label="50 % and 90 % intervals")
+        axes.fill_between(
+            [],
+            [],
+            [],
+            color=plotting.FAINT,
+            alpha=0.4,
+            lw=0,
+            label="50 % and 90 % intervals, without late rises",
+        )
     axis.compute_axis(axes, both.first.file.unit, low, high, log=log)
     axis.reward_axis(axes, shown, scale)
     axis.mark_computes(axes, marks)

@@ -90,6 +90,8 @@ def _draw(
     scale = made.scale
     bands = scale.level(made.bands(grid))
     plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
+    if not broken:
+        plotting.draw_late_rises(axes, made, grid)
     if file.segments > 1:
         before = file.curve.head(len(file.curve) - len(file.segment.curve))
         axes.plot(

@@ -40,6 +40,8 @@ def _choices(axes: Any, outlook: Outlook) -> None:
     grid = np.linspace(made.start + first / 4.0, last * (1.0 if broken else 1.03), plotting.GRID)
     bands = scale.level(made.bands(grid))
     plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
+    if not broken:
+        plotting.draw_late_rises(axes, made, grid)
     plotting.draw_points(
         axes,
         curve,
@@ -63,24 +65,34 @@ def _choices(axes: Any, outlook: Outlook) -> None:
         [*plotting.extent(curve, scale), *bands.ravel(), *(x for o in drawn for x in (o.low, o.high))],
         scale,
     )
-    marks = [(made.now, "stop now", plotting.INK)]
-    marks += [(option.compute, _name(outlook, option), plotting.VERMILLION) for option in going]
+    names = [
+        (option.compute, level.low, _name(outlook, option))
+        for option, level in zip(going, drawn, strict=True)
+    ]
+    axis.name_points(axes, names, plotting.VERMILLION)
     block, rate = outlook.block, outlook.pace.rate
     # The best block of a run whose asymptote is not identifiable is no basis for a decision.
     if block is not None and rate is not None and block.compute > 0 and made.state is State.OK:
         hours = formatting.amount(float(f"{block.compute / rate:.2g}"))
-        marks.append((made.now + block.compute, f"pays best: +{hours} h", plotting.GREEN))
-    rows = axis.mark_computes(axes, marks)
+        axes.axvline(
+            made.now + block.compute,
+            color=plotting.GREEN,
+            lw=0.9,
+            ls=(0, (4, 3)),
+            zorder=1,
+            label=f"pays best: +{hours} h",
+        )
+    axis.mark_computes(axes, [(made.now, "stop now", plotting.INK)])
     state = {
         State.BROKEN: " (BROKEN: no plan)",
         State.INSUFFICIENT: " (asymptote not identifiable yet)",
         State.OK: "",
     }[made.state]
-    axes.set_title(f"{made.file.path.stem}: what each choice gives{state}", loc="left", pad=6.0 + 12.0 * rows)
+    axes.set_title(f"{made.file.path.stem}: what each choice gives{state}", loc="left", pad=18.0)
 
 
 def _name(outlook: Outlook, option: Option) -> str:
-    """``2×: .61, cost 1,200``."""
+    """``2×: .61`` and, on a second line, ``cost 1,200``."""
     name = option.name.removesuffix(" compute").replace("device-hours", "h")
-    cost = "" if option.cost is None else f", cost {formatting.amount(option.cost)}"
+    cost = "" if option.cost is None else f"\ncost {formatting.amount(option.cost)}"
     return f"{name}: {outlook.made.scale.reward(option.forecast.median)}{cost}"

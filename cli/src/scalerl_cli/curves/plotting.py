@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from scalerl_cli.curves import formatting
+from scalerl_cli.curves.analysis import Analysis
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.run_picture import NO_MATPLOTLIB
 from scalerl_cli.curves.scale import RewardScale
@@ -255,3 +256,22 @@ def draw_bands(
         zorder=1.6,
     )
     axes.plot(compute, bands[2], color=colour, lw=1.6, label=median, zorder=2)
+
+
+def draw_late_rises(axes: Any, made: Analysis, compute: FloatArray) -> None:
+    """Draw where runs that rise late go beyond now; it does not enlarge the axes."""
+    ahead = compute[compute > made.now]
+    low, high = made.scale.level(made.after_late_rise(ahead))
+    rate = formatting.reward(made.fitted.pool.mean_late_rise, 3)
+    axes.fill_between(
+        ahead,
+        low,
+        high,
+        facecolor="none",
+        edgecolor=PURPLE,
+        hatch="....",
+        alpha=0.25,
+        lw=0,
+        label=f"after a late rise (probability {rate} a doubling), 90 %",
+        zorder=1.2,
+    )

@@ -19,10 +19,10 @@ COLOURS: Final = (
     "#56B4E9",
     plotting.INK,
 )
-"""Okabe–Ito colours; after seven recipes the marker changes."""
+"""Okabe–Ito colours; those of the eighth recipe on differ by their marker."""
 MARKERS: Final = "os^Dv"
 _BANDS: Final = 2
-"""Limit on the recipes that are drawn with the bands of their fits; more bands would cover each other."""
+"""Limit on the recipes that are drawn with both bands of their fits; of more, only the 90 % band is drawn, lighter."""
 
 
 def draw_recipes(table: Table, path: Path) -> None:
@@ -49,7 +49,7 @@ def _panel(axes: Any, table: Table, *, log: bool) -> None:
     low = min(float(curve.compute[curve.compute > 0][0]) for curve in curves if curve.compute[-1] > 0)
     shown: list[float] = []
     for i, recipe in enumerate(table.recipes):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i // len(COLOURS) % len(MARKERS)]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)]
         name: str | None = _name(recipe, table)
         for file in recipe.files:
             x, y = file.curve.compute, table.scale.level(file.curve.reward)
@@ -66,11 +66,37 @@ def _panel(axes: Any, table: Table, *, log: bool) -> None:
             if len(table.recipes) <= _BANDS:
                 plotting.draw_bands(axes, grid, bands, colour)
             else:
+                axes.fill_between(grid, bands[0], bands[4], color=colour, alpha=0.1, lw=0, zorder=1.5)
                 axes.plot(grid, bands[2], color=colour, lw=1.4)
             shown += [float(bands[2].min()), float(bands[2].max())]
     begin = low / 1.15 if log else 0.0
     axis.compute_axis(axes, table.unit, begin, high * (1.1 if log else 1.03), log=log)
     axis.reward_axis(axes, shown, table.scale)
+    if log:
+        _asymptotes(axes, table)
+
+
+def _asymptotes(axes: Any, table: Table) -> None:
+    """Draw A of every recipe with its 90 % interval beside the right edge, as far as it lies within the axes."""
+    bottom, top = axes.get_ylim()
+    edge = axes.get_yaxis_transform()
+    for i, recipe in enumerate(table.recipes):
+        a = recipe.parameter("A")
+        if a is None:
+            continue
+        level, x = table.scale.levels(a), 1.015 + 0.018 * i
+        ends = [min(max(end, bottom), top) for end in (level.low, level.high)]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)]
+        axes.plot([x, x], ends, transform=edge, color=colour, lw=1.6, clip_on=False)
+        if bottom <= level.median <= top:
+            axes.plot([x], [level.median], marker, transform=edge, color=colour, ms=5, mew=0, clip_on=False)
+    shaded = "50 % and 90 %" if len(table.recipes) <= _BANDS else "90 %"
+    axes.set_title(
+        f"shaded: {shaded} of the fit; beside the axes: A, 90 %",
+        loc="right",
+        fontsize=9,
+        color=plotting.FAINT,
+    )
 
 
 def _name(recipe: Recipe, table: Table) -> str:
