@@ -8,8 +8,9 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Group, PushResult
-from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
 from scalerl_processes.waiting import pause

@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
-    Backoff,
     CoordinatorClient,
     CoordinatorDown,
     CoordinatorError,
