@@ -141,7 +141,7 @@ from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 def engine():
     kill_spawned_with_parent()
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=engine).start()
