@@ -46,7 +46,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-for member in ("api", "tasks", "trainer", "coordinator", "curvefit", "generator", "operator", "cli"):
+for member in (
+    "processes",
+    "api",
+    "tasks",
+    "trainer",
+    "coordinator",
+    "curvefit",
+    "generator",
+    "operator",
+    "cli",
+):
     if importlib.util.find_spec(f"scalerl_{member}") is None:
         sys.path.insert(0, str(HERE.parent / member / "src"))
 if str(HERE) not in sys.path:

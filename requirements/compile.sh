@@ -15,11 +15,11 @@ UV=${UV:-uv}
 lock() {
   "$UV" pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
     --override requirements/overrides.txt --no-emit-package scalerl-api --no-emit-package scalerl-tasks \
-    --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit "$@"
+    --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit --no-emit-package scalerl-processes "$@"
 }
 members() { printf '%s/pyproject.toml ' "$@"; }
-all=$(members api tasks curvefit coordinator trainer generator operator cli)
-control=$(members api tasks curvefit coordinator operator cli)
+all=$(members processes api tasks curvefit coordinator trainer generator operator cli)
+control=$(members processes api tasks curvefit coordinator operator cli)
 # shellcheck disable=SC2086
 {
   lock $all --extra cpu -o requirements/cpu.txt

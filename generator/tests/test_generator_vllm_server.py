@@ -136,12 +136,12 @@ def test_main_exits_with_bad_input_code() -> None:
 
 SPAWNS = """
 import multiprocessing, os, time
-from scalerl_generator.vllm_lifetime import tie_spawned
+from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 
 def engine():
-    tie_spawned()
+    kill_spawned_with_parent()
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=engine).start()

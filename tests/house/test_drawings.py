@@ -12,7 +12,17 @@ ROOT = Path(__file__).parents[2]
 MEMBERS = sorted(path.parent for path in ROOT.glob("*/src/scalerl_*/__init__.py"))
 DRAWN = {
     f"scalerl_{name}"
-    for name in ("api", "cli", "coordinator", "curvefit", "generator", "operator", "tasks", "trainer")
+    for name in (
+        "api",
+        "cli",
+        "coordinator",
+        "curvefit",
+        "generator",
+        "operator",
+        "processes",
+        "tasks",
+        "trainer",
+    )
 }
 CALL = re.compile(r"(?<![\w.])(?:(\w+)\.)?(\w+)\(")
 

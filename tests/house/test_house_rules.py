@@ -16,6 +16,7 @@ from scalerl_trainer.model_checks import CPU_HEAD_SIZES
 
 ROOT = Path(__file__).parents[2]
 SLIM = [
+    "scalerl_processes.child",
     "scalerl_api",
     "scalerl_tasks",
     "scalerl_coordinator",

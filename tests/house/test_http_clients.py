@@ -22,8 +22,8 @@ LIBRARIES = {
 }
 
 BOUNDED = {
+    "api/src/scalerl_api/http_client.py",
     "generator/src/scalerl_generator/coordinator_client.py",
-    "generator/src/scalerl_generator/http_session.py",
     "generator/src/scalerl_generator/teacher.py",
     "generator/src/scalerl_generator/vllm_client.py",
     "operator/src/scalerl_operator/autoscaling/forecast_client.py",
@@ -51,7 +51,6 @@ NO_CLIENTS = {
     "curvefit/src/scalerl_curvefit/sidecar/app.py",
     "generator/src/scalerl_generator/actor.py",
     "generator/src/scalerl_generator/actor_api.py",
-    "generator/src/scalerl_generator/timeouts.py",
     "operator/src/scalerl_operator/main.py",
     "trainer/src/scalerl_trainer/metrics.py",
 }

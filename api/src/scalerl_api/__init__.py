@@ -20,5 +20,5 @@ Contents:
 - environment variables of a process: :mod:`.process`; paths of the run's files: :mod:`.paths`; the curve as a table:
   :mod:`.curve`; memory estimates by role: :mod:`.memory`.
 
-Not here: I/O beyond reading a spec file, torch, calls to Kubernetes, and decisions.
+Not here: I/O beyond reading a spec file and one HTTP exchange (:mod:`.http_client`), torch, calls to Kubernetes, and decisions.
 """

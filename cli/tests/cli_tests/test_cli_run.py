@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from cli_tests import small_roles
-from scalerl_operator.local.procfs import kill_marked, marked
+from scalerl_processes.process_table import kill_marked, marked
 
 RUN: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",

@@ -45,6 +45,7 @@ from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
+from scalerl_processes.waiting import cancel
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
 log = logging.getLogger(__name__)
@@ -177,10 +178,7 @@ class Server:
     async def close(self) -> None:
         """Stop the ticks. Journal what remains and a snapshot, unless the server failed or the disk cannot be written."""
         self.stop_polls()
-        tasks = [task for task in (self._ticker, self._exports_read) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(task for task in (self._ticker, self._exports_read) if task is not None))
         if self._journal.refusing is None and not self.failure.done():
             self._core.flush_usage(self._now())
             self._flush()

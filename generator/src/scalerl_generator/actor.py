@@ -54,6 +54,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from scalerl_api.http_client import open_session
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec
@@ -63,7 +64,6 @@ from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
-from scalerl_generator.http_session import open_session
 from scalerl_generator.interruption import (
     Interruption,
     ThoughtInterrupter,

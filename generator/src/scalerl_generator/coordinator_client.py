@@ -10,19 +10,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from scalerl_api import endpoints
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_answer
+from scalerl_api.answers import BadAnswer, decode_msgpack
+from scalerl_api.http_client import Unanswered, decode_problem, exchange, wire_headers
 from scalerl_api.wire import (
-    CONTENT_TYPE,
-    WIRE_HEADER,
-    WIRE_VERSION,
     Ack,
     Group,
     Heartbeat,
@@ -32,7 +28,6 @@ from scalerl_api.wire import (
     Partials,
     PartialsReply,
     PastResponse,
-    Problem,
     PromptRef,
     Push,
     PushReply,
@@ -44,7 +39,6 @@ from scalerl_api.wire import (
     ResponsesRequest,
     Struct,
 )
-from scalerl_generator.timeouts import timeout_reason
 
 _CALL_SECONDS = 15.0
 _POLL_MARGIN_SECONDS = 15.0
@@ -77,31 +71,8 @@ class Refused(CoordinatorError):
         """Whether the same program with the same run file would be refused again."""
 
 
-class Backoff:
-    """Delays between attempts: doubling from ``first_seconds`` to ``last_seconds``, each shortened by up to half.
-
-    The random part keeps many actors from calling a restarted coordinator at the same moment.
-    """
-
-    def __init__(self, first_seconds: float = 0.1, last_seconds: float = 5.0) -> None:
-        self._first, self._last = first_seconds, last_seconds
-        self._next = first_seconds
-
-    @property
-    def is_reset(self) -> bool:
-        """Whether no attempt has failed since the last success."""
-        return self._next == self._first
-
-    def reset(self) -> None:
-        self._next = self._first
-
-    async def wait(self) -> None:
-        delay, self._next = self._next, min(2 * self._next, self._last)
-        await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-
-
 class CoordinatorClient:
-    """Client of one actor. The caller opens the session (:func:`.http_session.open_session`) and closes it.
+    """Client of one actor. The caller opens the session (:func:`scalerl_api.http_client.open_session`) and closes it.
 
     Every method raises the subclasses of :class:`CoordinatorError`.
     """
@@ -109,12 +80,7 @@ class CoordinatorClient:
     def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
         self._session = session
         self._url = url
-        self._headers = {
-            "Authorization": f"Bearer {token}",
-            WIRE_HEADER: str(WIRE_VERSION),
-            "Content-Type": CONTENT_TYPE,
-            **IDENTITY,
-        }
+        self._headers = wire_headers(token)
         self._encoder = msgspec.msgpack.Encoder()
 
     async def register(self, registration: Register) -> Registered:
@@ -151,40 +117,22 @@ class CoordinatorClient:
         return (await self._call(endpoints.RESPONSES, message, Responses, _CALL_SECONDS)).responses
 
     async def _call(self, path: str, message: Struct, reply: type[Reply], timeout_seconds: float) -> Reply:
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        url, timeout = self._url + path, aiohttp.ClientTimeout(total=timeout_seconds)
+        data = self._encoder.encode(message)
         try:
-            async with self._session.post(
-                self._url + path,
-                data=self._encoder.encode(message),
-                headers=self._headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                status = response.status
-                body = bytes(
-                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
-                )
-        except BadAnswer as error:
-            raise CoordinatorDown(f"{self._url}{path}: {error}") from error
-        except TimeoutError as error:
-            raise CoordinatorDown(f"{self._url}{path}: {timeout_reason(error, timeout)}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise CoordinatorDown(f"{self._url}{path}: {reason}") from error
+            status, body = await exchange(
+                self._session, "POST", url, timeout, _MAX_ANSWER_BYTES, data=data, headers=self._headers
+            )
+        except Unanswered as error:
+            raise CoordinatorDown(f"{url}: {error}") from error
         if status == 200:
             try:
                 return decode_msgpack(body, reply)
             except BadAnswer as error:
                 raise Refused(path, 200, "undecodable", str(error)) from error
-        raise self._failure(path, status, body)
-
-    def _failure(self, path: str, status: int, body: bytes) -> CoordinatorError:
-        try:
-            problem = decode_msgpack(body, Problem)
-        except BadAnswer:
-            problem = Problem(error="no-problem-body", message="something else than the coordinator answers")
+        problem = decode_problem(body)
         if status == 404 and problem.error == "unknown-member":
-            return UnknownMember(problem.message)
+            raise UnknownMember(problem.message)
         if status >= 500 or status in (408, 429):
-            return CoordinatorDown(f"{self._url}{path}: {status} {problem.error}: {problem.message}")
-        return Refused(path, status, problem.error, problem.message)
+            raise CoordinatorDown(f"{url}: {status} {problem.error}: {problem.message}")
+        raise Refused(path, status, problem.error, problem.message)

@@ -8,10 +8,12 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Group, PushResult
-from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
+from scalerl_processes.waiting import pause
 
 logger = logging.getLogger("scalerl.actor.delivery")
 
@@ -57,12 +59,8 @@ class Delivery:
 
     async def flush(self, timeout_seconds: float) -> bool:
         """Wait until the queue is empty; False on timeout. :meth:`run` must be running."""
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self._emptied.wait()
-        except TimeoutError:
-            return False
-        return True
+        await pause(timeout_seconds, until=self._emptied)
+        return self._emptied.is_set()
 
     async def run(self) -> None:
         """Push groups until cancelled.

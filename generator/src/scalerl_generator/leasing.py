@@ -27,10 +27,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
 from scalerl_generator.concurrency import Concurrency
-from scalerl_generator.coordinator_client import Backoff, CoordinatorClient, CoordinatorDown, UnknownMember
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports

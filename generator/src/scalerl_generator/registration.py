@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
-    Backoff,
     CoordinatorClient,
     CoordinatorDown,
     CoordinatorError,
@@ -20,6 +20,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import UNVERSIONED, VllmError
+from scalerl_processes.waiting import pause
 
 logger = logging.getLogger("scalerl.actor.join")
 
@@ -39,9 +40,7 @@ class ServerStartTimeout(Exception):
 
 async def wait_set(event: asyncio.Event, seconds: float) -> None:
     """Return when ``event`` is set or ``seconds`` have passed; clears the event."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
+    await pause(seconds, until=event)
     event.clear()
 
 

@@ -42,6 +42,7 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
+from scalerl_processes.waiting import cancel
 from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
@@ -296,9 +297,7 @@ class RolloutGenerator:
             )
             teacher_logprobs = await teacher_task
         finally:
-            teacher_task.cancel()
-            # Retrieves its exception if both failed.
-            await asyncio.gather(teacher_task, return_exceptions=True)
+            await cancel(teacher_task)
         completions = [
             Completion(
                 token_ids=c.token_ids.tobytes(),

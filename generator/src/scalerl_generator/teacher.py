@@ -33,11 +33,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_json, read_answer
+from scalerl_api.answers import IDENTITY, BadAnswer, decode_json
+from scalerl_api.http_client import Backoff, Unanswered, exchange
 from scalerl_api.recipe import TeacherSpec
-from scalerl_generator.coordinator_client import Backoff
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.timeouts import timeout_reason
 from scalerl_generator.vllm_client import gather_all
 from scalerl_generator.vllm_replies import (
     BadReply,
@@ -126,7 +125,8 @@ class Teacher:
     ) -> None:
         self._session, self._metrics = session, metrics
         self._url, self._model = spec.url.rstrip("/"), spec.model
-        self._headers = {**IDENTITY, **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._headers = {**IDENTITY, "Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._free = asyncio.Semaphore(_REQUESTS)
         self._where = f"recipe.distillation.teacher ({self._url})"
         self._context_tokens = 0
@@ -340,21 +340,13 @@ class Teacher:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=10.0)
         named = body if body is None or self._model is None else body | {"model": self._model}
         method, url = ("GET" if body is None else "POST"), self._url + path
+        data = None if body is None else msgspec.json.encode(named)
         try:
-            async with self._session.request(
-                method, url, json=named, headers=self._headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                status = response.status
-                content = bytes(
-                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
-                )
-        except BadAnswer as error:
-            raise ServerDown(f"{url}: {error}") from error
-        except TimeoutError as error:
-            kind = ServerDown if isinstance(error, aiohttp.ConnectionTimeoutError) else _NoAnswer
-            raise kind(f"{url}: {timeout_reason(error, timeout)}") from error
-        except aiohttp.ClientError as error:
-            raise ServerDown(f"{url}: {error}") from error
+            status, content = await exchange(
+                self._session, method, url, timeout, _MAX_ANSWER_BYTES, data=data, headers=self._headers
+            )
+        except Unanswered as error:
+            raise (_NoAnswer if error.is_slow else ServerDown)(f"{url}: {error}") from error
         if status != 200:
             # Reported in the run's status: only vLLM's own message, and nothing of another server's answer.
             raise ServerRefused(path, status, read_message(content))

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
+from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
-from scalerl_generator.http_session import open_session
-from scalerl_generator.timeouts import timeout_reason
 from scalerl_generator.vllm_replies import (
     CachePressure,
     Part,
@@ -394,16 +393,10 @@ class VllmClient:
         )
         data = None if body is None else _ENCODE(body)
         try:
-            async with session.request(
-                method, self._base + path, data=data, timeout=timeout, allow_redirects=False
-            ) as response:
-                status = response.status
-                content = bytes(
-                    await read_answer(response, _MAX_ANSWER_BYTES if status == 200 else MAX_ERROR_BYTES)
-                )
-        except TimeoutError as error:
-            raise ServerDown(f"{self._base}{path}: {timeout_reason(error, timeout)}") from error
-        except (BadAnswer, aiohttp.ClientError) as error:
+            status, content = await exchange(
+                session, method, self._base + path, timeout, _MAX_ANSWER_BYTES, data=data
+            )
+        except Unanswered as error:
             raise ServerDown(f"{self._base}{path}: {error}") from error
         if status != 200:
             raise ServerRefused(path, status, read_error(content))

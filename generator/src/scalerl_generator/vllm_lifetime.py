@@ -7,30 +7,12 @@ also closes its copy of the server's listening socket.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import socket
-import sys
 import threading
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that created it, the main thread of ``parent``, ends.
-
-    Raises:
-        OSError: the system call failed.
-    """
-    if _LIBC is None:
-        return
-    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # the parent ended before the call
-        os._exit(1)
+from scalerl_processes.kernel import die_with_parent
 
 
 def kill_forks_with_parent(listening: socket.socket) -> None:

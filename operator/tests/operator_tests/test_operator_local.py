@@ -12,8 +12,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from small_processes import eventually, script
 
-from operator_tests.children import Harness, eventually, script, workload
+from operator_tests.children import Harness, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
 from scalerl_operator.local.unit import UnitState
 from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_processes import eventually
 
-from operator_tests.children import Harness, eventually, run_spec, workload
+from operator_tests.children import Harness, run_spec, workload
 from operator_tests.decision_service import DecisionService, opened
 from operator_tests.scaling import evaluations, run, spec, status
 from scalerl_api.wire import BROKEN, FORECAST

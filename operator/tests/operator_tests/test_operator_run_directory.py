@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from small_processes import is_running, script, wait_until
 
-from operator_tests.children import is_running, run_spec, script, wait_until
+from operator_tests.children import run_spec
 from scalerl_api.load import load_run
-from scalerl_operator.local.procfs import kill_marked, marked
 from scalerl_operator.local.run_directory import (
     DirectoryProblem,
     RunDirectory,
     latest_directory,
     next_directory,
 )
+from scalerl_processes.process_table import kill_marked, marked
 
 
 def test_create_writes_the_files_of_the_roles(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ HOLDER = """
     from pathlib import Path
     from operator_tests.children import run_spec
     from scalerl_operator.local.run_directory import RunDirectory
-    from scalerl_operator.local.process import ChildProcess, Command, environment
+    from scalerl_processes.child import ChildProcess, Command, environment
 
     async def main():
         directory = RunDirectory.create(Path(sys.argv[1]), run_spec())

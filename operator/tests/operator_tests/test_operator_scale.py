@@ -9,12 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from small_processes import eventually, is_running, script
 
-from operator_tests.children import Harness, eventually, is_running, script, workload
+from operator_tests.children import Harness, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
 from scalerl_operator.local.ports import Ports
-from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
+from scalerl_processes.child import ChildProcess, Command
 
 SERVICE = """
     # Says who it is; leaves on SIGTERM after a moment.

@@ -21,6 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_processes.waiting import cancel
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.dataset.overlap import leave_out_overlap
 from scalerl_tasks.dataset.source import description
@@ -556,9 +557,7 @@ async def _check_answers(
                         problems.note = text
                         return
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel(*running)
 
 
 async def _first(running: set[asyncio.Task[None]]) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:

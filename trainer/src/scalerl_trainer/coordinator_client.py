@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,13 +17,12 @@ import httpx
 import msgspec
 
 from scalerl_api import endpoints, wire
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
+from scalerl_api.answers import MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
 from scalerl_api.exports import Exports
+from scalerl_api.http_client import Backoff, decode_problem, wire_headers
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 """Timeout of one attempt of a call; that of a long poll is its wait plus this."""
 
@@ -240,23 +238,22 @@ class Coordinator:
     ) -> T:
         """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
         deadline = time.monotonic() + self._retry_seconds
-        pause = FIRST_PAUSE_SECONDS
+        backoff = Backoff()
         while True:
             try:
                 return self._once(path, message, answer, 0.0, limit, deadline)
             except CoordinatorUnreachable as error:
-                full = isinstance(error, VolumeFull)
+                full, pause = isinstance(error, VolumeFull), backoff.next_seconds()
                 if not full and time.monotonic() + pause >= deadline:
                     raise
                 if self._interrupted():
                     raise
                 log.warning("%s; next attempt in %.1f s", error, pause)
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(pause)
             if full:  # it answers: the deadline is that of a coordinator that does not
                 if alone:
                     self.while_full()
                 deadline = time.monotonic() + self._retry_seconds
-            pause = min(2.0 * pause, LONGEST_PAUSE_SECONDS)
 
     def _once(
         self,
@@ -289,16 +286,6 @@ class Coordinator:
         if problem.error == "superseded":
             raise Superseded(reason)
         raise Unresumable(reason) if problem.error in _UNRESUMABLE else CoordinatorError(reason)
-
-
-def wire_headers(token: str) -> dict[str, str]:
-    """Headers of every request within a run."""
-    return {
-        "authorization": f"Bearer {token}",
-        "content-type": wire.CONTENT_TYPE,
-        wire.WIRE_HEADER: str(wire.WIRE_VERSION),
-        **IDENTITY,
-    }
 
 
 def request(
@@ -342,11 +329,3 @@ def failure_reason(error: Exception, limits: httpx.Timeout) -> str:
         case BadAnswer():
             return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def decode_problem(content: bytearray) -> wire.Problem:
-    """The error in a response other than 2xx, including one from a proxy."""
-    try:
-        return decode_msgpack(content, wire.Problem)
-    except BadAnswer:
-        return wire.Problem(error="http", message="the body is no problem of the run's protocol")

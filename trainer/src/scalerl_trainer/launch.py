@@ -27,7 +27,6 @@ if __name__ == "__main__":
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -38,6 +37,7 @@ from functools import partial
 from pathlib import Path
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, NAME
+from scalerl_processes.kernel import describe, die_with_parent, reaped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 10.0
@@ -46,7 +46,6 @@ LONGEST_LINE = 64 * 1024
 """Length in bytes above which an output line is passed on in pieces."""
 QUOTED_CHARACTERS = 1500
 """Maximum length of the quoted last line; the kubelet keeps 2,048 bytes of a termination message."""
-_PR_SET_PDEATHSIG = 1
 _LOG_PREFIX = re.compile(r"^\S+ \S+ (?:INFO|WARNING|ERROR|CRITICAL) \S+ ")
 
 log = logging.getLogger("scalerl_trainer.launch")
@@ -109,7 +108,7 @@ class Launcher:
         self._command = command
         self._environments = environments
         self._running: dict[int, int] = {}  # rank by process id
-        self._ended: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
+        self._failed: list[tuple[int, int]] = []  # (rank, exit code), in the order of their ends
         self._rank_ended = asyncio.Event()
         self._last_line: dict[int, str] = {}
         self._requested: int | None = None
@@ -123,7 +122,7 @@ class Launcher:
         early = signal.sigpending() & set(STOP_SIGNALS)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if early:
-            log.error("got %s before the ranks were started", signal_name(min(early)))
+            log.error("got %s before the ranks were started", signal.Signals(min(early)).name)
             return 128 + int(min(early))
         copies = [
             asyncio.create_task(self._copy(rank, await self._start(rank, environment)))
@@ -141,45 +140,37 @@ class Launcher:
         if not self._failed:
             return 0
         rank, code = self._failed[0]
-        how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)} after printing"
+        how = describe(code) + (" after printing" if code < 0 else "")
         log.error("rank %d %s: %s", rank, how, self._last_line.get(rank, "no output"))
         return code if code > 0 else 128 - code
 
     async def _start(self, rank: int, environment: Mapping[str, str]) -> asyncio.StreamReader:
         """Start one rank; returns the stream of its output."""
-        pid, output = self._spawn(environment)
-        self._running[pid] = rank
-        stream = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            partial(asyncio.StreamReaderProtocol, stream), os.fdopen(output, "rb", buffering=0)
-        )
-        if self._requested is not None and pid in self._running:
-            os.kill(pid, self._requested)
-        return stream
-
-    def _spawn(self, environment: Mapping[str, str]) -> tuple[int, int]:
-        """Start the command; returns its process id and the read end of the pipe with its output."""
         ours, theirs = os.pipe()
-        process = subprocess.Popen(
-            self._command, env=environment, stdout=theirs, stderr=theirs, preexec_fn=_die_with(os.getpid())
+        process = subprocess.Popen(  # noqa: ASYNC220 - spawning takes a millisecond
+            self._command,
+            env=environment,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         os.close(theirs)
         process.returncode = 0  # keeps this object from waiting for the process, which _reap() collects
-        return process.pid, ours
+        self._running[process.pid] = rank
+        stream = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            partial(asyncio.StreamReaderProtocol, stream), os.fdopen(ours, "rb", buffering=0)
+        )
+        if self._requested is not None and process.pid in self._running:
+            os.kill(process.pid, self._requested)
+        return stream
 
     def _reap(self) -> None:
-        """Collect every child that has ended, either a rank or an orphan adopted by process 1."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            rank = self._running.pop(pid, None)
-            if rank is not None:
-                self._ended.append((rank, os.waitstatus_to_exitcode(status)))
-                self._rank_ended.set()
+        for pid, code in reaped():
+            rank = self._running.pop(pid, None)  # None: an orphan that process 1 has adopted
+            if rank is not None and code != 0:
+                self._failed.append((rank, code))
+            self._rank_ended.set()
 
     async def _wait(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait until ``condition`` holds, but at most ``seconds``; it is checked whenever a rank ends."""
@@ -188,10 +179,6 @@ class Launcher:
                 while not condition():
                     self._rank_ended.clear()
                     await self._rank_ended.wait()
-
-    @property
-    def _failed(self) -> list[tuple[int, int]]:
-        return [(rank, code) for rank, code in self._ended if code != 0]
 
     def _forward(self, number: int) -> None:
         self._requested = number
@@ -222,33 +209,9 @@ class Launcher:
             self._last_line[rank] = _LOG_PREFIX.sub("", text.strip())[:QUOTED_CHARACTERS]
 
 
-def signal_name(number: int) -> str:
-    """Name of a signal, or ``signal N``: Python names only the first and the last of the real-time signals.
-
-    >>> signal_name(15), signal_name(40)
-    ('SIGTERM', 'signal 40')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _print(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-
-
-def _die_with(launcher: int) -> Callable[[], None]:
-    """A function for a child between fork and exec: the kernel then kills the child when the launcher ends."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:
-            os._exit(1)
-
-    return prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:

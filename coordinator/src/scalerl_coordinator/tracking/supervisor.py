@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import sys
@@ -13,6 +12,8 @@ import msgspec
 
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire import Tracker
+from scalerl_processes.kernel import describe
+from scalerl_processes.waiting import cancel, pause
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,7 @@ class Trackers:
         _, late = await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         for task in late:
             log.error("tracker %s: did not write all steps within %.0f s", task.get_name(), CLOSE_SECONDS)
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
 
 class _TrackerSupervisor:
@@ -93,11 +93,8 @@ class _TrackerSupervisor:
             if final_attempt or (self.closing.is_set() and not problem):
                 return
             consecutive_failures = 1 if self.tracker.step > before else consecutive_failures + 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    BACKOFF_SECONDS[min(consecutive_failures, len(BACKOFF_SECONDS)) - 1]
-                ):
-                    await self.closing.wait()
+            seconds = BACKOFF_SECONDS[min(consecutive_failures, len(BACKOFF_SECONDS)) - 1]
+            await pause(seconds, until=self.closing)
 
     def _mark_failed(self, problem: str) -> None:
         if problem != self.tracker.problem:
@@ -137,7 +134,7 @@ class _TrackerSupervisor:
                 await process.wait()
         if code == 0 and self.closing.is_set():
             return ""
-        return problem or f"its process ended with code {code}"
+        return problem or f"its process {describe(code)}"
 
     def _mark_healthy(self, step: int) -> None:
         if self.tracker.problem:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from scalerl_api.answers import IDENTITY, BadAnswer, decode_json, read_answer
+from scalerl_api.answers import IDENTITY, BadAnswer, decode_json
 from scalerl_api.forecast import FORECAST, ErrorAnswer, ForecastAnswer, ForecastRequest
+from scalerl_api.http_client import Backoff, Unanswered, exchange, open_session
 
 if TYPE_CHECKING:
     import aiohttp
@@ -39,7 +39,7 @@ class Sidecar:
     url: read for each request, since a restarted sidecar may have another.
     timeout_seconds: of one attempt.
     attempts: at most, in all.
-    backoff_seconds: before the second attempt; doubled before each further one, with jitter.
+    backoff_seconds: before the second attempt at most; see :class:`scalerl_api.http_client.Backoff`.
     """
 
     def __init__(
@@ -65,49 +65,38 @@ class Sidecar:
 
         url, body, failure = self._url().rstrip("/") + FORECAST, msgspec.json.encode(request), ""
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
+        backoff = Backoff(self._backoff_seconds, BOUND_SECONDS)
         try:
             async with (
                 self._gate,
                 asyncio.timeout(BOUND_SECONDS),
-                aiohttp.ClientSession(
-                    timeout=timeout,
-                    headers=self._headers,
-                    auto_decompress=False,
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                ) as session,
+                open_session(self._headers) as session,
             ):
                 for attempt in range(self._attempts):
                     if attempt:
-                        pause = self._backoff_seconds * 2.0 ** (attempt - 1)
-                        await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                        await backoff.wait()
                     try:
-                        return await _attempt(session, url, body)
-                    except TimeoutError:
-                        failure = f"no answer in {self._timeout_seconds:g} s"
-                    except (BadAnswer, aiohttp.ClientConnectorError) as error:
+                        return await _attempt(session, url, timeout, body)
+                    except (Unanswered, BadAnswer) as error:
                         failure = str(error)
-                    except (
-                        aiohttp.ClientError,
-                        ValueError,
-                    ) as error:  # of the protocol: they quote the answer
-                        failure = type(error).__name__
         except TimeoutError:
             raise SidecarError(f"{NO_ANSWER} within {BOUND_SECONDS:.0f} s") from None
         raise SidecarError(f"{NO_ANSWER}: {url}: {failure}, after {self._attempts} attempts")
 
 
-async def _attempt(session: aiohttp.ClientSession, url: str, body: bytes) -> ForecastAnswer:
-    """One attempt. Raises BadAnswer for an answer that is worth another attempt."""
-    async with session.post(url, data=io.BytesIO(body), allow_redirects=False) as response:
-        content = await read_answer(response, MAX_ANSWER_BYTES)
-    if 400 <= response.status < 500:
-        raise SidecarError(f"the forecast was refused: {_refusal(response.status, content)}")
-    if response.status != 200:
-        raise BadAnswer(f"answered {response.status}")
+async def _attempt(
+    session: aiohttp.ClientSession, url: str, timeout: aiohttp.ClientTimeout, body: bytes
+) -> ForecastAnswer:
+    """One attempt. Raises Unanswered or BadAnswer where another attempt may succeed."""
+    status, content = await exchange(session, "POST", url, timeout, MAX_ANSWER_BYTES, data=io.BytesIO(body))
+    if 400 <= status < 500:
+        raise SidecarError(f"the forecast was refused: {_refusal(status, content)}")
+    if status != 200:
+        raise BadAnswer(f"answered {status}")
     return await asyncio.to_thread(decode_json, content, ForecastAnswer)
 
 
-def _refusal(status: int, content: bytearray) -> str:
+def _refusal(status: int, content: bytes) -> str:
     """The sidecar's reason. It is a part of this release, so its message is quoted, but nothing that another server answers."""
     try:
         error = decode_json(content, ErrorAnswer)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
 import random
 import secrets
@@ -35,6 +34,7 @@ from scalerl_operator.names import PORTS, TOKEN_KEY, Names
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
+from scalerl_processes.waiting import cancel, pause
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,7 @@ class CoordinatorPollers:
             return
         try:
             if poller.task is not None:
-                poller.task.cancel()
-                await asyncio.gather(poller.task, return_exceptions=True)
+                await cancel(poller.task)
         finally:
             await poller.client.aclose()
 
@@ -232,13 +231,10 @@ class CoordinatorPollers:
                 poller.answer, poller.failures = None, poller.failures + 1
             if poller.known and poller.significant() != poller.reported:
                 self._wake(run)
-            pause = poller.pause()
             if poller.failures:
-                await asyncio.sleep(pause)
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await poller.wake_up.wait()
+                await asyncio.sleep(poller.pause())
+            else:
+                await pause(poller.pause(), until=poller.wake_up)
 
     def _record_failure(
         self, run: Key, poller: _Poller, text: str, problem: CoordinatorUnreachable | CoordinatorRefused

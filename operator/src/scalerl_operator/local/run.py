@@ -22,7 +22,6 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord, summary_of
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
-from scalerl_operator.local.procfs import tree_memory_bytes
 from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter, Snapshot
 from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
@@ -32,6 +31,8 @@ from scalerl_operator.policy.eta import Rates, eta_seconds
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.workloads import Lifetime, Plan, Role
+from scalerl_processes.process_table import tree_memory_bytes
+from scalerl_processes.waiting import cancel, pause
 
 _WARNINGS: Final = {
     "checkpoint_failures": (
@@ -184,9 +185,7 @@ class LocalRun:
             if not runtime.done():
                 self._runtime.kill()
                 await asyncio.wait({runtime})
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            await cancel(*watchers)
             if self._autoscaler is not None:
                 self._autoscaler.close()
             await self._client.aclose()
@@ -222,12 +221,13 @@ class LocalRun:
     async def _observe(self) -> None:
         failures = 0
         while True:
-            pause = _TICK_SECONDS if self._startup.first_lease_seconds is not None else _STARTING_TICK_SECONDS
+            seconds = (
+                _TICK_SECONDS if self._startup.first_lease_seconds is not None else _STARTING_TICK_SECONDS
+            )
             if failures > 1 and self._status is not None:
-                pause = min(pause * 2.0 ** min(failures, 10), _MAX_BACK_OFF_SECONDS)
+                seconds = min(seconds * 2.0 ** min(failures, 10), _MAX_BACK_OFF_SECONDS)
             self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+            await pause(seconds, until=self._wake)
             failures = 0 if await self._poll() else failures + 1
             await self._apply()
             self._report()

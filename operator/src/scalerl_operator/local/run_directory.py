@@ -21,9 +21,9 @@ from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
-from scalerl_operator.local.procfs import kill_marked
 from scalerl_operator.policy.edits_of_run import raises_limit
 from scalerl_operator.policy.resume_changes import forbidden_changes
+from scalerl_processes.process_table import kill_marked
 
 LOCK_FILE: Final = "lock"
 MAX_CURVE_BYTES: Final = 16 * 1024 * 1024

@@ -13,7 +13,6 @@ from typing import Final
 from scalerl_api import process as api
 from scalerl_operator.local import devices
 from scalerl_operator.local.ports import HOST, Ports
-from scalerl_operator.local.process import Command, environment
 from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.unit import Event, Failure, Member, Unit, UnitStatus
 from scalerl_operator.policy.restarts import RestartPolicy
@@ -28,6 +27,7 @@ from scalerl_operator.workloads import (
     expand,
     port_variable,
 )
+from scalerl_processes.child import Command, environment
 
 _LOOPBACK: Final = {
     # Without these, libraries choose an interface by the host's name or its default route.

@@ -6,20 +6,19 @@ Each container of a service is a unit; the ranks of a trainer are one unit.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scalerl_api import process as api
 from scalerl_operator.local import prober
-from scalerl_operator.local.process import ChildProcess, Command
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.problems import last_log_line
 from scalerl_operator.workloads import Container, Lifetime, Role, Workload
+from scalerl_processes.child import ChildProcess, Command
+from scalerl_processes.waiting import cancel, first, pause
 
 _SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE, api.PUBLISH_REFUSED_EXIT_CODE)
 
@@ -156,8 +155,7 @@ class Unit:
             self._to(UnitState.BACK_OFF)
             text = f"{self.status.last_error}; restarting in {outcome.delay_seconds:g} s"
             self._on_event(Event(self.name, text, is_problem=True))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), outcome.delay_seconds)
+            await pause(outcome.delay_seconds, until=self._stopping)
         self._to(UnitState.DONE)
         return None
 
@@ -170,8 +168,7 @@ class Unit:
         self._on_event(Event(self.name, text, is_problem=True))
         end = time.monotonic() + UNNEEDED_SECONDS
         while not self._stopping.is_set() and time.monotonic() < end and not self._needed(self.status.role):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _NEED_POLL_SECONDS)
+            await pause(_NEED_POLL_SECONDS, until=self._stopping)
 
     def stop(self) -> None:
         """Stops all processes; :meth:`run` returns once they have ended."""
@@ -191,13 +188,7 @@ class Unit:
         """Whether the unit is not to be restarted. A stop does not wait for the answer, which may take long."""
         if self.lifetime is Lifetime.ONCE:
             return True
-        answer = asyncio.ensure_future(self._may_exit(self.lifetime))
-        stop = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait({answer, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return stop.done() or answer.result()
-        finally:
-            await _cancel(answer, stop)
+        return await first(self._stopping.wait(), self._may_exit(self.lifetime))
 
     async def _once(self, start: int) -> tuple[restarts.ProcessEnd, Member]:
         """Starts all members; returns the end that ends the unit, and its member."""
@@ -213,29 +204,22 @@ class Unit:
             while True:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 # Of simultaneous ends, one with a defined exit code is most informative, one with 0 least.
-                first = min(done, key=lambda task: _significance(task.result()))
-                if first.result().exit_code != 0 or not pending:
-                    return first.result(), tasks[first]
+                decisive = min(done, key=lambda task: _significance(task.result()))
+                if decisive.result().exit_code != 0 or not pending:
+                    return decisive.result(), tasks[decisive]
         finally:
-            await _cancel(*tasks)
+            await cancel(*tasks)
 
     async def _watch(self, member: Member, process: ChildProcess) -> restarts.ProcessEnd:
         """Waits until a member exits or fails a probe."""
-        exited = asyncio.create_task(process.wait())
-        probed = asyncio.create_task(
-            prober.watch(member.container, member.ports, lambda: self._on_ready(member))
-        )
-        try:
-            await asyncio.wait({exited, probed}, return_when=asyncio.FIRST_COMPLETED)
-            since = self._ready.get(member.name)
-            ready_seconds = None if since is None else time.monotonic() - since
-            if exited.done():
-                return restarts.ProcessEnd(restarts.Cause.EXIT, exited.result(), ready_seconds)
-            cause = probed.result()
-            self._on_event(Event(self.name, f"{member.name} does not answer its {cause}", is_problem=True))
-            return restarts.ProcessEnd(cause, None, ready_seconds)
-        finally:
-            await _cancel(exited, probed)
+        probes = prober.watch(member.container, member.ports, lambda: self._on_ready(member))
+        end: int | restarts.Cause = await first(process.wait(), probes)
+        since = self._ready.get(member.name)
+        ready_seconds = None if since is None else time.monotonic() - since
+        if isinstance(end, int):
+            return restarts.ProcessEnd(restarts.Cause.EXIT, end, ready_seconds)
+        self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
+        return restarts.ProcessEnd(end, None, ready_seconds)
 
     def _on_ready(self, member: Member) -> None:
         if self.lifetime is Lifetime.ONCE:
@@ -284,9 +268,3 @@ def _last_line(log: Path) -> str:
             )  # the line that marks a start: the process printed nothing
     except OSError:
         return ""
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import enum
-import signal
 from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE
+from scalerl_processes.kernel import describe
 
 MAX_POD_RESTARTS: Final = 20
 """Consecutive restarts of a pod of the coordinator, which end the run, and of a generator, which degrade it: with the back-off of a
@@ -65,10 +65,8 @@ class ProcessEnd:
         """
         if self.exit_code is None or self.cause is not Cause.EXIT:
             how = f"stopped answering its {self.cause}"
-        elif self.exit_code < 0:
-            how = f"was killed by {_signal_name(-self.exit_code)}"
         else:
-            how = f"exited with code {self.exit_code}"
+            how = describe(self.exit_code)
         if self.ready_seconds is None:
             return f"{how} before it was ready"
         return f"{how} after {self.ready_seconds:.0f} s of work"
@@ -173,10 +171,3 @@ def _delay(policy: RestartPolicy, count: int, *, long_start_delay: bool) -> floa
         longest = max(longest, policy.max_start_delay_seconds)
     # The exponent is bounded so that a long record cannot overflow a float.
     return min(policy.first_delay_seconds * 2.0 ** min(count - 1, 64), longest)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
 import sys
 
+from scalerl_processes.child import SOCKET, start_with_socket, wait_or_kill
+from scalerl_processes.waiting import cancel
 from scalerl_tasks.errors import GradingError, VerifierError
 from scalerl_tasks.grading import protocol
 from scalerl_tasks.grading.protocol import (
@@ -30,7 +30,6 @@ _ANSWERED = {protocol.ANSWERED: True, protocol.UNANSWERED: False}
 _READ_BYTES = 64 << 10  # what a pipe holds
 _REPLY_SECONDS = 10.0
 _EXIT_SECONDS = 2.0
-_EXIT_POLL_SECONDS = 0.01
 # Environment variables that a grading process needs to start; nothing secret.
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "VIRTUAL_ENV")
 # One grader uses one core; a library's thread pool would take cores of others, and threads make forks unsafe.
@@ -147,23 +146,15 @@ class ForkServer:
             VerifierError: the verifier cannot be opened there.
             GradingError: the process did not start, or not in time.
         """
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        control.setblocking(False)
-        # -P: do not import from the working directory. Own session: the caller handles Ctrl-C.
-        command = [sys.executable, "-P", "-m", "scalerl_tasks.grading.fork_server"]
+        # -P: do not import from the working directory.
+        command = [sys.executable, "-P", "-m", "scalerl_tasks.grading.fork_server", SOCKET, str(os.getpid())]
         try:
-            with theirs:
-                process = subprocess.Popen(  # noqa: ASYNC220 - spawning takes a millisecond
-                    [*command, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=_environment(),
-                )
+            process, control = start_with_socket(
+                command, socket.SOCK_SEQPACKET, stdout=subprocess.DEVNULL, env=_environment()
+            )
         except OSError as error:
-            control.close()
             raise GradingError(f"the grading process cannot be started: {error}") from error
+        control.setblocking(False)
         server = cls(process, control)
         try:
             await server._handshake(setup, timeout_seconds)
@@ -221,18 +212,10 @@ class ForkServer:
     async def close(self) -> None:
         """End the process and all its graders; returns when they have exited."""
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await cancel(self._reader)
         self._control.close()
-        waited = 0.0
-        while self._process.poll() is None and waited < _EXIT_SECONDS:
-            await asyncio.sleep(_EXIT_POLL_SECONDS)
-            waited += _EXIT_POLL_SECONDS
-        if self._process.returncode is None:
-            # Not reaped yet, so the process group is still its own: the fork server and every grader.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        # Its process group: the fork server and every grader.
+        await asyncio.to_thread(wait_or_kill, self._process, _EXIT_SECONDS)
 
     async def _handshake(self, setup: Setup, timeout_seconds: float) -> None:
         loop = asyncio.get_running_loop()

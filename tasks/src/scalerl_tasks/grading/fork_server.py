@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 
+from scalerl_processes.kernel import reaped
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
@@ -172,11 +173,7 @@ class _ForkServer:
             os._exit(status)
 
     def _reap(self) -> None:
-        while self._graders:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            self._graders.discard(pid)
+        self._graders.difference_update(pid for pid, _ in reaped())
 
 
 if __name__ == "__main__":

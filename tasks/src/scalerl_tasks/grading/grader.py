@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import resource
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from scalerl_processes.kernel import die_with_parent
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import (
@@ -28,13 +27,11 @@ from scalerl_tasks.grading.protocol import (
 )
 from scalerl_tasks.programs.verifier import CodeVerifier
 from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.sandbox.kernel import no_new_privileges
 from scalerl_tasks.verdict import NOT_APPLICABLE, SCORE_RANGE, as_verdict, declared_parts
 from scalerl_tasks.verifiers import Verifier
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
 _PAGE_BYTES = resource.getpagesize()
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def run(connection: socket.socket, records: int, verifier: Verifier, setup: Setup, parent: int) -> None:
@@ -177,11 +174,8 @@ def _out_of_memory(limits: Limits) -> bytes:
 
 def _confine(limits: Limits, parent: int, address_space: int, *, trusted: bool) -> None:
     """Set the limits: death with the parent, memory, no core dumps; unless trusted, no file writes and no child processes."""
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
-        if _libc.prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-    if os.getppid() != parent:
-        raise SystemExit("the fork server died while its grader was starting")
+    die_with_parent(parent)
+    no_new_privileges()
     kinds = {resource.RLIMIT_AS: address_space + limits.memory_bytes, resource.RLIMIT_CORE: 0}
     if not trusted:
         kinds |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NPROC: 0}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from scalerl_processes.waiting import cancel
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
@@ -150,9 +151,7 @@ class GradingPool:
     async def aclose(self) -> None:
         """End all processes; waiting groups get a GradingError."""
         self._closed = True
-        for slot in self._slots:
-            slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
+        await cancel(*self._slots)
         if self._server is not None:
             await self._server.close()
         self._fail_waiting(GradingError("the grading pool was closed"))

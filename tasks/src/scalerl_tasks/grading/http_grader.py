@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
+from scalerl_processes.waiting import cancel
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt, render_prompt
@@ -125,9 +126,7 @@ class HttpGrader:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sender in self._senders:
-            sender.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
+        await cancel(*self._senders)
         if self._session is not None:
             await self._session.close()
         for item in self._waiting:
@@ -324,5 +323,4 @@ async def _calling(on_waiting: Callable[[], None] | None) -> AsyncIterator[None]
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scalerl_processes.child import SOCKET, start_with_socket, wait_or_kill
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.sandbox import channel as messages
 from scalerl_tasks.sandbox import launcher
@@ -184,29 +185,16 @@ class Sandbox:
             VerifierError: programs cannot be run here; the message names what is missing.
         """
         check_kernel()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = sysconfig.get_paths()
         runtime = dict.fromkeys(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
         text = ",".join(str(getattr(limits, field.name)) for field in fields(limits))
         # No site, nothing from the working directory; hashes that do not vary, so that verdicts can be repeated. A session of its own: what
         # ends the caller's process group leaves time to clean up.
         command = [sys.executable, "-P", "-s", "-S", "-c", launcher.COMMAND, str(Path(__file__).parents[1])]
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    *command,
-                    str(theirs.fileno()),
-                    "" if namespaces else "-",
-                    tempfile.gettempdir(),
-                    text,
-                    *runtime,
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                env={"PYTHONHASHSEED": "0"},
-            )
+        command += [SOCKET, "" if namespaces else "-", tempfile.gettempdir(), text, *runtime]
+        process, ours = start_with_socket(
+            command, socket.SOCK_SEQPACKET, stdout=subprocess.DEVNULL, env={"PYTHONHASHSEED": "0"}
+        )
         sandbox = cls(ours, process, limits)
         ours.settimeout(_START_SECONDS)
         packet = ours.recv(launcher.MAX_PACKET_BYTES)
@@ -221,11 +209,7 @@ class Sandbox:
     def close(self) -> None:
         """End the launcher and all that it runs."""
         self._control.close()
-        try:
-            self._launcher.wait(_REPLY_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._launcher.kill()
-            self._launcher.wait()
+        wait_or_kill(self._launcher, _REPLY_SECONDS)
 
     def wall_seconds(self, tests: int = 1) -> float:
         """Wall-clock limit of a number of tests in one process."""

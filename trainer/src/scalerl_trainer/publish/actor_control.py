@@ -13,13 +13,8 @@ import msgspec
 
 from scalerl_api import wire
 from scalerl_api.answers import BadAnswer
-from scalerl_trainer.coordinator_client import (
-    MAX_ANSWER_BYTES,
-    decode_problem,
-    failure_reason,
-    request,
-    wire_headers,
-)
+from scalerl_api.http_client import decode_problem, wire_headers
+from scalerl_trainer.coordinator_client import MAX_ANSWER_BYTES, failure_reason, request
 
 CONNECT_SECONDS = 5.0
 LATE_ANSWER_SECONDS = 30.0

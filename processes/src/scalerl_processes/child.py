@@ -1,4 +1,4 @@
-"""One child process behind its subreaper: start, wait, stop, kill."""
+"""Child processes with a socket to their parent, whose end says that the other has ended; one of them behind a subreaper."""
 
 from __future__ import annotations
 
@@ -14,17 +14,62 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
-from scalerl_operator.local import subreaper
-from scalerl_operator.local.procfs import kill_marked
+from scalerl_processes import subreaper
+from scalerl_processes.process_table import kill_marked
 
 MARK: Final = "SCALERL_PROCESS"
 """Environment variable that identifies the start of a child; its descendants inherit it."""
+SOCKET: Final = "{socket}"
+"""Argument of a command in whose place :func:`start_with_socket` passes the descriptor of the child's end."""
 MAX_LOG_BYTES: Final = 64 << 20
 """A longer log is renamed to ``.1`` at the next start of its process, so that logs do not fill the disk."""
 
 _LOG = logging.getLogger(__name__)
+
+
+def start_with_socket(
+    argv: Sequence[str],
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+    held: Sequence[int] = (),
+    **options: Any,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts a process without input and with a socket to this process; returns it and this end of the socket.
+
+    It has a session of its own: only this process gets the terminal's Ctrl-C.
+
+    Args:
+        held: further descriptors that the process inherits.
+        options: of ``subprocess.Popen``.
+
+    Raises:
+        OSError: the machine cannot start a process.
+    """
+    ours, theirs = socket.socketpair(type=kind)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [str(theirs.fileno()) if word == SOCKET else word for word in argv],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *held),
+                start_new_session=True,
+                **options,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Waits until a process that leads its session has ended; kills its process group after so many seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        # Not reaped yet, so the process group is still its own.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -50,7 +95,7 @@ class Command:
 
 
 class ChildProcess:
-    """A running child. Create with :meth:`start`, inside a running event loop."""
+    """A running child behind its subreaper. Create with :meth:`start`, inside a running event loop."""
 
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: socket.socket, command: Command) -> None:
         self._popen = popen
@@ -72,32 +117,16 @@ class ChildProcess:
         if argv[0] == "python":
             argv[0] = sys.executable
         cpus = "-" if command.cpus is None else ",".join(map(str, command.cpus))
-        ours, theirs = socket.socketpair()
-        limits = (str(theirs.fileno()), str(command.grace_seconds), str(command.orphan_grace_seconds), cpus)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                if command.log.stat().st_size > MAX_LOG_BYTES:
-                    command.log.replace(command.log.with_name(command.log.name + ".1"))
-            with command.log.open("ab", buffering=0) as log:
-                stamp = datetime.now().astimezone().isoformat(timespec="seconds")
-                with contextlib.suppress(OSError):  # a full volume must not end the run
-                    log.write(f"--- {stamp} {command.mark}: {' '.join(argv)}\n".encode())
-                popen = subprocess.Popen(
-                    [sys.executable, "-I", "-S", subreaper.__file__, *limits, "--", *argv],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**command.env, MARK: command.mark},
-                    pass_fds=(theirs.fileno(), *command.held),
-                    # A session of its own: only the runtime gets the terminal's Ctrl-C.
-                    start_new_session=True,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return cls(popen, ours, command)
+        limits = (str(command.grace_seconds), str(command.orphan_grace_seconds), cpus)
+        with _open_log(command.log, f"{command.mark}: {' '.join(argv)}") as log:
+            popen, lifeline = start_with_socket(
+                [sys.executable, "-I", "-S", subreaper.__file__, SOCKET, *limits, "--", *argv],
+                held=command.held,
+                stdout=log,
+                stderr=log,
+                env={**command.env, MARK: command.mark},
+            )
+        return cls(popen, lifeline, command)
 
     async def wait(self) -> int:
         """Exit code as ``subprocess`` gives it: negative is the signal that ended the child."""
@@ -126,6 +155,17 @@ class ChildProcess:
             except TimeoutError as error:
                 _LOG.error("%s", error)
         self._ended.set_result(code)
+
+
+def _open_log(path: Path, title: str) -> IO[bytes]:
+    """Opens a log for the output of a start, with a line that says so; one that is too long is set aside before."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > MAX_LOG_BYTES:
+            path.replace(path.with_name(path.name + ".1"))
+    log = path.open("ab", buffering=0)
+    with contextlib.suppress(OSError):  # a full volume must not end the run
+        log.write(f"--- {datetime.now().astimezone().isoformat(timespec='seconds')} {title}\n".encode())
+    return log
 
 
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from operator_tests.children import (
+from small_processes import (
     HIDDEN_GRANDCHILD,
     STUBBORN_FAMILY,
     eventually,
@@ -21,13 +20,14 @@ from operator_tests.children import (
     script,
     wait_until,
 )
-from scalerl_operator.local.process import MARK, MAX_LOG_BYTES, ChildProcess, Command, environment
-from scalerl_operator.local.procfs import kill_marked, tree_memory_bytes, writing_to
+
+from scalerl_processes.child import MARK, MAX_LOG_BYTES, ChildProcess, Command, environment
+from scalerl_processes.process_table import kill_marked, tree_memory_bytes, writing_to
 
 PARENT = """
     import asyncio, sys
     from pathlib import Path
-    from scalerl_operator.local.process import ChildProcess, Command, environment
+    from scalerl_processes.child import ChildProcess, Command, environment
 
     async def main():
         process = ChildProcess.start(Command(
@@ -108,7 +108,7 @@ def test_writing_to_finds_writers_except_ancestors(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     log.parent.mkdir()
     code = (
-        "import os, sys; from pathlib import Path; from scalerl_operator.local.procfs import writing_to;"
+        "import os, sys; from pathlib import Path; from scalerl_processes.process_table import writing_to;"
         "folder = Path(sys.argv[1]); print(os.getppid() in writing_to(folder), file=sys.stderr)"
     )
     shell = ["sh", "-c", '"$@" 2>"$0"; sleep 600', str(tmp_path / "answer"), sys.executable, "-c", code]
