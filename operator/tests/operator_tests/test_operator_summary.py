@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -151,6 +151,9 @@ def test_eta_changes_rarely(hours, most):
 
 
 @given(st.floats(0, 1e8))
+@example(7201.0)
+@example(21601.0)
+@example(12601.0)
 def test_coarse_time_is_near_and_not_too_early(seconds):
     units = {"d": 86400, "h": 3600, "m": 60}
     number, total = "", 0
@@ -160,7 +163,7 @@ def test_coarse_time_is_near_and_not_too_early(seconds):
         else:
             number += character
     assert seconds <= total <= max(seconds * 1.5, seconds + 60)
-    assert total <= max(1.09 * seconds, seconds + 300)
+    assert total <= max(1.126 * seconds, seconds + 300)
 
 
 def test_rates_ignore_what_evaluations_wait():

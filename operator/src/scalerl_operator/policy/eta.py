@@ -76,14 +76,14 @@ def eta_seconds(budget: BudgetSpec, status: Status, rates: Rates) -> float | Non
 
 
 def coarse(seconds: float) -> str:
-    """A duration to read at a glance, in steps of a few per cent, so that it changes rarely.
+    """A duration to read at a glance, at most an eighth too long, or five minutes, so that it changes rarely.
 
     >>> [coarse(s) for s in (20, 400, 5_000, 20_000, 100_000, 300_000)]
-    ['1m', '7m', '1h25m', '6h', '28h', '3d12h']
+    ['1m', '7m', '1h25m', '5h45m', '28h', '3d12h']
     """
     minutes = max(1, math.ceil(seconds / 60))
     if minutes > 10:
-        step = 5 if minutes <= 120 else 30 if minutes <= 720 else 60
+        step = 5 if minutes <= 120 else 15 if minutes <= 360 else 30 if minutes <= 720 else 60
         minutes = step * math.ceil(minutes / step)
     hours, rest = divmod(minutes, 60)
     if hours >= 48:
