@@ -104,22 +104,15 @@ def test_wait_names_the_group_that_came_last(tmp_path: Path) -> None:
 
 
 def test_step_that_was_trained_again_counts_as_computing(tmp_path: Path) -> None:
-    """The metrics have a step once, after a return to a checkpoint; the trace has both."""
-    write(
-        tmp_path,
-        "metrics.jsonl",
-        STEP | {"step": 0, "wall_seconds": 10.0},
-        STEP | {"step": 1, "wall_seconds": 30.0},
-    )
-    for at, step in ((10.0, 0), (20.0, 1), (30.0, 1)):
-        write(
-            tmp_path,
-            "trace.jsonl",
-            {"kind": "step", "t": at, "step": step, "busy_seconds": 4.0, "trained_tokens": 1},
-        )
+    """The metrics have a step once after a return to a checkpoint, and the coordinator's share counts it twice; so it does
+    supervised training."""
+    first = STEP | {"step": 0, "wall_seconds": 20.0, "trainer_busy_fraction": (5 + 4) / 20}
+    again = STEP | {"step": 1, "wall_seconds": 50.0, "trainer_busy_fraction": (9 + 4 + 4) / 50}
+    write(tmp_path, "metrics.jsonl", first, again)
     found = window(tmp_path)
-    assert found["busy"] == pytest.approx(12 / 30)
-    assert ["lost", 16.0, 20.0, 1] in found["trainer"]
+    assert found["busy"] == pytest.approx(17 / 50)
+    assert ["lost", 20.0, pytest.approx(24.0), 1] in found["trainer"]
+    assert found["shares"]["before"] <= 5.0
 
 
 def test_trace_that_was_renamed_is_read_once(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ the version before and its probe, checkpoint, export, wait, fetch of the batch, 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -37,8 +36,7 @@ _BEFORE: Final = {
 """Phases before the report, the last one first."""
 BUSY: Final = ("forward, backward", "optimizer", "before", "lost")
 """Phases that ``trainer_busy_fraction`` counts; ``before`` is supervised training, ``lost`` a step that was trained again."""
-_SAME_SECONDS: Final = 0.5
-"""Difference of the times of a step in the two files, at most."""
+_MIN_SECONDS: Final = 1e-3
 MAX_STEPS: Final = 200
 _WAITS: Final = 10
 _MIN_WAIT: Final = 0.005
@@ -77,7 +75,6 @@ class Timeline:
         self._files = [Appended(path.with_name(f"{path.name}.1")), Appended(path)]
         self._groups: dict[tuple[int, float], Group] = {}
         self._publishes: dict[float, int] = {}
-        self._reports: dict[float, trace.StepLine] = {}
 
     def update(self) -> None:
         """Read the new lines of the trace; those that cannot be decoded are left out.
@@ -94,8 +91,6 @@ class Timeline:
     def _add(self, line: trace.AnyLine) -> None:
         if isinstance(line, trace.PublishLine):
             self._publishes[line.t] = line.version
-        if isinstance(line, trace.StepLine):
-            self._reports[line.t] = line
         if isinstance(line, trace.GroupLine) and line.leased is not None and line.lengths:
             group = Group(
                 *(line.leased, max(line.t, line.leased), line.generator, line.slot, line.step),
@@ -106,27 +101,22 @@ class Timeline:
     # --- the trainer ------------------------------------------------------------------------------------
 
     def phases(self, first: int = 0, end: int | None = None) -> Iterator[Phase]:
-        """Phases of the rows ``first`` to ``end``, and with row 0 what was before."""
-        names = {*_AFTER.values(), *_BEFORE.values()}
+        """Phases of the rows ``first`` to ``end``."""
+        names = {*_AFTER.values(), *_BEFORE.values(), "busy_seconds"}
         columns = {name: np.nan_to_num(self._series.column(name)).tolist() for name in names}
         reported = self._series.column("wall_seconds").tolist()
+        busy = (self._series.column("trainer_busy_fraction") * reported).tolist()
         steps = self._series.column("step").tolist()
-        own = dict(zip(steps, reported, strict=True))
-        lost = [
-            Phase("lost", line.t - line.busy_seconds, line.t, line.step)
-            for line in self._reports.values()
-            if abs(own.get(line.step, math.inf) - line.t) > _SAME_SECONDS
-        ]
         for at in range(first, self._series.rows if end is None else end):
-            begin = reported[at - 1] if at else self._before()
+            begin, busy_before = (reported[at - 1], busy[at - 1]) if at else (0.0, 0.0)
             end_, step = reported[at], int(steps[at])
             if not begin <= end_:
                 continue  # the clock is not known
-            if at == 0 and begin > 0:
-                yield Phase("before", 0.0, begin, -1)
-            again = [phase for phase in lost if begin < phase.end < end_]
-            yield from again
-            begin = max((phase.end for phase in again), default=begin)
+            # What the coordinator counts beyond the step: supervised training, or a step that was lost with the trainer.
+            more = busy[at] - busy_before - columns["busy_seconds"][at]
+            if _MIN_SECONDS < more < end_ - begin:
+                yield Phase("lost" if at else "before", begin, begin + more, step if at else -1)
+                begin += more
             after, before = [], []
             edge = end_
             for name, metric in _BEFORE.items():
@@ -137,14 +127,6 @@ class Timeline:
                 edge, last = min(limit, edge + columns[metric][at]), edge
                 after.append(Phase(name, last, edge, step))
             yield from (phase for phase in [*after, *reversed(before)] if phase.end > phase.begin)
-
-    def _before(self) -> float:
-        """Seconds of supervised training before the first lease: what the first row's busy time has beyond the step's own."""
-        row = self._series.row(0)
-        if "trainer_busy_fraction" not in row:
-            return 0.0
-        busy = row["trainer_busy_fraction"] * row["wall_seconds"] - row.get("busy_seconds", 0.0)
-        return min(max(0.0, busy), row["wall_seconds"] - row.get("busy_seconds", 0.0))
 
     def busy_fraction(self) -> float | None:
         """Of the trainer, over the run."""
@@ -299,8 +281,8 @@ def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
             f"not for rollouts, which were complete {wait.begin - last.accepted:.1f} s before: for {held}the permission to "
             f"publish version {wait.step}"
         )
-    age = max(0, wait.step - last.version) if last.version >= 0 else math.nan
-    lag = "" if math.isnan(age) else f", with weights {age} steps old" if age else ", with the newest weights"
+    age = max(0, wait.step - last.version) if last.version >= 0 else None
+    lag = "" if age is None else f", with weights {age} steps old" if age else ", with the newest weights"
     return (
         f"the last of its {len(groups)} groups (slot {last.slot}) came from {last.generator}, which took "
         f"{last.accepted - last.leased:.1f} s from its lease{lag}; its longest completion has {last.longest:,} tokens"
