@@ -204,8 +204,10 @@ def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
         until(lambda: run.step() >= 2)
 
         def journal_refuses() -> bool:
-            fill(tmp_path / "volume")  # again: a checkpoint that failed was deleted and freed its space
-            return bool(run.status().journal_error)
+            # Again: what is deleted frees its space, a checkpoint that failed or, at a start, files that were being written.
+            fill(tmp_path / "volume")
+            status = run.status()
+            return status is not None and bool(status.journal_error)
 
         until(journal_refuses, what="a journal that refuses")
         ballast = fill(tmp_path / "volume")
@@ -213,11 +215,9 @@ def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
         os.kill(run.coordinator.pid, signal.SIGKILL)
         run.coordinator.join()
         run.start_coordinator()
-        until(
-            lambda: run.status() is not None and run.status().journal_error, what="a coordinator that refuses"
-        )
-        assert run.status().step == held.step
-        assert run.status().counts.acknowledged == held.counts.acknowledged
+        until(journal_refuses, what="a coordinator that refuses")
+        assert held.step <= run.status().step < 10
+        assert run.status().counts.acknowledged >= held.counts.acknowledged
         assert all(process.is_alive() for process in run.ranks)
         ballast.unlink()
         assert run.wait_trainer() == [0, 0]
