@@ -195,7 +195,7 @@ def assert_prompts(found: Audit, run: LocalRun, steps: int) -> None:
             tries = range(1, len(found.accepted[slot]))
             assert found.prompts[slot] == [prompt, *(sampler.refill(slot, t, known) for t in tries)], slot
         assert rows[step]["prompts_crc32"] == zlib.crc32(
-            repr([found.prompts[slot][-1] for slot in slots]).encode()
+            repr([(0, found.prompts[slot][-1]) for slot in slots]).encode()
         )
     passed_over = cursor - steps * PROMPTS_PER_STEP
     print(f"{passed_over} prompts were passed over")
