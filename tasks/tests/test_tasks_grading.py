@@ -288,6 +288,53 @@ async def test_records_of_more_bytes_than_a_pipe_holds(tmp_path, whole):
     assert pool.counts.errors == 1000
 
 
+async def test_alarm_of_a_reward_during_a_write_loses_no_record(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "def all_of(completions):\n    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)\n    return ['x' * 200] * len(completions)\n"
+    )
+    own = PythonFunction("all_of", path=str(tmp_path / "r.py"), signature="group")
+    async with GradingPool(VerifierConfig("python", python=own), timeout_seconds=20) as pool:
+        graded = await pool.score_group(FOUR, ["4"] * 1000)
+    assert {one.error for one in graded} == {graded[0].error}
+    assert (len(graded), pool.counts.deaths, pool.counts.timeouts) == (1000, 0, 0)
+
+
+async def test_group_is_scored_again_as_a_whole_when_its_grader_dies_between_records(tmp_path):
+    """The pipe holds a part of them when it dies."""
+    (tmp_path / "r.py").write_text(
+        "import os, pathlib, threading\nfirst = pathlib.Path(__file__).with_name('first')\n"
+        "def all_of(completions):\n    if first.exists(): return [len(completions) / 1000] * len(completions)\n"
+        "    first.touch()\n    threading.Timer(0.2, os._exit, [1]).start()\n    return ['x' * 200] * len(completions)\n"
+    )
+    own = PythonFunction("all_of", path=str(tmp_path / "r.py"), signature="group")
+    async with GradingPool(VerifierConfig("python", python=own)) as pool:
+        scoring = asyncio.create_task(pool.score_group(FOUR, ["4"] * 1000))
+        while not (tmp_path / "first").exists():  # noqa: ASYNC110 - a file of another process
+            await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 - the pipe stays full until the grader is dead
+        assert await scoring == [RIGHT] * 1000
+        assert pool.counts.deaths == 1
+
+
+async def test_graders_found_dead_while_their_server_is_replaced_leave_no_descriptor():
+    async with GradingPool(VerifierConfig("exact"), workers=4) as pool:
+        counts = []
+        for _ in range(2):
+            await asyncio.gather(*(pool.score_group(FOUR, ["4"] * 4) for _ in range(8)))
+            counts.append(descriptors())
+            killed = children()
+            (server,) = killed - graders()
+            os.kill(server, signal.SIGKILL)
+            wait_gone(killed)
+            groups = []
+            for _ in range(4):
+                groups.append(asyncio.create_task(pool.score_group(FOUR, ["4"])))
+                await asyncio.sleep(0.03)
+            assert await asyncio.gather(*groups) == [[RIGHT]] * 4
+    assert counts[-1] <= counts[0], counts
+
+
 async def test_late_event_loop_is_not_a_timeout():
     async with GradingPool(VerifierConfig("exact"), timeout_seconds=1) as pool:
         await pool.score_group(FOUR, ["4"])

@@ -44,3 +44,15 @@ def test_peak_by_device_name() -> None:
     assert peak_tflops("NVIDIA A100-SXM4-80GB") == 312
     assert peak_tflops("NVIDIA L40S") == 362
     assert peak_tflops("NVIDIA L4") == 121
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA RTX A4000", "NVIDIA RTX A1000 6GB Laptop GPU", "NVIDIA H20"),  # others that begin alike
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",  # a part of the device
+    ],
+)
+def test_peak_of_a_device_with_a_similar_name_is_not_known(name: str) -> None:
+    assert peak_tflops(name) is None

@@ -35,6 +35,8 @@ SORTS: Final = {
 """Column of each value of ``--sort``."""
 _LISTINGS: Final = 3
 """A running coordinator merges files: a listing that is out of date is repeated."""
+_NAMES: Final = "[!.]*-[0-9]*-[0-9]*-[0-9]*.parquet"
+"""Split, first and last step, and number: a reader's own files beside them are none of the record."""
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 3000, 1000
 _NEWEST: Final = "last"
 
@@ -82,7 +84,7 @@ def step_interval(text: str) -> tuple[float, float] | str:
 def count(text: str) -> int:
     """A number of rollouts; 0 is all."""
     number = int(text)
-    if number < 0:
+    if not 0 <= number < 2**63:
         raise ValueError(text)
     return number
 
@@ -91,6 +93,19 @@ def text_argument(text: str) -> str:
     """A text that UTF-8 can encode: an argument may have bytes that are none."""
     text.encode()
     return text
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: None in their place.
+
+    >>> finite({"a": [math.inf, 1.5]})
+    {'a': [None, 1.5]}
+    """
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def shown(text: str) -> str:
@@ -119,7 +134,7 @@ def run_rollouts(arguments: argparse.Namespace) -> int:
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.
-            say(json.dumps(_plain(row), ensure_ascii=sys.stdout.isatty()))
+            say(json.dumps(finite(row), ensure_ascii=sys.stdout.isatty()))
         return DONE
     text = f"{matching:,} of {total:,} recorded rollouts match"
     text += f"; the first {len(rows):,} (--limit)\n" if len(rows) < matching else "\n"
@@ -189,7 +204,7 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for _ in range(_LISTINGS):
         try:
-            files = {path: _open(path, report) for path in sorted(paths.rollouts.glob("[!.]*.parquet"))}
+            files = {path: _open(path, report) for path in sorted(paths.rollouts.glob(_NAMES))}
             break
         except FileNotFoundError:  # merged into another one, or deleted for its age, since the listing
             continue
@@ -375,11 +390,6 @@ def _read(
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise Problem(f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere") from error
     return [rows[one] for one in chosen]
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for JSON, which has no NaN."""
-    return {name: None if value != value else value for name, value in row.items()}
 
 
 def _lines(rows: Sequence[dict[str, Any]], *, full: bool) -> Iterator[str]:

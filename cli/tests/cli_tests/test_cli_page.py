@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import signal
 import subprocess
@@ -70,7 +71,7 @@ class Browser:
 async def browser(*directories: Path) -> AsyncIterator[Browser]:
     listening = bound(0, 0)
     port = listening.getsockname()[1]
-    server = Server([Run(one) for one in directories], port)
+    server = Server([Run(one) for one in directories])
     runner = web.AppRunner(server.app(), access_log=None)
     await runner.setup()
     await web.SockSite(runner, listening).start()
@@ -127,11 +128,15 @@ async def test_answer_after_token_leads_to_address_without_it(run: Path) -> None
 )
 async def test_requests_of_other_origins_are_refused(run: Path, headers: dict[str, str], status: int) -> None:
     async with browser(run) as page:
-        await page.enter()
-        cookie = {"Cookie": "; ".join(f"{one.key}={one.value}" for one in page.session.cookie_jar)}
+        host = {"Host": headers.get("Host", "localhost")}
+        admitted = {"Host": "localhost" + "".join(re.findall(r":\d+$", host["Host"]))}
+        async with ClientSession(cookie_jar=DummyCookieJar()) as bare:
+            async with bare.get(f"{page.address}/?token={page.server.token}", headers=admitted) as response:
+                cookies = [f"{name}={cookie.value}" for name, cookie in response.cookies.items()]
+            cookie = {"Cookie": "; ".join(cookies)}
         async with (
             ClientSession(cookie_jar=DummyCookieJar()) as bare,
-            bare.get(f"{page.address}/api/state", headers=headers | cookie) as response,
+            bare.get(f"{page.address}/api/state", headers=headers | host | cookie) as response,
         ):
             assert response.status == status
             assert "Access-Control-Allow-Origin" not in response.headers
@@ -167,10 +172,11 @@ async def test_no_request_names_a_file(run: Path, path: str) -> None:
     (run / "token").write_text("secret")
     async with browser(run) as page:
         await page.enter()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(page.address.rpartition(":")[2]))
+        host, _, port = page.address.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
         cookie = "; ".join(f"{one.key}={one.value}" for one in page.session.cookie_jar)
         writer.write(
-            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n".encode()
+            f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n".encode()
         )
         answer = await reader.read()
         writer.close()
@@ -201,6 +207,8 @@ async def test_rollouts_are_filtered_sorted_and_paged(run: Path) -> None:
         ("sort", "x"),
         ("split", "../"),
         ("limit", "-1"),
+        ("sample", "9" * 25),
+        ("offset", "9" * 5000),
         ("run", "9"),
         ("run", "x"),
         ("prompt", "\udcff"),
@@ -233,6 +241,42 @@ async def test_hostile_texts_are_data(run: Path) -> None:
         full = (await page.get("/api/rollouts", step="2", full="1"))["rows"]
         assert full[0]["completion"] == long
         assert full[1]["completion"] == "שלום \\u2067עולם"
+
+
+async def test_numbers_that_are_not_finite(run: Path) -> None:
+    """JSON has none."""
+    record(run, [{"step": 2, "logprob_difference_max": math.inf, "parts": [("a", -math.inf), ("b", 0.5)]}])
+    action = '{"x": Infinity, "y": 2}'
+    line = '{"sequence": 0, "time": "t", "policy": "p", "decision": {"state": "OK", "reasons": [], "action": %s}}\n'
+    (run / "decisions.jsonl").write_text(line % action)
+    async with browser(run) as page:
+        await page.enter()
+        await page.get("/api/state")
+        row = (await page.get("/api/rollouts", step="2", full="1"))["rows"][0]
+        assert (row["logprob_difference_max"], row["parts"]) == (None, {"a": None, "b": 0.5})
+        assert (await page.get("/api/decisions"))["decisions"][0]["action"] == {"x": None, "y": 2}
+
+
+async def test_pages_of_two_machines_at_one_port_do_not_exclude_each_other(run: Path) -> None:
+    """Tunnels lead from two ports here to the same port there; a browser sends the cookies of both to each."""
+    async with browser(run) as one, browser(run) as other, ClientSession(cookie_jar=DummyCookieJar()) as bare:
+        cookies = {}
+        for page, port in ((one, 8660), (other, 8661)):
+            address, host = f"{page.address}/?token={page.server.token}", {"Host": f"127.0.0.1:{port}"}
+            async with bare.get(address, headers=host) as response:
+                cookies |= {name: cookie.value for name, cookie in response.cookies.items()}
+        sent = {"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+        for page, port in ((one, 8660), (other, 8661)):
+            headers = sent | {"Host": f"127.0.0.1:{port}"}
+            async with bare.get(f"{page.address}/api/state", headers=headers) as response:
+                assert response.status == 200
+
+
+async def test_files_of_a_reader_beside_the_record_are_left_alone(run: Path) -> None:
+    (run / "rollouts" / "worst.parquet").write_bytes(next((run / "rollouts").iterdir()).read_bytes())
+    async with browser(run) as page:
+        await page.enter()
+        assert (await page.get("/api/rollouts", step="last"))["total"] == 5
 
 
 async def test_texts_that_are_no_unicode(run: Path) -> None:

@@ -197,3 +197,20 @@ async def test_completion_of_100_000_tokens_opens(run: Path) -> None:
         assert await tab.run("document.querySelector('article').textContent.length") < 3000
         await tab.run("document.querySelector('article button').click()")
         await tab.until("document.querySelector('article').textContent.length > 1000000")
+
+
+async def test_prompt_of_which_the_middle_is_left_out_shows_its_end(run: Path) -> None:
+    record(run, [{"step": 50, "prompt": "given " * 500 + "the question"}])
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await shown(tab, "rollouts?step=50", "document.querySelector('article')")
+        assert (await tab.text("article .prompt")).endswith("the question")
+        assert "characters" in await tab.text("article .prompt")
+        await shown(
+            tab, "prompt?prompt=p0&task=main&split=train&from=50&to=50", "document.querySelector('.two')"
+        )
+        assert (await tab.text("main .text.box")).endswith("the question")
+        await shown(tab, "curve", "document.querySelector('figure svg path')")
+        await tab.run("location.hash = '#constructor'")
+        await tab.until("document.querySelector('nav [aria-current]').hash === '#curve'")
+        assert tab.problems == []

@@ -115,6 +115,18 @@ def test_step_that_was_trained_again_counts_as_computing(tmp_path: Path) -> None
     assert found["shares"]["before"] <= 5.0
 
 
+def test_waits_are_listed_after_long_supervised_training(tmp_path: Path) -> None:
+    """An hour of it is cut off at the left, and is no part of the time that waits are compared with."""
+    rows = (
+        STEP
+        | {"step": at, "wall_seconds": 3600.0 + 10 * (at + 1)}
+        | {"trainer_busy_fraction": (3600 + 4 * (at + 1)) / (3610 + 10 * at)}
+        for at in range(3)
+    )
+    write(tmp_path, "metrics.jsonl", *rows)
+    assert [one["step"] for one in window(tmp_path)["waits"]] == [0, 1, 2]
+
+
 def test_trace_that_was_renamed_is_read_once(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", STEP | {"step": 0, "wall_seconds": 10.0})
     write(tmp_path, "trace.jsonl", GROUP | {"slot": 0, "step": 0, "leased": 1.0, "t": 2.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import torch
@@ -27,13 +28,17 @@ PEAK_TFLOPS: Final = {
     "RTX 3090": 71.0,
     "RTX A6000": 154.8,
 }
-"""Peak TFLOP/s, dense bfloat16 with float32 accumulation, by a part of the device's name; the first match counts. From the
+"""Peak TFLOP/s, dense bfloat16 with float32 accumulation, by words of the device's name; the first match counts. From the
 manufacturers' data sheets."""
+_SMALLER: Final = re.compile(r"\b(MIG|Laptop)\b")
+"""Names of a part of a device, and of a smaller one."""
 
 
 def peak_tflops(name: str) -> float | None:
     """Peak TFLOP/s of a device; None if the table does not have it."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    if _SMALLER.search(name):
+        return None
+    return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def flops_per_token(causal_lm: Any) -> float | None:

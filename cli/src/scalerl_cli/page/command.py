@@ -83,7 +83,7 @@ def _export(runs: list[Run], arguments: argparse.Namespace) -> int:
 
 async def _serve(runs: list[Run], listening: socket.socket) -> None:
     port = listening.getsockname()[1]
-    server = Server(runs, port)
+    server = Server(runs)
     # No log of requests: their addresses may have the token.
     runner = web.AppRunner(server.app(), access_log=None, handle_signals=False, shutdown_timeout=0.5)
     ended = asyncio.Event()

@@ -57,6 +57,8 @@ async function get(path, parameters = {}) {
   return response.json();
 }
 
+// A text of a list, of which the middle may be left out.
+const text = (row, name) => (row[name] ?? "") + (row[`${name}_cut`] ? ` … ${row[`${name}_cut`].toLocaleString("en")} characters … ${row[`${name}_tail`]}` : "");
 const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.…]$/.test(text) ? "" : ".");
 const problem = (text) => make("p", { class: "quiet" }, sentence(text));
 
@@ -275,14 +277,14 @@ const VIEWS = {
       const here = { run: options.run, prompt: same.prompt, task: same.task, split: same.split, from: left, to: right };
       const pick = (name, value) => make("label", {}, name === "from" ? "step, left" : "step, right", make("select", { onchange: (event) => go("prompt", { ...here, [name]: event.target.value }) },
         steps.map((one) => make("option", { value: one.step, selected: String(one.step) === value }, `${one.step}: reward ${number(one.reward)}`))));
-      const options_ = [...firsts.values()].map((row) => make("option", { value: JSON.stringify([row.prompt_id, row.task, row.split.replace("_", "-")]), selected: row.prompt_id === same.prompt && row.task === same.task }, `${row.prompt_id}: ${row.prompt.slice(-60)}`));
+      const options_ = [...firsts.values()].map((row) => make("option", { value: JSON.stringify([row.prompt_id, row.task, row.split.replace("_", "-")]), selected: row.prompt_id === same.prompt && row.task === same.task }, `${row.prompt_id}: ${text(row, "prompt").slice(-60)}`));
       const choose = make("select", { "aria-label": "prompt", onchange: (event) => { const [prompt, task, split] = JSON.parse(event.target.value); go("prompt", { run: options.run, prompt, task, split }); } },
         firsts.has(`${same.split.replace("-", "_")} ${same.task} ${same.prompt}`) ? [] : make("option", { selected: true }, same.prompt), options_);
       const sides = await Promise.all([left, right].map((step) => get("/api/rollouts", { ...same, step, limit: 64 })));
       const shown = sides.flatMap((side) => side.rows || [])[0];
       const graded = steps.filter((one) => one.reward !== null);
       place.replaceChildren(runChoice("prompt", options), make("div", { class: "row" }, make("label", {}, "prompt of the last evaluation, or chosen under Rollouts", choose), pick("from", left), pick("to", right)),
-        shown ? make("div", { class: "text box", dir: "auto" }, shown.prompt || "") : "",
+        shown ? make("div", { class: "text box", dir: "auto" }, text(shown, "prompt")) : "",
         chart("Mean reward of this prompt's completions", { lines: [{ label: same.prompt, tone: 0, x: graded.map((one) => one.step), y: graded.map((one) => one.reward), kind: graded.length < 40 ? "dots" : "line" }], from0: true, height: 120 }),
         make("div", { class: "two" }, sides.map((side, at) => make("div", {}, make("h3", {}, `${same.split === "held-out" ? "version" : "step"} ${at ? right : left}`), side.rows ? side.rows.map((row) => rollout(row, run, true)) : problem(side.problem)))));
     },
@@ -361,7 +363,7 @@ function rollout(row, run, brief = false) {
   if (row.logprob_difference_max !== null) facts.push(chip(`difference ${number(row.logprob_difference_mean, 2)}, at most ${number(row.logprob_difference_max, 2)}`, 3, Math.min(0.6, row.logprob_difference_max / 2)));
   if (row.oldest_version !== null && !held) facts.push(row.oldest_version === row.newest_version ? `version ${row.oldest_version}` : chip(`versions ${row.oldest_version} to ${row.newest_version}`, 4, 0.25));
   if (row.excluded) facts.push(chip(`not trained on: ${row.excluded}`, 4, 0.25));
-  const whole = make("div"), body = make("div", { class: "text short", dir: "auto" }, row.completion === null ? "(no completion)" : row.completion, row.completion_cut ? ` … ${row.completion_cut.toLocaleString("en")} characters … ${row.completion_tail}` : "");
+  const whole = make("div"), body = make("div", { class: "text short", dir: "auto" }, row.completion === null ? "(no completion)" : text(row, "completion"));
   const open = make("button", { "aria-expanded": "false", onclick: async () => {
     const shut = whole.firstChild !== null;
     open.setAttribute("aria-expanded", String(!shut));
@@ -371,7 +373,7 @@ function rollout(row, run, brief = false) {
   } }, "open");
   return make("article", {}, make("div", { class: "head" }, facts.map((one) => (typeof one === "string" ? make("span", {}, one) : one)), open,
     brief || row.prompt_id === null ? "" : make("a", { href: link("prompt", { run: run || "", prompt: row.prompt_id, task: row.task, split: row.split.replace("_", "-") }) }, "this prompt over time")),
-    brief || row.prompt === null ? "" : make("div", { class: "text prompt short", dir: "auto" }, row.prompt), body, whole);
+    brief || row.prompt === null ? "" : make("div", { class: "text prompt short", dir: "auto" }, text(row, "prompt")), body, whole);
 }
 
 async function details(row, run) {
@@ -424,7 +426,7 @@ const go = (name, options) => { location.hash = link(name, options); };
 
 function route() {
   const [name, query] = location.hash.slice(1).split("?");
-  const known = name in VIEWS ? name : "curve";
+  const known = Object.hasOwn(VIEWS, name) ? name : "curve";
   return { name: known, options: Object.fromEntries(new URLSearchParams(query || "")) };
 }
 

@@ -245,14 +245,13 @@ def _parsed(name: str, parse: Any, query: Mapping[str, str]) -> Any:
 
 
 def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
-    """A row as JSON values: no NaN, and texts without characters that control a display."""
-    found = {name: None if value != value else value for name, value in row.items()}
+    """A row with texts without characters that control a display, and not too long."""
+    found = dict(row)
     for name in ("labels", "parts"):
         one = found[name] or {}
         found[name] = {
             rollouts.shown(key): rollouts.shown(value) if isinstance(value, str) else value
             for key, value in one.items()
-            if value == value
         }
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:

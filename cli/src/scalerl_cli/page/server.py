@@ -18,7 +18,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from scalerl_cli.page.runs import NotARun, Query, Run
-from scalerl_cli.rollouts import Problem
+from scalerl_cli.rollouts import Problem, finite
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,10 +45,9 @@ class Server:
         token: admits one browser; drawn anew afterwards.
     """
 
-    def __init__(self, runs: Sequence[Run], port: int) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         self.token = secrets.token_urlsafe(32)
-        self._cookie = f"scalerl-view-{port}"  # browsers send the cookies of one port to the others
         self._session = secrets.token_urlsafe(32)
         self._searches = asyncio.Semaphore(_SEARCHES)
         package = files("scalerl_cli.page")
@@ -87,10 +86,7 @@ class Server:
         return response
 
     async def _admitted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = (
-            request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdecimal() else request.host
-        )
-        if host.lower() not in HOSTS:
+        if _host_and_port(request)[0] not in HOSTS:
             return _refused("this server answers to localhost and 127.0.0.1 only")
         given = request.query.get("token")
         if given is not None and request.path == "/":
@@ -104,7 +100,7 @@ class Server:
         return await handler(request)
 
     def _has_cookie(self, request: web.Request) -> bool:
-        return _equal(request.cookies.get(self._cookie, ""), self._session)
+        return _equal(request.cookies.get(_cookie(request), ""), self._session)
 
     def _enter(self, given: str, request: web.Request) -> web.Response:
         if not self._has_cookie(request):
@@ -114,7 +110,7 @@ class Server:
                 )
             self.token = secrets.token_urlsafe(32)
         response = web.Response(text=_ENTER, content_type="text/html")
-        response.set_cookie(self._cookie, self._session, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(_cookie(request), self._session, httponly=True, samesite="Strict", path="/")
         return response
 
     async def _index(self, request: web.Request) -> web.Response:
@@ -157,6 +153,17 @@ class Server:
         return answer
 
 
+def _host_and_port(request: web.Request) -> tuple[str, str]:
+    """Of the address as the browser has it: with a tunnel, its port is another than the server's."""
+    host, _, port = request.host.lower().rpartition(":")
+    return (host, port) if port.isdecimal() else (request.host.lower(), "")
+
+
+def _cookie(request: web.Request) -> str:
+    """Name of the cookie: browsers send those of one port to the others, and keep one of each name."""
+    return f"scalerl-view-{_host_and_port(request)[1]}"
+
+
 def _state_of(run: Run) -> dict[str, Any]:
     try:
         return run.state()
@@ -183,7 +190,10 @@ def _number(query: Any, name: str) -> int | None:
 
 
 def _json(content: Any, status: int = 200) -> web.Response:
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    try:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(finite(content), separators=(",", ":"))
     return web.Response(text=text, status=status, content_type="application/json")
 
 

@@ -170,14 +170,13 @@ class Timeline:
             "shares": shares | {"other": max(0.0, until - begin - known)},
             "generators": [_in_flight(name, groups, begin, until) for name in names],
             "publishes": [one for one in self._publishes.items() if begin <= one[0] <= until],
-            "waits": self._waits(phases, evaluated),
+            "waits": self._waits(phases, until - begin, evaluated),
             "busy": self.busy_fraction(),
             "traced": bool(self._groups),
         }
 
-    def _waits(self, phases: list[Phase], evaluated: Container[int]) -> list[dict[str, Any]]:
-        """The longest waits of the trainer, each with what ended it."""
-        whole = phases[-1].end - phases[0].begin
+    def _waits(self, phases: list[Phase], whole: float, evaluated: Container[int]) -> list[dict[str, Any]]:
+        """The longest waits of the trainer in a window of ``whole`` seconds, each with what ended it."""
         waits = [
             phase for phase in phases if phase.name == "wait" and phase.end - phase.begin > _MIN_WAIT * whole
         ]

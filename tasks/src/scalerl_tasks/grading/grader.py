@@ -51,17 +51,24 @@ def run(connection: socket.socket, records: int, verifier: Verifier, setup: Setu
             request = _receive(connection)
         except MemoryError:
             # Only a completion that is alone in its request can be this large.
-            os.write(records, _out_of_memory(limits) + protocol.record(RETIRED))
+            _write(records, _out_of_memory(limits) + protocol.record(RETIRED))
             return
         if request is None:
             return
         for answer, reusable in _answers(request, verifier, part_names, limits):
-            os.write(records, answer)
+            _write(records, answer)
             # Caches grow; they must not make the next item exceed the memory limit.
             if not reusable or _address_space_bytes(statm) > retire_above:
-                os.write(records, protocol.record(RETIRED))
+                _write(records, protocol.record(RETIRED))
                 return
         connection.sendall(b"\0")
+
+
+def _write(records: int, answer: bytes) -> None:
+    """Write all of it: a signal, such as an alarm of the user's code, ends a write to a full pipe early."""
+    left = memoryview(answer)
+    while left:
+        left = left[os.write(records, left) :]
 
 
 def _answers(

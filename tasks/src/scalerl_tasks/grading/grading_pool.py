@@ -279,10 +279,14 @@ class GradingPool:
         return not grader.ended
 
     async def _collect(self, grader: Grader, job: _Job, count: int) -> bool:
-        """Collect records until there are ``count`` or the grader ends; False when one is overdue."""
-        taken = 0
+        """Collect records until there are ``count`` or the grader ends; False when one is overdue.
+
+        Those of a group that is scored as a whole count together: a part of them would leave another group to score again.
+        """
+        taken, whole = 0, self._whole and job.prompt is not None
         while True:
-            for score, parts, answered, error in grader.results[taken:]:
+            held = whole and len(grader.results) < count and not grader.retired
+            for score, parts, answered, error in [] if held else grader.results[taken:]:
                 verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)), answered)
                 self._record(job, Graded(verdict if error is None else None, error))
                 taken += 1
@@ -306,6 +310,8 @@ class GradingPool:
     def _kill(self, grader: Grader) -> None:
         if self._server is not None:
             self._server.kill(grader)
+        else:  # it died with its server, which is being replaced
+            grader.close()
 
     # --- the fork server ------------------------------------------------------------------------
 
