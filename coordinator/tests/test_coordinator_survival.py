@@ -327,7 +327,7 @@ def test_figures_of_a_step_are_since_the_step_before() -> None:
             "consumed_tokens_per_second": tokens[1] / 5,
         },
     )
-    # A coordinator of an earlier release did not keep the usage, and a report may be lost.
+    # A report may be lost.
     world.state.usage_at_step = None
     world.publish("t")
     world.beat(member, 2, busy_seconds=9.0, generated_tokens=150)

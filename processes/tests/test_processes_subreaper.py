@@ -21,8 +21,9 @@ from small_processes import (
     wait_until,
 )
 
+from scalerl_processes import subreaper
 from scalerl_processes.child import MARK, MAX_LOG_BYTES, ChildProcess, Command, environment
-from scalerl_processes.process_table import kill_marked, tree_memory_bytes, writing_to
+from scalerl_processes.process_table import kill_all, kill_marked, tree_memory_bytes, writing_to
 
 PARENT = """
     import asyncio, sys
@@ -165,6 +166,65 @@ async def test_subreaper_ends_as_its_child(tmp_path: Path, mark: str, code: str,
 async def test_subreaper_logs_a_missing_command(tmp_path: Path, mark: str) -> None:
     assert await exit_code(command(tmp_path, mark, "/no/such/command")) == 127
     assert "cannot start /no/such/command: No such file or directory" in (tmp_path / "child.log").read_text()
+
+
+def test_subreaper_keeps_the_exit_code_when_its_log_is_full(tmp_path: Path) -> None:
+    lifeline, _ = pipe = os.pipe()
+    started = [sys.executable, "-I", "-S", subreaper.__file__, str(lifeline), "1", "1", "-", "--"]
+    try:
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [*started, "/no/such/command"], stderr=full, pass_fds=[lifeline], timeout=120, check=False
+            )
+    finally:
+        for end in pipe:
+            os.close(end)
+    assert done.returncode == 127
+
+
+MISSED = """
+    # A sweep whose first listing of /proc misses a grandchild that has just become a child.
+    import os, sys, time
+    from scalerl_processes import subreaper
+    from scalerl_processes.kernel import adopt_orphans, has_children
+
+    adopt_orphans()
+    listed = subreaper.descendants
+    answers = iter([[]])
+    subreaper.descendants = lambda root: next(answers, None) or listed(root)
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(7)
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT) is None:
+        pass
+    print(subreaper._kill_tree(child), has_children())
+"""
+
+
+def test_sweep_finds_what_one_listing_misses(tmp_path: Path) -> None:
+    missed = subprocess.run(
+        [sys.executable, script(tmp_path, "missed", MISSED)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert missed.stdout == "7 False\n"
+
+
+def test_kill_all_goes_on_after_a_process_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 1:
+            raise PermissionError
+        killed.append(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert kill_all(lambda: [1, 2] if not killed else [1], 0.05) == [1]
+    assert killed == [2]
 
 
 async def test_start_renames_a_long_log(tmp_path: Path, mark: str) -> None:

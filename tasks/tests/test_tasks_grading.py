@@ -26,7 +26,8 @@ from scalerl_tasks import (
     VerifierError,
     open_reasoning_gym,
 )
-from scalerl_tasks.grading.fork_client import Grader
+from scalerl_tasks.grading.fork_client import ForkServer, Grader
+from scalerl_tasks.grading.protocol import Limits, Setup
 from scalerl_tasks.python_verifier import PythonFunction
 
 HALF = Prompt("half", "?", r"\frac{1}{2}")
@@ -272,6 +273,35 @@ async def test_pool_is_notified_once_for_a_group(monkeypatch, tmp_path):
         for _ in range(2):
             assert await pool.score_group(FOUR, ["4"] * 16) == [RIGHT] * 16
     assert len(notices) == 2
+
+
+async def test_fork_that_fails_while_connecting_reads_no_other_file(monkeypatch):
+    """The number of its pipe may be another file's when the connection is told that it was lost."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_unix_connection
+
+    async def cancelled(*given, **named):
+        transport, _ = await connect(*given, **named)
+        transport.close()  # as asyncio does when it is cancelled here
+        raise asyncio.CancelledError
+
+    server = await ForkServer.start(Setup(FACTORS, Limits(30.0, 1 << 30)), 120.0)
+    others = []
+    try:
+        monkeypatch.setattr(loop, "create_unix_connection", cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await server.fork()
+        for _ in range(4):  # they get the lowest free numbers
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            os.write(writer, b"theirs")
+            others += [reader, writer]
+        await asyncio.sleep(0.1)
+        assert [os.read(reader, 99) for reader in others[::2]] == [b"theirs"] * 4
+    finally:
+        for end in others:
+            os.close(end)
+        await server.close()
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -247,6 +247,20 @@ while not Path("started-0").exists(): time.sleep(0.01)
         assert (code, alive(int((tmp_path / "started-0").read_text()))) == (0, True)
 
 
+def test_launch_reads_the_output_although_its_log_is_full(tmp_path: Path) -> None:
+    code = "import sys; from scalerl_trainer import launch; sys.exit(launch.main())"
+    rank = "for _ in range(4_000): print(50 * 'x')"  # more than a pipe holds
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, sys.executable, "-c", rank],
+            env={**os.environ, **RANKS},
+            stderr=full,
+            timeout=WAIT,
+            check=False,
+        )
+    assert done.returncode == 0
+
+
 def test_launch_reaps_what_a_rank_leaves_behind(tmp_path: Path) -> None:
     """The launcher is the process that adopts orphans, as process 1 of a container is."""
     body = """

@@ -52,6 +52,15 @@ def reaped() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
+def has_children() -> bool:
+    """Whether this process has children, running or not yet reaped."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def describe(exit_code: int) -> str:
     """How a process ended.
 

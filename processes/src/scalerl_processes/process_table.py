@@ -45,7 +45,9 @@ def kill_all(find: Callable[[], list[int]], limit_seconds: float) -> list[int]:
     pause = 0.002
     while (left := find()) and time.monotonic() <= deadline:
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # it has ended, or is another user's by now
                 os.kill(pid, signal.SIGKILL)
         time.sleep(pause)
         pause = min(pause * 2, 0.25)

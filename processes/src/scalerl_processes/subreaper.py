@@ -14,6 +14,7 @@ CPUS is ``-`` or a list like ``0,2``. Standard library only, and started without
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -23,11 +24,13 @@ import time
 if __name__ == "__main__":  # by its path, without site-packages
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from scalerl_processes.kernel import adopt_orphans, die_with_parent, reaped
+from scalerl_processes.kernel import adopt_orphans, die_with_parent, has_children, reaped
 from scalerl_processes.process_table import descendants, kill_all
 
 _SWEEP_SECONDS = 30.0
 """Limit for killing a tree; only a process blocked in the kernel survives the first rounds."""
+_LISTINGS = 10
+"""Listings of ``/proc`` without a process of the tree, after which a child that the kernel still has is given up."""
 
 
 def _spawn(command: list[str], cpus: set[int] | None) -> int:
@@ -46,7 +49,7 @@ def _spawn(command: list[str], cpus: set[int] | None) -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execvp(command[0], command)  # noqa: S606
     except OSError as error:
-        os.write(2, f"cannot start {command[0]}: {error.strerror}\n".encode())
+        _say(f"cannot start {command[0]}: {error.strerror}")
     os._exit(127)
 
 
@@ -56,12 +59,21 @@ def _kill_tree(child: int) -> int | None:
 
     def remaining() -> list[int]:
         nonlocal code
-        code = dict(reaped()).get(child, code)
-        return descendants(os.getpid())
+        for _ in range(_LISTINGS):
+            code = dict(reaped()).get(child, code)
+            # A process that was forked after /proc was listed, and whose parent ended before it was read, is in no listing.
+            if (found := descendants(os.getpid())) or not has_children():
+                return found
+        return []
 
     if left := kill_all(remaining, _SWEEP_SECONDS):
-        os.write(2, f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}\n".encode())
+        _say(f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}")
     return code
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a full volume must not change the exit code
+        os.write(2, f"{text}\n".encode())
 
 
 def _end_like(code: int) -> None:

@@ -210,8 +210,10 @@ class Launcher:
 
 
 def _print(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    """A line that the log has no room for is lost: a rank whose output nobody reads would wait for ever."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -167,7 +167,7 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
 def stop_price(spec: AutoscalingSpec, answer: ForecastAnswer, pace: Pace | None) -> list[str]:
     """What a stop forgoes and what it saves: the expected gain up to the horizon, its interval, and the compute for it.
 
-    Empty for answers before method 4, which do not have it.
+    Empty without an expected gain.
     """
     outlook = answer.outlook
     if outlook is None or outlook.expected_gain is msgspec.UNSET:
@@ -187,7 +187,7 @@ def stop_price(spec: AutoscalingSpec, answer: ForecastAnswer, pace: Pace | None)
 
 
 def stop_caveat(answer: ForecastAnswer) -> list[str]:
-    """The loss if a stop is wrong; empty for answers of method 1, which do not have it."""
+    """The loss if a stop is wrong; empty without a probability of late rises."""
     outlook = answer.outlook
     if outlook is None or outlook.p_late_rise is msgspec.UNSET:
         return []

@@ -43,12 +43,12 @@ class Grader(asyncio.Protocol):
     """A connection to one grader: sends requests, receives records in order.
 
     Args:
-        pid: of the grader.
         records: the end of its pipe, not blocking; closed by :meth:`close`.
     """
 
-    def __init__(self, pid: int, records: int) -> None:
-        self.pid = pid
+    def __init__(self, records: int) -> None:
+        self.pid = 0
+        """Of the grader, once it has been forked."""
         self._records = records
         self.results: list[tuple[float, tuple[float, ...], bool | None, str | None]] = []
         """Score, parts, whether it has an answer, and error of each completion."""
@@ -176,6 +176,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         records, written = os.pipe()
         os.set_blocking(records, False)
+        grader = Grader(records)
         reply: asyncio.Future[int] = loop.create_future()
         self._replies[token] = reply
         try:
@@ -183,12 +184,12 @@ class ForkServer:
                 packet, descriptors = CONTROL.pack(protocol.FORK, token), [theirs.fileno(), written]
                 socket.send_fds(self._control, [packet], descriptors)
             async with asyncio.timeout(_REPLY_SECONDS):
-                pid = await reply
+                grader.pid = await reply
             ours.setblocking(False)
-            _, grader = await loop.create_unix_connection(lambda: Grader(pid, records), sock=ours)
+            await loop.create_unix_connection(lambda: grader, sock=ours)
         except BaseException as error:
             ours.close()
-            os.close(records)
+            grader.close()  # it reads no more from the pipe's number, which may soon be another file's
             if isinstance(error, TimeoutError | OSError):
                 self.dead = True  # or unresponsive: replace it
                 raise GradingError(
