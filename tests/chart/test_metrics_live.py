@@ -53,6 +53,7 @@ CURVE = msgspec.json.encode(
 # Metrics, or labels of them, where there is nothing to see while all is well; the test says so when one has data after all.
 EMPTY = {
     'name="teacher_kl"': "the run has no teacher",
+    'name="mfu"': "the run is on CPUs, whose peak is not known",
     "scalerl_coordinator_task_": "the run has one task",
     "scalerl_coordinator_history_": "the run has no speculation",
 }
