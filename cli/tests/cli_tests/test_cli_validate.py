@@ -363,7 +363,8 @@ def test_model_with_a_missing_tensor_is_refused(
     assert main(["validate", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
+    # Without the progress of the check of the answers, which a slow machine prints.
+    assert [line for line in err.splitlines() if not line.startswith("checked ")] == [
         f"{file}: spec.model.path: {folder}: 1 tensor is missing: model.layers.0.mlp.down_proj.weight",
         f"{file}: spec.model.path: {folder}: 1 tensor is not part of the model: model.layers.0.mlp.lost_proj.weight",
     ]
