@@ -373,6 +373,7 @@ def test_sample_of_an_evaluation_is_bounded_and_spread(paths: RunPaths) -> None:
     assert sample_of_evaluation(paths.rollouts, 0) == []
     record_evaluation(paths, 0, prompts=1000)
     (paths.rollouts / "held_out-00000001-00000001-00000002.parquet").write_bytes(b"PAR1")
+    (paths.rollouts / "held_out-worst.parquet").write_bytes(b"a reader's own")
     assert sample_of_evaluation(paths.rollouts, 1) == sample_of_evaluation(paths.rollouts, 2) == []
     rows = sample_of_evaluation(paths.rollouts, 0)
     assert len(rows) == SAMPLE_ROWS

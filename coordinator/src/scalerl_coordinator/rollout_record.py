@@ -135,7 +135,7 @@ class RecordedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class RecordPart:
     """A file of the record, by its name."""
 
     path: Path
@@ -147,12 +147,12 @@ class _Part:
     """Unique among the files of a split."""
 
     @classmethod
-    def named(cls, directory: Path, split: str, first: int, last: int, serial: int) -> _Part:
+    def named(cls, directory: Path, split: str, first: int, last: int, serial: int) -> RecordPart:
         name = f"{split}-{first:08d}-{last:08d}-{serial:08d}.parquet"
         return cls(directory / name, split, first, last, serial)
 
     @classmethod
-    def parse(cls, path: Path) -> _Part | None:
+    def parse(cls, path: Path) -> RecordPart | None:
         split, *numbers = path.stem.split("-")
         if path.suffix != ".parquet" or len(numbers) != 3 or not all(n.isdecimal() for n in numbers):
             return None
@@ -196,7 +196,7 @@ class RolloutRecord:
         """Groups of running evaluations by split, version and task, and refilled ones of steps by split, step and task."""
         self._logged = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._parts: list[_Part] = []
+        self._parts: list[RecordPart] = []
         """The thread's: the files, as they are on disk."""
 
     # --- callers --------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class RolloutRecord:
         for path in self._directory.iterdir():
             if path.name.startswith("."):
                 path.unlink()  # incomplete
-        found = [part for path in self._directory.iterdir() if (part := _Part.parse(path)) is not None]
+        found = [part for path in self._directory.iterdir() if (part := RecordPart.parse(path)) is not None]
         sources = {part: names for part in found if (names := _read(part.path, _replaced)) is not None}
         merged = {name for names in sources.values() for name in names}
         for part in sources:
@@ -350,7 +350,7 @@ class RolloutRecord:
         self._merge(split, settled)
 
     def _store(
-        self, table: pa.Table, split: str, first: int, last: int, replaces: Sequence[_Part] = ()
+        self, table: pa.Table, split: str, first: int, last: int, replaces: Sequence[RecordPart] = ()
     ) -> None:
         """Write a file, which appears once it is complete. Raises OSError."""
         import pyarrow.parquet as pq
@@ -359,7 +359,7 @@ class RolloutRecord:
         if not self._disk.leaves_reserve(self._directory, table.nbytes):
             raise OSError(errno.ENOSPC, "the volume is nearly full")
         serial = max((part.serial for part in self._parts), default=0) + 1
-        part = _Part.named(self._directory, split, first, last, serial)
+        part = RecordPart.named(self._directory, split, first, last, serial)
         staging = part.path.with_name(f".{part.path.name}")
         if replaces:
             names = ",".join(old.path.name for old in replaces)
@@ -404,7 +404,7 @@ class RolloutRecord:
             first, last = min(part.first for part in tables), max(part.last for part in tables)
             self._store(pa.concat_tables(tables.values()), split, first, last, list(tables))
 
-    def _table(self, part: _Part) -> pa.Table | None:
+    def _table(self, part: RecordPart) -> pa.Table | None:
         """The rows of a file; None of one that is lost, which is then no longer among the files."""
         import pyarrow.parquet as pq
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Final
 
 from scalerl_api.curve import curve_figures
 from scalerl_coordinator.accounting import Row
+from scalerl_coordinator.rollout_record import RecordPart
 from scalerl_coordinator.tracking.sink import HELD_OUT
 
 
@@ -123,8 +124,8 @@ def sample_of_evaluation(directory: Path, version: int) -> list[dict[str, Any]]:
 
     tables = []
     for path in sorted(directory.glob("held_out-*.parquet")):
-        _, first, last, _ = path.stem.split("-")
-        if int(first) <= version <= int(last):
+        part = RecordPart.parse(path)  # None: not a file of the record
+        if part is not None and part.first <= version <= part.last:
             try:
                 columns = [*SAMPLE_COLUMNS, "prompt_index"]
                 tables.append(pq.read_table(path, columns=columns, filters=[("step", "==", version)]))
