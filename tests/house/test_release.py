@@ -100,3 +100,15 @@ def test_chart_as_an_oci_archive(tmp_path: Path) -> None:
     manifest = json.loads(held["blobs/" + digest.replace(":", "/")])
     assert held["blobs/" + manifest["layers"][0]["digest"].replace(":", "/")] == b"chart"
     assert json.loads(held["blobs/" + manifest["config"]["digest"].replace(":", "/")])["version"] == "1.2.3"
+
+
+def test_validate_without_the_packages_of_trainer_and_generator() -> None:
+    absent = ["scalerl_trainer", "scalerl_generator", "torch", "vllm", "transformers"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}));"
+        "sys.argv[1:] = ['validate', '--any-machine', 'examples/tiny/run.yaml'];"
+        "from scalerl_cli.main import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "the model is not checked" in done.stdout + done.stderr
